@@ -2,8 +2,12 @@
 
 import builtins
 import dataclasses
+import functools
 import inspect
+import pkgutil
 import re
+import types
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,59 @@ def test_a_function_says_what_it_takes_returns_and_raises(name):
 @pytest.mark.parametrize("name", DATA)
 def test_a_class_of_data_says_what_each_field_is(name):
     assert names(section(DATA[name], "Args")) == [one.name for one in dataclasses.fields(DATA[name])]
+
+
+METHOD = (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)
+
+
+def undocumented(classes):
+    """Return the public methods of which neither they nor what they override says what they do."""
+    for owner in classes:
+        own = {name for name, one in vars(owner).items() if isinstance(one, METHOD) and not name.startswith("_")}
+        for name in sorted(own - vars(owner).get("__annotations__", {}).keys()):
+            if not any(vars(one)[name].__doc__ for one in owner.__mro__ if name in vars(one)):
+                yield f"{owner.__module__}.{owner.__qualname__}.{name}"
+
+
+def test_a_method_says_what_it_does_unless_what_it_overrides_does():
+    modules = [one.name for one in pkgutil.walk_packages(pytest_attn.__path__, "pytest_attn.") if ".suite" not in one.name]
+    found = {one for name in modules for one in vars(import_module(name)).values() if inspect.isclass(one)}
+    ours = [one for one in found if one.__module__.startswith("pytest_attn.") and not one.__name__.startswith("_")]
+    assert len(ours) > 300
+    assert list(undocumented(ours)) == []
+
+
+class Told:
+    def said(self):
+        """Say it."""
+
+    @property
+    def known(self):
+        """What is known."""
+
+
+class Telling(Told):
+    def said(self):
+        pass
+
+    def unsaid(self):
+        pass
+
+    @property
+    def known(self):
+        pass
+
+    @property
+    def unknown(self):
+        pass
+
+    @classmethod
+    def made(cls):
+        pass
+
+
+def test_a_method_of_which_nobody_says_what_it_does_is_seen():
+    assert [one.rpartition(".")[2] for one in undocumented([Told, Telling])] == ["made", "unknown", "unsaid"]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -85,15 +85,12 @@ class RankBackend(LibraryBackend):
             return self.broken_because() or "; ".join(self.refusals_over(sharding, machine, backward)) or None
 
     def obstacle(self, workload: Workload, machine: Machine, backward: bool) -> str | None:
-        """Say that one process is not enough."""
         return f"{self.name} computes over several ranks; say ranks=2 in the marker of the test"
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Refused: there is no group."""
         raise ValueError(f"{self.name} computes over several ranks; call it in a test with ranks=...")
 
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
-        """None: nothing is tuned over ranks."""
         return ()
 
     def _unknown_options(self) -> list[str]:

@@ -222,7 +222,6 @@ class CallableSubject(Subject):
         self.compiles = "_torchdynamo_orig_callable" in getattr(fn, "__dict__", ())  # torch.compile has made it
 
     def declares(self, asked: Declaration, kind: str) -> Declaration:
-        """Return what its test has declared of it."""
         return self.declared.on(kind)
 
     def quantizing(self, dequantizer: Dequantizer) -> CallableSubject:
@@ -266,7 +265,6 @@ class CallableSubject(Subject):
         return *identity_of(self.user_function), self.name, self.declared
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Return the callable itself; a named one with what it takes of the inputs."""
         return self.function_on(inputs)
 
     def function_on(self, inputs: Inputs) -> Callable[..., Any]:
@@ -275,7 +273,6 @@ class CallableSubject(Subject):
 
     @property
     def is_contained(self) -> bool:
-        """Whether it runs in a process of its own."""
         return self.named is not None and self.named.is_isolated
 
     def calling(self) -> AbstractContextManager[object]:
@@ -291,7 +288,6 @@ class CallableSubject(Subject):
         return declined_because(error)
 
     def origin(self) -> dict[str, str]:
-        """Return the module and the qualified name."""
         return {name: str(getattr(self.user_function, f"__{name}__", "")) for name in ("module", "qualname")}
 
 

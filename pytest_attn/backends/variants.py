@@ -36,17 +36,14 @@ class Variant(Backend):
 
     @property
     def is_contained(self) -> bool:
-        """Whether the inner backend is."""
         return self.inner.is_contained
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """Refuse where the inner backend does, or has no such variant."""
         if self.kind not in self.inner.variants:
             return f"{self.inner.name} has no variant +{self.kind}"
         return self.inner.unavailable_because(machine)
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """The inner backend's reasons."""
         return self.inner.unsupported_because(workload, machine, backward)
 
 
@@ -120,11 +117,9 @@ class Graphed(Variant):
         super().__init__(inner, "graph")
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """CUDA only."""
         return super().unavailable_because(machine) or (None if machine.kind == "cuda" else "needs a CUDA device")
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """The forward pass only, and the inner backend's reasons."""
         return ["replays the forward pass only"] if backward else super().unsupported_because(workload, machine)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:

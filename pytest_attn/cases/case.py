@@ -281,7 +281,6 @@ class KernelEvaluator(Evaluator[Comparison]):
         self.evidence: FailureToSave = FailureToSave(spec, subject)
 
     def judge(self) -> Judgment[Comparison]:
-        """Compare, and look for the known defects that explain what is wrong."""
         __tracebackhide__ = True
         run, subject, spec = self._run, self.subject, self._spec
         with measured_peak(spec.device) as peak:
@@ -325,7 +324,6 @@ class OutputEvaluator(Evaluator[None]):
         self.evidence: FailureToSave = FailureToSave(spec, None)
 
     def judge(self) -> Judgment[None]:
-        """Compare."""
         reference = self._run.session.references.after_call(self._reference)
         comparison = judge_output(self._out, self._spec, reference)
         facts: Any = {"fields": figures_of(comparison), "properties": z_property(comparison, "out")}
@@ -351,7 +349,6 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         self.evidence: FailureToSave = FailureToSave(spec, subject)
 
     def judge(self) -> Judgment[InvariantReport]:
-        """Try each, and look for the known defects that explain those that are broken."""
         __tracebackhide__ = True
         worker = self._run.session.worker
         if worker is not None and worker.selected_invariants:  # the process that waits for this one concludes
@@ -423,7 +420,6 @@ class LaunchEvaluator(Evaluator[list[Profile]]):
         self.doing, self.on = f"profiling {subject.name}", run.workload.id
 
     def judge(self) -> Judgment[list[Profile]]:
-        """Profile it, and look through what was launched."""
         __tracebackhide__ = True
         profiles = profiles_of(self._run, self.subject, self._spec, with_ceilings=False)
         for profile in profiles:

@@ -107,7 +107,6 @@ class OnRanks(Executor):
         return too_few_gpus_because(self.ranks, self._machine) or self.sharding.refused_because()
 
     def asked(self, subject: Subject | None) -> Subject | None:
-        """Ask a backend that computes over ranks about its shards, too."""
         return RankedBackend(subject, None, self.sharding) if isinstance(subject, RankBackend) else subject
 
     def place(self, subject: Subject, conclude: Conclude) -> Subject:
@@ -132,12 +131,10 @@ class OnRanks(Executor):
         return RankedCallable(subject, pool, self.sharding)
 
     def leave(self, result: object) -> None:
-        """Hand the result to the ranks, whose tests go on with it."""
         self._ready().leave(result)
 
     @property
     def timing(self) -> TimedOnRanks:
-        """All ranks at once."""
         return TimedOnRanks(self._ready(), self.sharding)
 
     def _come_to_judgment(self) -> Pool:

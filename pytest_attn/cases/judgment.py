@@ -168,7 +168,6 @@ class Refusal(Evaluator[Any]):
         self.fields = fields
 
     def judge(self) -> Judgment[Any]:
-        """Return the refusal."""
         return Judgment.refused(self._refused, self._reason, self._cause)
 
 

@@ -291,7 +291,6 @@ class CompareToBaseline(LatencyMode):
 
     @classmethod
     def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
-        """Where no other mode is asked for."""
         return cls(session, baselines, config)
 
     def prepare(self, device: torch.device) -> None:
@@ -300,7 +299,6 @@ class CompareToBaseline(LatencyMode):
             prepare_fresh_runs(self._config)
 
     def measure(self, measurement: Measurement) -> Latency:
-        """Time and compare."""
         device = measurement.spec.device
         with _locked(self.session, measurement.devices):
             latency = measurement.time(self._recorded_mode(measurement))
@@ -348,7 +346,6 @@ class RecordBaseline(LatencyMode):
 
     @classmethod
     def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
-        """Where baselines are to be recorded."""
         if session.settings.update_baselines is None:
             return None
         recording = Recording(session, baselines, config)
@@ -356,11 +353,9 @@ class RecordBaseline(LatencyMode):
         return cls(session, baselines, recording)
 
     def prepare(self, device: torch.device) -> None:
-        """Have the server of new processes start."""
         self._recording.prepare(device)
 
     def measure(self, measurement: Measurement) -> Latency:
-        """Time, and keep what is to be recorded."""
         with _locked(self.session, measurement.devices):
             latency = measurement.time(self._mode(measurement))
         today = datetime.now(tz=timezone.utc).date().isoformat()
@@ -386,14 +381,12 @@ class ReportToParent(LatencyMode):
 
     @classmethod
     def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
-        """In a process that another one waits for."""
         return None if session.worker is None else cls(session, baselines, session.worker)
 
     def prepare(self, device: torch.device) -> None:
         """Do nothing: it is fresh itself."""
 
     def measure(self, measurement: Measurement) -> Latency:
-        """Time, and hand over."""
         latency = measurement.time(self._worker.mode_of(measurement.key) or self._recorded_mode(measurement))  # type: ignore[arg-type]
         launch = measurement.measured(latency).launch
         run = {"key": measurement.key, "p50": latency.p50, "launch": launch, "anchors": dict(latency.anchors)}
@@ -468,7 +461,6 @@ class LatencyEvaluator(Evaluator[Latency]):
         self.doing, self.on = f"timing {measurement.subject.name}", self.workload.id
 
     def judge(self) -> Judgment[Latency]:
-        """Time it, unless there is a reason not to."""
         __tracebackhide__ = True
         measurement, mode = self._measurement, self._mode
         if reason := mode.untimed_because(measurement.spec.device) or measurement.untimed_because:

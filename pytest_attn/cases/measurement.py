@@ -420,15 +420,12 @@ class TimedOnRanks(TimingPlace):
         return f"{self._ranks} ranks share {count(there, 'GPU')}" if is_shared else None
 
     def devices(self, device: torch.device) -> list[torch.device]:
-        """Return each rank's own."""
         return [torch.device("cuda", number) for number in range(self._ranks)] if device.type == "cuda" else [device]
 
     def threads(self) -> int:
-        """Return those of each rank."""
         return threads_of_rank()
 
     def contexts(self, measurement: Measurement) -> Iterator[AbstractContextManager[object]]:
-        """Yield nothing: the subject is called in other processes."""
         return iter(())
 
     def take(self, measurement: Measurement, mode: Mode | None) -> Latency:

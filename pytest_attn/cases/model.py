@@ -254,7 +254,6 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         self.doing, self.workload = f"checking {self._who}", _workload_of(self.on, None)
 
     def judge(self) -> Judgment[ModelComparison]:
-        """Run the step, and look for refusals and known defects that explain what is wrong."""
         __tracebackhide__ = True
         run, subject = self._run, self._replaced
         case = f"{self._who} of {self.on}, {run.item.nodeid}"
@@ -302,7 +301,6 @@ class ModelInvariantEvaluator(Evaluator[InvariantReport]):
         self.workload = _workload_of(self.on, None)
 
     def judge(self) -> Judgment[InvariantReport]:
-        """Try each."""
         __tracebackhide__ = True
         report = judge_model_invariants(*self._asked)
         if not report.applied:
@@ -356,18 +354,15 @@ class ModelMeasurement(Measurement):
 
     @property
     def name(self) -> str:
-        """What is timed, for messages."""
         return f"a step of {type(self.model).__name__} with {self.subject.name}, {self.direction}{self._with_optimizer}"
 
     @property
     def key(self) -> str:
-        """The key of its baseline: a model belongs to its test."""
         test = f"{id_from_root(self.item)}{self._with_optimizer}{f' #{self.number}' if self.number > 1 else ''}"
         return case_key(test, self.subject.name, self.direction, "warm", threads=self.threads)
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What a test's measurements are numbered by."""
         return *super().kind, self._optimizer_name
 
     @property
@@ -379,7 +374,6 @@ class ModelMeasurement(Measurement):
         return "; ".join([size, *dict.fromkeys(self.asks)])
 
     def record_fields(self) -> dict[str, Any]:
-        """Return the model's name, and what is reported of the step."""
         return {"model": type(self.model).__name__, "step": {"optimizer": self._optimizer_name, **self.found}}
 
     def _take(self, mode: Mode | None) -> Latency:

@@ -77,7 +77,6 @@ class RankCase(CaseTensors):
 
     @property
     def device(self) -> torch.device:
-        """The rank's own device."""
         return self._rank.device
 
     @property

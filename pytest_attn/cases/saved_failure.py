@@ -301,7 +301,6 @@ class SavedReferences(ReferenceCache):
         self._inputs, self._reference, self._precision, self._kernel = inputs, reference, precision, kernel
 
     def inputs_of(self, spec: CheckSpec, distribution: str) -> Inputs:
-        """Return the saved inputs, which are of the only distribution there is."""
         return self._inputs
 
     def reference_of(self, spec: CheckSpec, distribution: str | None = None, subject: Subject | None = None) -> Reference:

@@ -293,7 +293,6 @@ class AdaptedCallable(CallableSubject):
         self.given_name, self._dequantizer, self.is_approximate = plain.given_name, plain._dequantizer, plain.is_approximate
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Return the callable, adapted."""
         return AdaptedKernel(self.function_on(inputs), self.declared, inputs)
 
     def prepare_timed(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
@@ -346,7 +345,6 @@ class AdaptedKernel(TimedKernel):
         self._rows = EmptyRows(inputs, declared.empty_rows) if declared.takes_out else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        """Call the function, and turn what it returns."""
         __tracebackhide__ = True
         declared = self.declared
         given = poisoned(self._shapes["out"], self._out_dtype, q.device) if declared.takes_out else None

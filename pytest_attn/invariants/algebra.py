@@ -22,7 +22,6 @@ class Algebra(Invariant):
     needs = (UNQUANTIZED,)
 
     def run(self, probe: Probe) -> str:
-        """Scale v, then reorder; thoroughly also compute halves of the keys apart."""
         return _is_linear(probe) or _is_symmetric(probe) or (_is_merged(probe) if probe.thorough else "")
 
 
@@ -119,7 +118,6 @@ class Magnitude(Invariant):
     )
 
     def run(self, probe: Probe) -> str:
-        """Call with large scores, then with large shifts."""
         for words, inputs in (("large scores", _large(probe)), ("all scores of a row far from 0", _shifted(probe))):
             with on(words):
                 found = probe.run(inputs)

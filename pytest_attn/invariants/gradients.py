@@ -39,7 +39,6 @@ class Gradients(Invariant):
     needs = (BACKWARD, UNQUANTIZED, FEW_PAIRS)
 
     def run(self, probe: Probe) -> str:
-        """Look at the base's gradients, then at those of single rows."""
         return _not_finite(probe) or _imbalance(probe) or _stray_gradients(probe)
 
 

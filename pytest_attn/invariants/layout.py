@@ -93,7 +93,6 @@ class Layout(Invariant):
     needs = (ANY_STRIDES,)
 
     def run(self, probe: Probe) -> str:
-        """Call with each arrangement that the kernel does not refuse."""
         if probe.thorough:
             arrangements: tuple[Arrangement, ...] = (*_DEFAULT, *_THOROUGH)
         elif probe.is_compiled:  # each of q, k and v costs a compilation: the most mixed one
@@ -188,7 +187,6 @@ class Alignment(Invariant):
     may_end_cuda = True
 
     def run(self, probe: Probe) -> str:
-        """Call with each arrangement that the kernel does not refuse."""
         return judge_arrangements(probe, _ARRANGEMENTS)
 
 
@@ -217,7 +215,6 @@ class Offsets(Invariant):
         return None if free > 2 * _FAR * 4 else "the device has too little free memory"
 
     def run(self, probe: Probe) -> str:
-        """Spread q, k, v and dout, one after the other, along each of their dimensions."""
         refusal, answered = "a single row has no offsets", False
         for name in ("q", "k", "v", "dout") if probe.backward else ("q", "k", "v"):
             last = _last_read(probe, name)

@@ -32,7 +32,6 @@ class Leak(Invariant):
     needs = (UNQUANTIZED, FEW_PAIRS)
 
     def run(self, probe: Probe) -> str:
-        """Read the probabilities of equal scores, then change keys that some rows do not see."""
         read = "" if probe.workload.v_in_k else _read_probabilities(probe)  # v cannot be chosen apart from k
         return read or _change_hidden_keys(probe)
 

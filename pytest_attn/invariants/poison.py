@@ -35,7 +35,6 @@ class Poison(Invariant):
     calls = 1
 
     def run(self, probe: Probe) -> str:
-        """Call once with everything poisoned, and look at the bands afterwards."""
         inputs, filled = _poisoned(probe)
         tensors = probe.handed(inputs)
         bands = [_Band(t) for t in (tensors.q, tensors.k, tensors.v, tensors.dout)]

@@ -124,7 +124,6 @@ class State(Invariant):
     calls = 3
 
     def run(self, probe: Probe) -> str:
-        """Hold A across B, then put B's values into A's tensors."""
         base, tensors, other = probe.base, probe.handed(), other_values(probe.inputs)
         held = probe.begin(tensors)
         first = held.outputs

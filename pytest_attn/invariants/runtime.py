@@ -26,7 +26,6 @@ class Graph(Invariant):
     thorough = True
 
     def run(self, probe: Probe) -> str:
-        """Capture the kernel on zeros, then replay it on other values."""
         other, like = other_values(probe.inputs), probe.handed()
         expected = probe.run(other)
         probe.count.calls += Capture.calls
@@ -55,7 +54,6 @@ class Device(Invariant):
     thorough = True
 
     def run(self, probe: Probe) -> str:
-        """Call the kernel on tensors of another device, while that of the case stays the current one."""
         second = _second_to(probe.device)
         assert second is not None
         there = probe.on_device(second)
@@ -84,7 +82,6 @@ class Opcheck(Invariant):
     )
 
     def run(self, probe: Probe) -> str:
-        """Run torch's own checks."""
         tensors = probe.handed()
         given = tuple(t.requires_grad_(probe.backward) for t in (tensors.q, tensors.k, tensors.v))
         operator: Any = probe.subject.user_function

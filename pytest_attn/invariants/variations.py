@@ -39,7 +39,6 @@ class Derived(Invariant):
     ways_compiled: tuple[Callable[[Inputs], Iterator[Variation]], ...] | None = None
 
     def run(self, probe: Probe) -> str:
-        """Hold the kernel to exact attention on each variation."""
         at_most = self.calls_thorough if probe.thorough else self.calls
         is_asked_once = probe.is_compiled and not probe.thorough
         ways = (is_asked_once and self.ways_compiled) or self.ways
@@ -287,7 +286,6 @@ class Batch(Invariant):
     )
 
     def run(self, probe: Probe) -> str:
-        """Ask about the last entry alone."""
         if probe.is_compiled and not probe.thorough:
             raise NotApplicable("a batch of 1 would be compiled anew; the check compares each entry with exact attention")
         last = probe.workload.batch - 1
@@ -315,7 +313,6 @@ class Shapes(Invariant):
     thorough = True
 
     def run(self, probe: Probe) -> str:
-        """Change one dimension at a time."""
         w, seed = probe.workload, probe.spec.seed
         made = (Variation(words, draw_inputs(other, "structured", seed, probe.device)) for words, other in _shapes(w))
         return judge_variations(probe, made, self.calls)

@@ -266,7 +266,6 @@ class CudaTimer(Timer):
         self._gap: torch.Tensor | None = None
 
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
-        """Choose by the device's and the host's time: see `Mode`."""
         with work.context():
             self._backlogs.clear()
             work.rotate_over(1)

@@ -277,11 +277,9 @@ class WaitingMonitor(DisturbanceMonitor):
         super().__init__(None)
 
     def begin(self) -> None:
-        """Read both clocks before a block."""
         self._wall, self._waited = time.perf_counter(), thread_waited()
 
     def disturbance(self) -> str | None:
-        """Compare the time spent waiting for a core with all that passed."""
         wall, waited = time.perf_counter() - self._wall, thread_waited() - self._waited
         self.begin()
         if wall <= 0 or waited <= _MOST_WAITING * wall:
@@ -297,7 +295,6 @@ class CpuDisturbanceMonitor(WaitingMonitor):
         self._contention = contention
 
     def begin_all(self, subject: str) -> None:
-        """Begin a measurement of the samples of this name."""
         super().begin_all(subject)
         self._contention.begin(subject)
 
@@ -306,9 +303,7 @@ class CpuDisturbanceMonitor(WaitingMonitor):
         return {REFERENCE_LOOP: self._contention.fastest} if math.isfinite(self._contention.fastest) else {}
 
     def lost(self) -> float:
-        """Return the seconds that went by in waiting for the core since begin_all()."""
         return self._contention.lost
 
     def lasting_disturbance(self) -> str | None:
-        """Say whether many samples had to share their core."""
         return self._contention.disturbance()

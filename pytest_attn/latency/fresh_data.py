@@ -164,7 +164,6 @@ class WholeSets(TensorSets):
     _rooms: list[Tensor]
 
     def move(self) -> None:
-        """Have the same data in other memory."""
         self._rooms = [room.clone() for room in self._rooms]
         self.tensors = self._views()
 
@@ -191,7 +190,6 @@ class PartSets(TensorSets):
         super().__init__(noise, number, keeps=False)
 
     def move(self) -> None:
-        """Have the same data in other memory."""
         self.tensors = [copies_of(tensors, _APART * at) for at, tensors in enumerate(self.tensors)]
 
     def _allocated(self, number: int) -> list[list[Tensor]]:

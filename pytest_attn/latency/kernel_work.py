@@ -97,12 +97,10 @@ class KernelWork(Work):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of one set."""
         return sum(t.nbytes for t in (self.sets[0] if self.sets else self._noise.at(*self._noise.draw())))
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
         return self.dout.device
 
     def rotate_over(self, number: int) -> None:
@@ -114,7 +112,6 @@ class KernelWork(Work):
             self._own_tensors()
 
     def move(self) -> None:
-        """Have sets, and dout, in other memory."""
         self._sets.move()
         self._own_tensors()
         self.dout = self.dout.clone()
@@ -124,7 +121,6 @@ class KernelWork(Work):
         return Given(self._sets.places(at), self._places_of_dout)
 
     def stage(self, replayed: bool = False) -> Call:
-        """Put new data in place, do what else is not timed, and return the call that is."""
         self.on_call()
         given = None
         if self.sets:

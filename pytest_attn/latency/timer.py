@@ -88,7 +88,6 @@ class HostTimer(Timer):
         self.device, self._contention = device, contention
 
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
-        """Take as many calls as make a sample of a millisecond."""
         del mode
         work.rotate_over(1)
         with work.context():
@@ -100,7 +99,6 @@ class HostTimer(Timer):
         return Plan("host", calls, seconds, seconds, repeated(work.stage, calls))
 
     def block(self, items: Sequence[Item]) -> list[float]:
-        """Time each item by itself."""
         with no_collection():
             return [self._sample(item) / item.calls for item in items]
 

@@ -88,7 +88,6 @@ class Nearest(Exact):
         self._dtypes = iter(tuple(dtypes))
 
     def handle(self, intercepted: InterceptedCall) -> Any:
-        """Return the result of a call."""
         dtype = next(self._dtypes)
         return super().handle(intercepted.with_tensors(*(t.double().to(dtype) for t in intercepted.tensors)))
 

@@ -54,12 +54,10 @@ class StepWork(Work):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
         return device_of(self._model)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its parameters."""
         return sum(p.nbytes for p in self._parameters)
 
     def rotate_over(self, number: int) -> None:
@@ -69,7 +67,6 @@ class StepWork(Work):
         """Stay with the one batch."""
 
     def stage(self, replayed: bool = False) -> Callable[[], Any]:
-        """Drop the gradients, and return one step."""
         del replayed
         self.on_call()
         for parameter in self._parameters:
@@ -78,7 +75,6 @@ class StepWork(Work):
         return self._one
 
     def result(self, value: Any) -> torch.Tensor:
-        """Return the loss, or the norm of the first output."""
         found: torch.Tensor = value.detach().double().norm()
         return found
 

@@ -63,7 +63,6 @@ class Replacer(Recorder):
         self._prepared: list[tuple[Workload, bool, AttentionFn]] = []
 
     def computed(self, intercepted: InterceptedCall, arguments: AttentionArguments, inputs: Inputs) -> Computed:
-        """Return what the subject makes of a call, as the model takes it."""
         needs_gradient = self._backward and any(t.requires_grad for t in (arguments.q, arguments.k, arguments.v))
         try:
             if reason := self._subject.obstacle(inputs.workload, self._machine, needs_gradient):
@@ -112,7 +111,6 @@ class ModelAttention(Subject):
     is_backend = False
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Raise TypeError: it computes nothing outside of its model."""
         raise TypeError("a model's own attention runs in the model only")
 
 

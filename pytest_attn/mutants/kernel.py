@@ -676,7 +676,6 @@ class SplitKernel(Kernel):
     splits = 2
 
     def attend(self, seq: Sequence, rows: range) -> tuple[Tensor, Tensor]:
-        """Attend to each part of the keys alone, and merge."""
         merged = self.merge(*self.partials(seq, rows))
         return self.finish(self.with_sinks(seq, merged))
 
@@ -711,17 +710,13 @@ class KernelBackend(Backend):
         self.name, self.kernel, self.precision, self.returns_lse = name, kernel, precision, returns_lse
 
     def version(self) -> str:
-        """It has none of its own."""
         return "-"
 
     def pads_by_mask(self, workload: Workload) -> bool:
-        """It reads what the lengths say, and nothing beyond."""
         del workload
         return False
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Close over the inputs."""
-
         def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
             out, lse = self.kernel(inputs, q, *appended(inputs, k, v))
             return (out, lse) if self.returns_lse else out

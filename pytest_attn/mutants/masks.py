@@ -77,7 +77,6 @@ class TopLeft(Kernel):
     """Causal masks and windows are aligned to the first key where they should be to the last, as in chunked prefill."""
 
     def diagonal(self, seq: Sequence, row: Index) -> Index:
-        """Align to the first key."""
         return row
 
 

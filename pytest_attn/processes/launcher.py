@@ -126,7 +126,6 @@ class ForkedProcess(Process):
         self._server = server
 
     def returncode(self, seconds: float = 0.0) -> int | None:
-        """Ask the server, whose child it is."""
         return self._server.returncode(self.pid, seconds)
 
     def _wait(self, seconds: float) -> list[Any]:
@@ -160,7 +159,6 @@ class StartedProcess(Process):
         super().__init__(self._process.pid, command, channel)
 
     def returncode(self, seconds: float = 0.0) -> int | None:
-        """Ask the system."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:

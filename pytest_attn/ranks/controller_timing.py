@@ -97,7 +97,6 @@ class RankedTimer(Timer):
         return [one.seconds for one in shared]
 
     def peak_memory(self, work: Work) -> int | None:
-        """Return what a call asks for on the rank that asks for most."""
         del work
         if not self._by_device:
             return None
@@ -157,7 +156,6 @@ class RankedMonitor(DisturbanceMonitor):
         super().__init__(None)
 
     def begin_all(self, subject: str) -> None:
-        """Begin a measurement."""
         super().begin_all(subject)
         self.notes += [self._share] if self._share else []
 
@@ -173,7 +171,6 @@ class RankedMonitor(DisturbanceMonitor):
         return None if self._share else next(iter(said), None)
 
     def conditions(self) -> dict[str, int | float | str]:
-        """Return the state of rank 0's GPU when the blocks began."""
         return self._state
 
 

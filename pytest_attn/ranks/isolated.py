@@ -243,7 +243,6 @@ class IsolatedFunction(NamedFunction):
 
     @property
     def wanted(self) -> Sequence[str]:
-        """What its process says."""
         return self.start().wanted
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:

@@ -108,11 +108,9 @@ class Pool(RankGroup):
         return f"rank {wrong[0]} of {self.ranks}: its test failed:\n{self._ended[wrong[0]]['text']}" if wrong else ""
 
     def forward(self, number: int, tensors: Tensors, backward: bool) -> list[Tensors]:
-        """Call the callable of all ranks."""
         return self._call("forward", number, tensors, backward=backward)
 
     def backward(self, number: int, dout: torch.Tensor) -> list[Tensors]:
-        """Have all ranks compute the gradients of a call."""
         return self._call("backward", number, {"dout": dout})
 
     def step(self, what: str, **given: object) -> list[Any]:

@@ -43,7 +43,6 @@ class RankedSubject(Subject):
         return dataclasses.replace(declared, precision=declared.profile.over_ranks(self.sharding.ranks))
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Return what hands whole tensors to the team, forward and backward."""
         import torch
 
         layout = "thd" if self.sharding.workload.is_packed else self.layout
@@ -108,19 +107,15 @@ class RankedBackend(RankedSubject):
             self.team = team
 
     def version(self) -> str:
-        """Return the library's version."""
         return self.backend.version()
 
     def precision_on(self, kind: str) -> str | Precision:
-        """Return the backend's profile."""
         return self.backend.precision_on(kind)
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """Ask the backend."""
         return self.backend.unavailable_because(machine)
 
     def broken_because(self) -> str | None:
-        """Import the library."""
         return self.backend.broken_because()
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
@@ -130,7 +125,6 @@ class RankedBackend(RankedSubject):
         return self.backend.refusals_over(self.sharding, machine, backward)
 
     def defects_on(self, workload: Workload, machine: Machine, backward: bool) -> list[KnownDefect]:
-        """Ask the backend."""
         return self.backend.defects_over(self.sharding, machine, backward) if workload == self.sharding.workload else []
 
 

@@ -264,7 +264,6 @@ class HostClock(RankClock):
         self._start = collectives.watching("the timer's barrier", "", barrier.wait)
 
     def block(self, items: Sequence[Item], backlog: float = 0.0) -> Taken:
-        """Take one sample of each item."""
         del backlog
         with no_collection():
             return Taken([self.sample(item) for item in items])

@@ -192,7 +192,6 @@ class Mutants(SelectedKernels):
         return [self._honest_name, *reached] if reached else []
 
     def backend_named(self, name: str) -> Backend:
-        """Return the kernel of a case, as a backend."""
         if name not in self._made:
             self._made[name] = self._mutants[name].backend()
         return self._made[name]
@@ -206,7 +205,6 @@ class Mutants(SelectedKernels):
         within: str = "",
         dequantized: Dequantizer | None = None,
     ) -> Subject:
-        """Return the faulty kernel, whatever the test handed over."""
         if own is None:
             return super().subject(target, name, spec, own, within, dequantized)
         self._asked[MUTANT + own.name] = spec
@@ -263,7 +261,6 @@ class Configurations(SelectedKernels):
         self._name = registrations.registry.canonical(settings.tune or "")
 
     def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
-        """Return a case for each configuration that the backend tries on a workload of the marker."""
         plain = super().cases(mark, takes_backend=False)
         if not takes_backend:
             return plain

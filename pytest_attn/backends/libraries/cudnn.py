@@ -42,7 +42,6 @@ class CudnnFrontend(LibraryBackend):
         return [reason] if reason else []
 
     def pads_by_mask(self, workload: Workload) -> bool:
-        """Its padding_mask is one."""
         return True
 
     def refusal_in(self, error: Exception) -> str | None:
@@ -57,7 +56,6 @@ class CudnnFrontend(LibraryBackend):
         return bias + (sums if backward else 0)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Return sdpa, with sdpa_backward as its gradient where that is asked for."""
         attention = _Attention(inputs, backward)
         return _differentiable(attention) if backward else attention.inference
 

@@ -69,11 +69,9 @@ class DiffusersDispatch(Dispatcher):
     judged, noun, others = _NAMES, "attention backend", "quantizes or is for another device"
 
     def names(self) -> list[str]:
-        """Read its list."""
         return [member.value for member in self.source.load().AttentionBackendName]
 
     def broken_because(self) -> str | None:
-        """Import diffusers, and ask it whether the name may be used."""
         if reason := super().broken_because():
             return reason
         try:
@@ -94,7 +92,6 @@ class DiffusersDispatch(Dispatcher):
         return uncompiled_flex_precision(torch.__version__) if self.dispatched == "flex" else super().precision_on(kind)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Close over the flags and the mask."""
         dispatch, w = self.source.load(), inputs.workload
         options: dict[str, Any] = {"scale": w.scale, "enable_gqa": w.group > 1}
         options["backend"] = dispatch.AttentionBackendName(self.dispatched)
@@ -167,7 +164,6 @@ class DiffusersCp(RankBackend):
         return reasons
 
     def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
-        """Make the configuration as enable_parallelism does."""
         dispatch = self.source.load()
         config = _configuration(place.device, self._ring, place.ranks // self._ring, place.rank)
         backend = dispatch.AttentionBackendName(self._kernel)

@@ -72,11 +72,9 @@ class Dispatcher(LibraryBackend):
         """Return all names that the imported library has, judged or not."""
 
     def pads_by_mask(self, workload: Workload) -> bool:
-        """It hands on a mask."""
         return True
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """Refuse where the library or the kernel that is dispatched to is not there."""
         return self.source.missing_because() or self._kernel.unavailable_because(machine)
 
     def broken_because(self) -> str | None:
@@ -84,15 +82,12 @@ class Dispatcher(LibraryBackend):
         return super().broken_because() or self._not_judged_because()
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Refuse what the kernel refuses."""
         return self._kernel.unsupported_because(workload, machine, backward)
 
     def precision_on(self, kind: str) -> str | Precision:
-        """The kernel's, where the name has none."""
         return self._entry.precision or self._kernel.precision_on(kind)
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
-        """The kernel's."""
         return self._kernel.workspace(workload, backward)
 
     def _not_judged_because(self) -> str | None:

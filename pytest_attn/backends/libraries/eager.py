@@ -32,11 +32,9 @@ class Eager(Backend):
     )
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
-        """The scores, four times."""
         return scores_bytes(workload, backward, copies=4)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Write out mask, bias and ALiBi once."""
         w = inputs.workload
         visible = boolean_mask(inputs)
         alibi = alibi_bias(inputs) if w.alibi else None
@@ -112,7 +110,6 @@ class Int8Dynamic(Backend):
     )
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """Refuse MPS."""
         return "needs float64, which MPS does not have" if machine.kind == "mps" else None
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
@@ -129,7 +126,6 @@ class Int8Dynamic(Backend):
         return dataclasses.replace(inputs, q=q, k=k, v=v)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Write out the mask once."""
         visible = boolean_mask(inputs)
         scale, group = inputs.workload.softmax_scale, inputs.workload.group
 

@@ -68,7 +68,6 @@ class FlashAttention(LibraryBackend):
     open_side: int | None = -1
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Choose the function that takes the workload's layout."""
         w = inputs.workload
         if w.kv_pages and w.is_packed:  # as flash-attn 2 takes them
             ends = (inputs.cu_seqlens, ends_of(inputs.kv_lens), w.q_len, w.kv_len)
@@ -164,7 +163,6 @@ class Flash2(FlashAttention):
         return [reason] if reason else []
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
-        """Add ALiBi's slopes."""
         return {**super().options(inputs), "alibi_slopes": inputs.alibi_slopes}
 
 
@@ -183,7 +181,6 @@ class Flash2KvCache(Flash2):
         return _SPLITS
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Refuse all that does not happen in decoding."""
         reason = refused_by_build(workload.head_dim, workload.dtype, machine.device)
         return not_decoding_because(workload) or ([reason] if reason else [])
 
@@ -368,7 +365,6 @@ class Flash4(FlashAttention):
         return refused_by_compiler(error)
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
-        """Add the sinks."""
         return {**super().options(inputs), "learnable_sink": inputs.sinks}
 
 
@@ -404,7 +400,6 @@ class OverFlash2(RankBackend):
     needs = "CUDA, sm80 to sm121, flash-attn 2, ranks"
 
     def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse what this build of flash-attn lacks, too."""
         reasons = super().refusals_over(sharding, machine, backward)
         w = sharding.workload
         return reasons or list(filter(None, [refused_by_build(w.head_dim, w.dtype, machine.device)]))

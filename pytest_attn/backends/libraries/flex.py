@@ -85,7 +85,6 @@ class Flex(Backend):
         return tuned
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """Triton GPUs, and CPUs for which inductor can generate code."""
         if machine.kind == "mps":
             return "is tested on CPU, CUDA and XPU only"
         compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")  # as inductor looks for one
@@ -94,7 +93,6 @@ class Flex(Backend):
         return None
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse pages, and on a CPU what torch refuses there."""
         reasons = refusals_without(("paged", "cached", "left-padded"), workload)
         if machine.kind == "cpu":
             if backward:
@@ -141,11 +139,9 @@ class FlexDecode(Flex):
     tunable = frozenset(("BLOCK_N", *_SHARED))
 
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
-        """Keys of a tile, stages and warps."""
         return [dict(zip(("BLOCK_N", *_SHARED), one, strict=True)) for one in _DECODING]
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """A Triton kernel: GPUs only."""
         return None if machine.kind in ("cuda", "xpu") else "is a Triton kernel: needs a GPU"
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:

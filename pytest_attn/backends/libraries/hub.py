@@ -56,7 +56,6 @@ class HubKernel(LibraryBackend):
 
     @property
     def library(self) -> str:  # type: ignore[override]
-        """The repository."""
         return self.repo
 
     def version(self) -> str:
@@ -71,7 +70,6 @@ class HubKernel(LibraryBackend):
         return self.source.missing_because()
 
     def broken_because(self) -> str | None:
-        """Load the kernel, once, and see whether its functions are known."""
         reason = self.source.broken_because()
         if reason is not None:
             return reason
@@ -93,7 +91,6 @@ class HubKernel(LibraryBackend):
         return "flash2" if function and "dropout_p" in inspect.signature(function).parameters else "flash"
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Choose the function that takes the workload's layout."""
         if _goes_packed(inputs.workload) or self._dense_name == _PACKED:
             inputs, kernel_of = without_padding(inputs)
             ends = dict(zip(BOUNDARIES, sequence_boundaries(inputs), strict=True))

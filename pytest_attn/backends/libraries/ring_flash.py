@@ -43,7 +43,6 @@ class _RingFlash(OverFlash2):
         return ["takes one cu_seqlens for queries and keys"] if w.is_packed and w.q_lens != w.kv_lens else []
 
     def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
-        """Close over mask, scale and group; of packed sequences also over the boundaries of the rank's parts."""
         library, w = self.source.load(), sharding.workload
         options = _options(w, place)
         dense, packed = (getattr(library, name) for name in self.functions)
@@ -70,7 +69,6 @@ class Zigzag(_RingFlash):
     functions = ("zigzag_ring_flash_attn_func", "zigzag_ring_flash_attn_varlen_func")
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
-        """Refuse what the library asserts not to be."""
         causal_only = [] if sharding.workload.mask else ["is meaningless for causal=False, as it says"]
         return causal_only + super().refused_over(sharding, machine, backward)
 
@@ -82,7 +80,6 @@ class Llama3(_RingFlash):
     capabilities = Capabilities(masks=_CAUSAL, features=_FEATURES, square=True)
 
     def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
-        """Have the library say which keys the rank's rows see."""
         library, w = self.source.load(), sharding.workload
         whole = torch.tensor([0, w.q_len], dtype=torch.int32, device=place.device)
         parts = library.llama3_flash_attn_prepare_cu_seqlens(whole, w.mask is not None, place.rank, place.ranks)

@@ -86,11 +86,9 @@ class Sage(LibraryBackend):
         return reason or (None if _is_first() else _without_kernels(machine, _ARCHITECTURES))
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Refuse float32 where 2.x is installed."""
         return [] if _is_first() else half_precision_only(workload)
 
     def precision_on(self, kind: str) -> str:
-        """Return the profile of the version that is installed."""
         return self.precision if _is_first() else SageFp8.precision
 
     def dequantized(self, inputs: Inputs) -> Inputs:
@@ -121,7 +119,6 @@ class SageFp16(LibraryBackend):
     sums = "fp32"
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """Refuse 1.0.6, and devices that there are no kernels for."""
         reason = super().unavailable_because(machine)
         if reason is None and _is_first():
             return f"needs sageattention >= 2.0, {_SAGE.version()} is installed"
@@ -132,7 +129,6 @@ class SageFp16(LibraryBackend):
         return dataclasses.replace(_without_mean(inputs), v=_through_half(inputs.v))
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Call the kernel by its name."""
         return _calling(self.function(inputs.device), inputs, pv_accum_dtype=self.sums)
 
     def function(self, device: torch.device) -> str:

@@ -84,7 +84,6 @@ class Automatic(Backend):
         return "is tested on CPU, CUDA and XPU only" if machine.kind == "mps" else None
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse what SDPA's signature cannot say, then ask torch's own checks."""
         reasons = _not_expressible(workload)
         return reasons or self.native_refusals(workload, machine, backward)
 
@@ -93,7 +92,6 @@ class Automatic(Backend):
         return "torch_cpu" if kind == "cpu" else self.precision
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
-        """A dense mask, where the workload needs one."""
         return workload.batch * workload.heads * workload.q_len * workload.kv_len * 2 if needs_dense_mask(workload) else 0
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
@@ -120,15 +118,12 @@ class Math(Automatic):
     capabilities = replace(_MASK_TENSOR, quantized=ALL_QUANTIZED)
 
     def precision_on(self, kind: str) -> str:
-        """The same arithmetic everywhere."""
         return self.precision
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Dequantize first, where there is something to dequantize."""
         return on_values(super().prepare(inputs, backward), inputs)
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
-        """The scores, three times in float32."""
         return scores_bytes(workload, backward, copies=3)
 
 
@@ -166,11 +161,9 @@ class Efficient(Automatic):
     capabilities = replace(_MASK_TENSOR, features=_MASK_TENSOR.features - {"grouped heads"}, head_dim_step=8)
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """CUDA only."""
         return None if machine.kind == "cuda" else "needs a CUDA device"
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """In torch's own words."""
         return native_refusals("efficient", workload, machine, backward)
 
 
@@ -184,14 +177,12 @@ class Cudnn(Automatic):
     known_defects = _OF_CUDNN
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """CUDA with cuDNN only."""
         if machine.kind != "cuda":
             return "needs a CUDA device"
         built_with_cudnn: bool = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
         return None if built_with_cudnn else "torch was built without cuDNN"
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """In torch's own words."""
         return half_precision_only(workload) or native_refusals("cudnn", workload, machine, backward)
 
 
@@ -276,7 +267,6 @@ class SdpaFa3(LibraryBackend):
     )
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """Refuse a torch without the switch as well."""
         if machine.torch_release < (2, 11):
             return f"needs torch 2.11, this is {machine.torch_version}"
         return super().unavailable_because(machine)
@@ -320,7 +310,6 @@ class SdpaFa4(SdpaFa3):
     capability_range = ((9, 0), (10, 3))
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Refuse head dimensions that sm100 has no kernel for, too."""
         if machine.capability and machine.capability >= (10, 0) and 128 < workload.head_dim < 256:
             return [f"takes a head_dim of at most 128, or 256, on {machine.architecture}, not {workload.head_dim}"]
         return super().native_refusals(workload, machine, backward)
@@ -398,7 +387,6 @@ class Varlen(Backend):
     )
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """CUDA from sm80 on, and a torch that has the function."""
         if machine.kind != "cuda":
             return "needs a CUDA device"
         try:
@@ -420,7 +408,6 @@ class Varlen(Backend):
         return reasons
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Work out the sequence boundaries."""
         from torch.nn.attention.varlen import varlen_attn
 
         w = inputs.workload
@@ -468,15 +455,12 @@ class KvCache(Backend):
     )
 
     def precision_on(self, kind: str) -> str:
-        """SDPA's own profile."""
         return "torch_cpu" if kind == "cpu" else self.precision
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """Wherever SDPA is tested."""
         return "is tested on CPU, CUDA and XPU only" if machine.kind == "mps" else None
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """Refuse all that does not happen in decoding."""
         w = workload
         reasons = ["decoding has no backward pass"] if backward else []
         reasons += not_decoding_because(w)

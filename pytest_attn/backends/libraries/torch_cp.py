@@ -62,7 +62,6 @@ class TorchCp(_OfTorch):
     )
 
     def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
-        """Those of the kernel that was chosen, where the split shows them."""
         kernel, found = self.configuration.get("kernel"), super().defects_over(sharding, machine, backward)
         is_of_cudnn = kernel in (None, "cudnn") and has_half_tile(sharding)
         is_of_cutlass = kernel == "efficient" and sharding.shard == "head-tail"
@@ -70,7 +69,6 @@ class TorchCp(_OfTorch):
         return [defect for defect in found if defect in shown]
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
-        """Refuse what torch raises an error for."""
         w = sharding.workload
         reasons = []
         if sharding.shard == "head-tail" and w.mask is None:
@@ -112,7 +110,6 @@ class TorchCpFlex(_OfTorch):
     )
 
     def unavailable_because(self, machine: Machine) -> str | None:
-        """A torch that has the plan; any device."""
         if machine.torch_release < (2, 10):
             return f"needs torch 2.10, this is {machine.torch_version}"
         return None
@@ -134,7 +131,6 @@ class TorchCpFlex(_OfTorch):
         return reasons
 
     def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
-        """Cut the block mask for the rank, and give the plan to a module that calls flex_attention."""
         from torch.distributed.tensor.parallel import parallelize_module
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -257,7 +257,6 @@ class TransformerEngine(LibraryBackend):
         return words if words in str(error) else None
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Refuse what its arguments cannot say, then ask its own selection, in its own words."""
         reasons = self.unsaid(workload, machine)
         if reasons:
             return reasons
@@ -276,7 +275,6 @@ class TransformerEngine(LibraryBackend):
         return reasons
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Make the module and its arguments once."""
         return self._kernel(inputs, backward, [])
 
     def _kernel(self, inputs: Inputs, backward: bool, said: list[str]) -> AttentionFn:
@@ -367,7 +365,6 @@ class TeFlash(TransformerEngine):
     )
 
     def refusal_in(self, error: Exception) -> str | None:
-        """Also what flash-attn 4's compiler refuses."""
         return refused_by_compiler(error) or super().refusal_in(error)
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
@@ -420,7 +417,6 @@ class TeUnfused(TransformerEngine):
         return reasons or fully_masked_rows_refused(w, machine.device)
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
-        """The scores, four times."""
         return scores_bytes(workload, backward, copies=4)
 
 
@@ -465,7 +461,6 @@ class TeCp(RankBackend):
         return _KERNELS_OVER_RANKS[str(self.configuration.get("kernel", "fused"))]
 
     def precision_on(self, kind: str) -> str | Precision:
-        """The kernel's."""
         return self._kernel[1]
 
     def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
@@ -474,7 +469,6 @@ class TeCp(RankBackend):
         return super().defects_over(sharding, machine, backward) if self._kernel[1] == "cudnn" and is_half else []
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
-        """Refuse what the library's cp_comm_type does not know."""
         w = sharding.workload
         reasons = half_open_window_refused(w)
         if "window" in traits_of(w) and self._comm == "p2p":
@@ -486,7 +480,6 @@ class TeCp(RankBackend):
         return reasons + (heads_refusals(w, sharding.ranks) if self._comm == "a2a" else [])
 
     def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
-        """Make the module, name the group, and close over the options of the whole workload."""
         te, w = self.source.load(), sharding.workload
         module, in_sequence = module_of(te, inputs, backward), goes_in_sequence(w)
         options = call_options(inputs, in_sequence)

@@ -81,7 +81,6 @@ class TransformersDispatch(Dispatcher):
         return None if seen else f"transformers does not find the library of {self.dispatched}"
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Refuse what the function's arguments cannot say, then what the kernel refuses."""
         if self._is_flash:
             padded = workload.replace(v_head_dim=workload.head_dim)  # as transformers hands values to FlashAttention
             return _beyond_flash(workload) or super().native_refusals(padded, machine, backward)
@@ -92,7 +91,6 @@ class TransformersDispatch(Dispatcher):
         return super().native_refusals(workload, machine, backward)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Build the mask and the module that the function reads its heads and flags from."""
         function, module, packed = self._load(), self._module(inputs.workload), inputs.workload.is_packed
         arguments = self._arguments(inputs)
 

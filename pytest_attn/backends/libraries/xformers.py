@@ -97,12 +97,10 @@ class Xformers(LibraryBackend):
         return [f"{chosen.NAME}: {reason}"] if reason else []
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
-        """A dense mask, where the workload needs one."""
         shape = workload.batch, workload.heads, workload.q_len, workload.kv_len
         return math.prod(shape) * element_bytes(workload.dtype) if needs_tensor(workload) else 0
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Build the mask once."""
         fmha, w = self.source.load(), inputs.workload
         operators, scale = self.operators(fmha), w.scale
         bias = tensor_bias(inputs) if needs_tensor(w) else mask_of(fmha, w, inputs.device)
@@ -139,11 +137,9 @@ class XformersCutlass(Xformers):
     )
 
     def operators(self, fmha: ModuleType) -> tuple[Any, Any]:
-        """CUTLASS's own pair."""
         return fmha.cutlass.FwOp, fmha.cutlass.BwOp
 
     def operators_refuse(self, fmha: ModuleType, inputs: Any, backward: bool) -> list[str]:
-        """Ask both operators."""
         forward, back = self.operators(fmha)
         reasons = forward.not_supported_reasons(inputs)
         if backward:

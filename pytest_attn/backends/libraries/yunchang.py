@@ -37,11 +37,9 @@ class Ulysses(_Yunchang):
     capabilities = Capabilities(masks=frozenset(("causal-bottom-right", "window")), features=_FEATURES)
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
-        """Refuse heads that the ranks cannot share."""
         return heads_refusals(sharding.workload, sharding.ranks)
 
     def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
-        """Make the module for the whole group."""
         library = self.source.load()
         module = library.UlyssesAttention(place.group, attn_type=library.kernels.AttnType.FA)
         return in_bshd(partial(module, **options_of(sharding.workload)))
@@ -60,7 +58,6 @@ class Usp(_Yunchang):
     known_defects = (BFLOAT16_DQ,)
 
     def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
-        """Refuse ranks that cannot be grouped, heads that a group cannot share, and other orders of rows."""
         ulysses = self._ulysses(sharding.ranks)
         if sharding.ranks % ulysses:
             return [f"cannot split {sharding.ranks} ranks into groups of {ulysses}"]
@@ -74,7 +71,6 @@ class Usp(_Yunchang):
         return reasons
 
     def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
-        """Make the module for groups of ranks."""
         library, ulysses = self.source.load(), self._ulysses(place.ranks)
         groups = library.globals.PROCESS_GROUP  # which the module reads as it is made
         groups.ULYSSES_PG, groups.RING_PG = _groups_of(ulysses, place.ranks // ulysses, place.rank)

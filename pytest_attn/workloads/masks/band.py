@@ -26,11 +26,9 @@ class BandMask(Mask):
         """The band."""
 
     def bind(self, over: Sequences) -> MaskMod:
-        """Compare positions."""
         return in_band(self.band, over)
 
     def interval(self, row: int, q_len: int, kv_len: int) -> tuple[int, int]:
-        """Return the keys between both edges that there are."""
         left, right, top_left = self.band
         position = row if top_left else row + kv_len - q_len
         start = 0 if left is None else max(0, position - left)
@@ -38,7 +36,6 @@ class BandMask(Mask):
         return min(start, kv_len), max(min(start, kv_len), end)
 
     def intervals(self, rows: torch.Tensor, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys between both edges that there are."""
         left, right, top_left = self.band
         nothing, everything = all_keys(rows, kv_len)
         position = rows if top_left else rows + kv_len - q_len
@@ -47,7 +44,6 @@ class BandMask(Mask):
         return start, end.maximum(start)
 
     def pairs(self, q_len: int, kv_len: int) -> int:
-        """Sum up the intervals of all rows."""
         left, right, top_left = self.band
         shift = 0 if top_left else kv_len - q_len
         ends = q_len * kv_len if right is None else _clamped_sum(shift + right + 1, q_len, kv_len)
@@ -118,22 +114,18 @@ class Causal(BandMask):
 
     @property
     def label(self) -> str:
-        """The mask's part of a workload's id."""
         return "causal-br" if self.bottom_right else "causal"
 
     @property
     def kind(self) -> str:
-        """By its alignment."""
         return "causal-bottom-right" if self.bottom_right else "causal"
 
     @property
     def band(self) -> Band:
-        """All keys before, none after."""
         return Band(None, 0, top_left=not self.bottom_right)
 
     @property
     def is_causal(self) -> bool:
-        """It is."""
         return True
 
     def needs(self, is_aligned: bool) -> tuple[frozenset[str], str]:
@@ -144,25 +136,20 @@ class Causal(BandMask):
 
     @classmethod
     def read(cls, written: object) -> Self | None:
-        """Read "causal" and "causal-bottom-right"."""
         return cls(bottom_right=written != "causal") if isinstance(written, str) and written in cls.strings else None
 
     @classmethod
     def meant(cls, written: object) -> str:
-        """Understand is_causal=True."""
         return "'causal'" if written is True else ""
 
     def source(self, write_function: Callable[[Callable[..., Any]], str]) -> str:
-        """Return the string."""
         return f'"{self.kind}"'
 
     @classmethod
     def draw(cls, kind: str, choices: Choices) -> Self:
-        """Nothing is left to choose."""
         return cls(bottom_right=kind != "causal")
 
     def near_misses(self, over: Sequences) -> Iterator[NearMiss]:
-        """Yield the other alignment, and an edge that is one key off."""
         if not over.are_square:
             other = Causal(not self.bottom_right)
             yield NearMiss("causal-other-alignment", f"with the other causal alignment ({other.kind})", other)
@@ -204,12 +191,10 @@ class Window(BandMask):
 
     @property
     def label(self) -> str:
-        """The mask's part of a workload's id."""
         return f"window{'inf' if self.left is None else self.left}.{'inf' if self.right is None else self.right}"
 
     @property
     def band(self) -> Band:
-        """Its sides, aligned to the last key."""
         return Band(self.left, self.right, top_left=False)
 
     @classmethod
@@ -222,15 +207,12 @@ class Window(BandMask):
 
     @classmethod
     def draw(cls, kind: str, choices: Choices) -> Self:
-        """Choose both sides."""
         return cls(choices.count_or_none(0, choices.max_rows), choices.count_or_none(0, choices.max_rows))
 
     def another(self) -> tuple[str, Mask]:
-        """Return a larger one, or one with a left end."""
         return "a window of another size", replace(self, left=7 if self.left is None else self.left + 3)
 
     def near_misses(self, over: Sequences) -> Iterator[NearMiss]:
-        """Yield edges that are one key off, or open, and rows that are taken to stand elsewhere."""
         for side, keys in (("left", self.left), ("right", self.right)):
             if keys is not None:
                 for much, by in (("long", 1), ("short", -1)):

@@ -46,31 +46,25 @@ class Document(Mask):
 
     @property
     def label(self) -> str:
-        """The mask's part of a workload's id."""
         return f"documents{'-causal' if self.causal else ''}-{short_lengths(self.lengths)}"
 
     @property
     def is_causal(self) -> bool:
-        """Whether each document is."""
         return self.causal
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Their lengths."""
         return self.lengths
 
     @property
     def tokens(self) -> int:
-        """Those of all documents."""
         return sum(self.lengths)
 
     def require_lengths(self, q_len: int, kv_len: int) -> None:
-        """The documents fill the sequence."""
         if not self.tokens == q_len == kv_len:
             raise ValueError(f"Workload: Document lengths sum to {self.tokens}, but q_len is {q_len} and kv_len {kv_len}")
 
     def bind(self, over: Sequences) -> MaskMod:
-        """Compare the numbers of documents."""
         import torch
 
         ids = torch.repeat_interleave(torch.tensor(self.lengths)).to(over.device)
@@ -82,7 +76,6 @@ class Document(Mask):
         return same_document
 
     def interval(self, row: int, q_len: int, kv_len: int) -> tuple[int, int] | None:
-        """Return the row's document, up to the row itself where it is causal."""
         start = 0
         for length in self.lengths:
             if row < start + length:
@@ -91,7 +84,6 @@ class Document(Mask):
         return None
 
     def intervals(self, rows: torch.Tensor, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows' documents."""
         import torch
 
         lengths = torch.tensor(self.lengths, device=rows.device)
@@ -100,19 +92,16 @@ class Document(Mask):
         return ends[own] - lengths[own], rows + 1 if self.causal else ends[own]
 
     def pairs(self, q_len: int, kv_len: int) -> int:
-        """Sum up squares, or triangles."""
         return sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
 
     @classmethod
     def draw(cls, kind: str, choices: Choices) -> Self:
-        """Choose up to four documents."""
         lengths = [choices.length(choices.max_rows)]
         while len(lengths) < 4 and sum(lengths) < choices.max_rows and choices.flag():
             lengths.append(choices.length(choices.max_rows - sum(lengths)))
         return cls(tuple(lengths), causal=choices.flag())
 
     def near_misses(self, over: Sequences) -> Iterator[NearMiss]:
-        """Yield boundaries that are crossed, or one token off, and documents that are not causal."""
         yield NearMiss("documents-see-each-other", "whose documents see each other", Document((self.tokens,), self.causal))
         if len(self.lengths) == 1:
             return

@@ -31,16 +31,13 @@ class FunctionMask(Mask):
 
     @property
     def function(self) -> Callable[..., torch.Tensor]:
-        """The function."""
         raise NotImplementedError
 
     @property
     def label(self) -> str:
-        """The mask's part of a workload's id."""
         return f"mask-{function_label(self.function)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the function by its name."""
         return {"function": encode_function(self.function)}
 
     @classmethod
@@ -54,7 +51,6 @@ class FunctionMask(Mask):
             return BooleanMask(StoredMask(tensor, fields["function"]["label"]))
 
     def near_misses(self, over: Sequences) -> Iterator[NearMiss]:
-        """Yield the mask inverted, and that of another head."""
         seen, key_heads = self.bind(over), over.key_heads
         inverted = "with the mask inverted: True taken for hidden"
         yield NearMiss("mask-inverted", inverted, lambda *index: ~seen(*index))
@@ -88,11 +84,9 @@ class BooleanMask(FunctionMask):
 
     @property
     def function(self) -> Callable[..., torch.Tensor]:
-        """The factory."""
         return self.factory
 
     def tensor(self, over: Sequences) -> torch.Tensor:
-        """Call the factory."""
         return self.factory(over.batch, over.heads, over.q_len, over.kv_len, over.device)
 
     def bind(self, over: Sequences) -> MaskMod:
@@ -115,16 +109,13 @@ class BooleanMask(FunctionMask):
         return looked_up
 
     def source(self, write_function: Callable[[Callable[..., Any]], str]) -> str:
-        """Return the class with its factory."""
         return f"BooleanMask({write_function(self.factory)})"
 
     def another(self) -> tuple[str, Mask]:
-        """Return a triangle."""
         return "a boolean mask that is lower triangular", BooleanMask(_triangle)
 
     @classmethod
     def draw(cls, kind: str, choices: Choices) -> Self:
-        """Take blocks on the diagonal."""
         return cls(blocks_by_head)
 
 
@@ -165,15 +156,12 @@ class MaskModMask(FunctionMask):
 
     @property
     def function(self) -> MaskMod:
-        """The mask_mod."""
         return self.fn
 
     def tensor(self, over: Sequences) -> torch.Tensor:
-        """Call the function for all positions at once."""
         return self.fn(*over.indices())
 
     def bind(self, over: Sequences) -> MaskMod:
-        """Return the function as it is."""
         return self.fn
 
     @classmethod
@@ -185,16 +173,13 @@ class MaskModMask(FunctionMask):
         return cls(written)
 
     def source(self, write_function: Callable[[Callable[..., Any]], str]) -> str:
-        """Return the function's name."""
         return write_function(self.fn)
 
     def another(self) -> tuple[str, Mask]:
-        """Return one that hides some keys."""
         return "a mask function that hides every third key", MaskModMask(_two_of_three)
 
     @classmethod
     def draw(cls, kind: str, choices: Choices) -> Self:
-        """Take a prefix that all see."""
         return cls(prefix_of_four)
 
 

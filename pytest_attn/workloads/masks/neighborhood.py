@@ -88,8 +88,6 @@ class Neighborhood(Mask):
 
     @property
     def label(self) -> str:
-        """The mask's part of a workload's id."""
-
         def times(values: object) -> str:
             return "x".join(str(int(v)) for v in values)  # type: ignore[attr-defined]
 
@@ -105,11 +103,9 @@ class Neighborhood(Mask):
 
     @property
     def tokens(self) -> int:
-        """Those of the whole layout."""
         return math.prod(self.shape)
 
     def require_lengths(self, q_len: int, kv_len: int) -> None:
-        """The layout has as many tokens."""
         if not self.tokens == q_len == kv_len:
             raise ValueError(
                 f"Workload: Neighborhood shape {self.shape} holds {self.tokens} tokens,"
@@ -117,7 +113,6 @@ class Neighborhood(Mask):
             )
 
     def bind(self, over: Sequences) -> MaskMod:
-        """Compare positions axis by axis."""
         import torch
 
         axes = self.axes[::-1]  # the innermost first, as positions count
@@ -143,7 +138,6 @@ class Neighborhood(Mask):
         return near
 
     def pairs(self, q_len: int, kv_len: int) -> int:
-        """Multiply those of the axes."""
         total = 1
         for size, kernel, stride, dilation, causal in self.axes:
             if not causal:
@@ -159,7 +153,6 @@ class Neighborhood(Mask):
 
     @classmethod
     def draw(cls, kind: str, choices: Choices) -> Self:
-        """Choose up to three axes, and what fits into each."""
         axes = choices.count(1, 3)
         longest = max(1, math.floor(choices.max_rows ** (1 / axes) + 1e-9))
         sizes = [choices.count(1, longest) for _ in range(axes)]
@@ -170,7 +163,6 @@ class Neighborhood(Mask):
         return cls(tuple(sizes), tuple(kernels), tuple(strides), tuple(dilations), tuple(causal))
 
     def near_misses(self, over: Sequences) -> Iterator[NearMiss]:
-        """Yield neighborhoods of another size, and those that are not causal."""
         for axis in range(len(self.shape)):
             for more, much in ((1, "larger"), (-1, "smaller")):
                 kernel = tuple(size + more * (at == axis) for at, size in enumerate(self.kernel))
