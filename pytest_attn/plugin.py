@@ -128,9 +128,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     session = _session(config)
     if session.has_attention_tests:
+        from pytest_attn.backends.compilers import share_cores
         from pytest_attn.session.choice import choose
         from pytest_attn.session.collection import deselect_unselected
 
+        if workers := getattr(config, "workerinput", {}).get("workercount"):
+            share_cores(workers)
         deselect_unselected(config, items)
         choose(config, session, items)
     if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):
@@ -220,7 +223,7 @@ def pytest_testnodedown(node: Any) -> None:
     _session(node.config).progress.forget(node.gateway.id)
     if counts := getattr(node, "workeroutput", {}).get("attn_chosen"):
         collected = _session(node.config).collected
-        collected.chosen, collected.unchosen = counts
+        collected.chosen, collected.unchosen, collected.cut_short = counts
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -236,7 +239,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Count a listing without tests as a success, and a run as none that was to judge and has judged nothing."""
     attention = _session(session.config)
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["attn_chosen"] = (attention.collected.chosen, attention.collected.unchosen)
+        collected = attention.collected
+        session.config.workeroutput["attn_chosen"] = (collected.chosen, collected.unchosen, collected.cut_short)
     if attention.settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
     is_asked = attention.settings.unjudged != "ignore" and not hasattr(session.config, "workerinput")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,10 @@ class Backend(Subject):
     def variant(self, name: str) -> Backend | None:
         """Return this backend's own "compile" or "max_autotune" variant; None where compiling its callable will do."""
         return None
+
+    def compiled_for(self, workload: Workload) -> Hashable:
+        """Return what it compiles a kernel for, where it compiles: workloads for which that is equal share one."""
+        return workload.id
 
     @property
     def is_slow(self) -> bool:

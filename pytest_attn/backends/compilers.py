@@ -65,7 +65,7 @@ COMPILERS = (
         "~",
         ("", "1"),
         ".cache/flashinfer",
-        seconds=60.0,
+        seconds=90.0,
     ),
 )
 
@@ -80,6 +80,11 @@ def compilers_of(name: str) -> list[Compiler]:
 def seconds_to_compile(name: str, compiles: bool) -> float:
     """Return how long a backend compiles for a workload, roughly; 0 where it does not. compiles: whether it says so."""
     return max((one.seconds for one in compilers_of(name)), default=Compiler.seconds if compiles else 0.0)
+
+
+def share_cores(workers: int) -> None:
+    """Have inductor take a worker's share of the cores for its processes, where the user has not said how many."""
+    os.environ.setdefault(f"{_INDUCTOR}COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 
 def keeping_flash4() -> dict[str, str]:

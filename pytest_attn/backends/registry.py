@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -248,8 +248,7 @@ def tables(registry: Registry, catalog: Catalog, machine: Machine) -> tuple[Tabl
 def status_table(registry: Registry, machine: Machine) -> Table:
     """Return which backend is available on the machine, and why the others are not; tries the libraries out at once."""
     backends = [registry[name] for name in registry.names]
-    libraries = [backend for backend in backends if isinstance(backend, LibraryBackend)]
-    try_imports([one.source for one in libraries if _answer_of(partial(one.unavailable_because, machine)) is None])
+    try_libraries([one for one in backends if _answer_of(partial(one.unavailable_because, machine)) is None])
     rows: list[Row] = []
     for backend in backends:
         reason, version = status_of(backend, machine)
@@ -257,6 +256,11 @@ def status_table(registry: Registry, machine: Machine) -> Table:
         rows.append((backend.name, version, variants or "-", reason or "available"))
     rows += [(family, "-", "-", f"{about}; by name only, no part of all") for family, about in registry.families]
     return ("backend", "version", "variants", "status"), rows
+
+
+def try_libraries(backends: Iterable[Backend]) -> None:
+    """Try to import the libraries of backends that are there, all at once, each in a process of its own."""
+    try_imports([backend.source for backend in backends if isinstance(backend, LibraryBackend)])
 
 
 def capability_table(registry: Registry) -> Table:

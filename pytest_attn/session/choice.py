@@ -1,14 +1,15 @@
 """Which cases of a large suite run where nobody names workloads: as few as reach every option and kernel of each backend.
 
 That is for tests with the marker `attention_chosen`. A backend that is slow, as where it compiles for each workload, gets a
-cover of its options and kernels, or as much of it as the marker's `compiled` cases reach; any other all small workloads, and
-the larger ones that reach a kernel which those do not.
+cover of its options and kernels, or as much of it as the marker's `compiled` cases reach, or what is compiled in three
+minutes; any other all small workloads, and the larger ones that reach a kernel which those do not, or where the marker says
+`compiled` a cover as well. Libraries, which may take seconds to answer, are asked about the cases of a cover alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.compilers import seconds_to_compile
+from pytest_attn.backends.registry import try_libraries
 from pytest_attn.session.collection import Items, missing_because
 from pytest_attn.session.devices import untimed_because
 from pytest_attn.session.kinds import MODEL, PARAMETER, CaseParameter, device_of, kind_of, marker_of, parameter_of, test_of
@@ -30,15 +33,27 @@ if TYPE_CHECKING:
     import torch
 
 MARKER = "attention_chosen"
+#: seconds that a backend may compile for the cases of one test: on an H200, nvcc takes them for two modules of FlashInfer
+_COMPILING = 180.0
 
 
 @dataclass(eq=False)
 class _Case:
-    """A case that may be left out. runs: whether nothing that is known stands in its way."""
+    """A case that may be left out."""
 
     item: pytest.Item
     parameter: CaseParameter
-    runs: bool
+    session: AttentionSession
+
+    @cached_property
+    def runs(self) -> bool:
+        """Whether nothing that is known stands in its way, as libraries say, which may take them a while."""
+        marker, made = marker_of(self.item), kind_of(self.item).made_items()
+        assert isinstance(made, Items)
+        assert marker is not None
+        with contextlib.suppress(Exception):  # what raises will raise when it runs, and the test says so then
+            return made.obstacle(self.parameter, marker, self.session) is None
+        return True
 
     @cached_property
     def mark(self) -> ChosenMark:
@@ -52,6 +67,10 @@ class _Case:
         """What it reaches: options and kernels, and the values of other parameters of its test."""
         others = {f"{name}={value!r}" for name, value in self.item.callspec.params.items() if name != PARAMETER}  # type: ignore[attr-defined]
         return options_of(self.parameter.workload) | kernels_of(self.parameter.workload) | others
+
+    def compiled_for(self, backend: Backend) -> Hashable:
+        """Return for what its backend compiles a kernel."""
+        return backend.compiled_for(self.parameter.workload)
 
 
 def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.Item]) -> None:
@@ -67,17 +86,17 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
         parameter = parameter_of(item)
         if parameter and parameter.backend and _may_be_left_out(item, session):
             groups.setdefault((test_of(item), parameter.backend), []).append(item)
+    # of a backend that is missing one case is skipped, and says so
+    there = {key: group for key, group in groups.items() if missing_because(session, group[0]) is None}
+    try_libraries([session.kernels.backend_named(name) for _, name in there])
     unwanted: set[pytest.Item] = set()
-    for group in groups.values():
-        if missing_because(session, group[0]):
-            continue  # one of them is skipped, and says so
-        known = [(item, parameter) for item in group if (parameter := parameter_of(item))]
-        cases = [_Case(item, parameter, _runs(item, parameter, session)) for item, parameter in known]
+    for group in there.values():
+        cases = [_Case(item, parameter, session) for item in group if (parameter := parameter_of(item))]
         chosen = _chosen(cases, session)
-        session.collected.chosen += sum(case.runs for case in chosen)
-        session.collected.unchosen += sum(case.runs for case in cases) - sum(case.runs for case in chosen)
-        session.collected.unchosen += _uncollected(cases, session)
-        unwanted.update(case.item for case in cases if case not in chosen)
+        left_out = [case for case in cases if case not in chosen]
+        session.collected.chosen += len(_claimed(chosen, session))
+        session.collected.unchosen += len(_claimed(left_out, session)) + _uncollected(cases, session)
+        unwanted.update(case.item for case in left_out)
     items[:] = [item for item in items if item not in unwanted]
     if groups:
         _leave_memory(session.machines.device())
@@ -100,31 +119,44 @@ def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
     return not ChosenMark.from_marker(marker).timed or untimed_because(session.settings.gpu_per_worker, device) is not None
 
 
-def _runs(item: pytest.Item, parameter: CaseParameter, session: AttentionSession) -> bool:
-    """Whether nothing that is known stands in the way of a case."""
-    marker, made = marker_of(item), kind_of(item).made_items()
-    assert isinstance(made, Items)
-    assert marker is not None
-    with contextlib.suppress(Exception):  # what raises will raise when it runs, and the test says so then
-        return made.obstacle(parameter, marker, session) is None
-    return True
-
-
 def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
     """Choose of the cases that one backend has in one test."""
     if cases[0].mark.timed:
         return [_untimed(cases, session)]
     backend = _backend(cases[0], session)
-    kept = [] if backend.is_slow else [case for case in cases if _is_small(case, session)]
-    left = [case for case in cases if case.runs and case not in kept]
-    missing = frozenset().union(*(case.reached for case in left)).difference(*(case.reached for case in kept))
-    while missing:
-        best = max(left, key=lambda case: (len(case.reached & missing), -case.parameter.workload.flops()))
-        kept.append(best)
-        missing -= best.reached
-        if backend.is_slow and len(kept) == cases[0].mark.compiled:
+    is_few = backend.is_slow or cases[0].mark.compiled is not None
+    kept = [] if is_few else [case for case in cases if _is_small(case, session)]
+    left = [case for case in cases if case not in kept]
+    seconds, compiled = seconds_to_compile(backend.name, backend.compiles), set[Hashable]()
+    while not (backend.is_slow and len(kept) == cases[0].mark.compiled):
+        best = _reaching_most(left, kept, backend)
+        if best is None:
             break
+        left.remove(best)
+        if not best.runs:
+            continue
+        if (kernel := best.compiled_for(backend)) not in compiled and seconds * (len(compiled) + 1) > _COMPILING:
+            session.collected.cut_short = sorted({*session.collected.cut_short, backend.name})
+            left = [case for case in left if case.compiled_for(backend) in compiled]
+            continue
+        kept.append(best)
+        compiled.add(kernel)
     return kept or list(cases[:1])  # a backend that takes nothing says why
+
+
+def _reaching_most(cases: Sequence[_Case], kept: Sequence[_Case], backend: Backend) -> _Case | None:
+    """Return the case that reaches most of what others do not, of the compiled kernel whose cases do; None where none does."""
+    reached = frozenset().union(*(case.reached for case in kept))
+    by_kernel: dict[Hashable, set[str]] = {}
+    for case in cases:
+        by_kernel.setdefault(case.compiled_for(backend), set()).update(case.reached - reached)
+
+    def reaches(case: _Case) -> tuple[int, int, float]:
+        of_kernel = by_kernel[case.compiled_for(backend)]
+        return len(of_kernel), len(case.reached - reached), -case.parameter.workload.flops()
+
+    best = max(cases, key=reaches, default=None)
+    return best if best and best.reached - reached else None
 
 
 def _untimed(cases: Sequence[_Case], session: AttentionSession) -> _Case:
@@ -156,7 +188,17 @@ def _uncollected(cases: Sequence[_Case], session: AttentionSession) -> int:
     marker = marker_of(cases[0].item)
     if marker is None or marker.args or kind_of(cases[0].item) is MODEL:
         return 0
-    declared, backward = _backend(cases[0], session).capabilities, bool(marker.kwargs.get("backward"))
     known = {case.parameter.workload.name for case in cases}
     others: list[Workload] = [w for w in session.registrations.catalog.select("all") if w.name not in known]
-    return sum(not (declared and declared.refusals(workload, backward)) for workload in others)
+    return sum(_is_claimed(workload, cases[0], session) for workload in others)
+
+
+def _claimed(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
+    """Return those of which their backend declares that it takes them."""
+    return [case for case in cases if _is_claimed(case.parameter.workload, case, session)]
+
+
+def _is_claimed(workload: Workload, case: _Case, session: AttentionSession) -> bool:
+    marker, declared = marker_of(case.item), _backend(case, session).capabilities
+    backward = marker is not None and bool(marker.kwargs.get("backward"))
+    return not (declared and kind_of(case.item) is not MODEL and declared.refusals(workload, backward))

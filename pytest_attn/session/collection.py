@@ -25,7 +25,7 @@ from pytest_attn.session.kinds import (
     parameter_of,
 )
 from pytest_attn.session.marks import AttentionMark, ChosenMark, RequiresMark, model_mark
-from pytest_attn.session.session import AttentionSession
+from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
@@ -57,13 +57,17 @@ class Items:
         """Return the name of the items that one worker of xdist runs; None where each may go anywhere.
 
         Those of a faulty kernel, so that no test is left that may find it where the last of them has not; else those of a
-        backend and workload; of a workload where its backends are to be timed on one GPU.
+        backend and of what it compiles a kernel for; of a workload where its backends are to be timed on one GPU.
         """
         if case.backend and case.backend.startswith(MUTANT):
             return case.backend
         if item.config.getoption("loadgroup", False) and item.config.getoption("attn_gpu_per_worker"):
             return case.workload.id
-        return f"{case.workload.id} {case.backend}" if case.backend else None
+        if not case.backend:
+            return None
+        registry = session_of(item.config).registrations.registry
+        kernel = registry[case.backend].compiled_for(case.workload) if registry.is_known(case.backend) else case.workload.id
+        return f"{kernel} {case.backend}"
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         """Say what stands in the way of a case, as far as that is known before it runs; None where nothing does."""

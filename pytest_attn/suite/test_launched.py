@@ -7,8 +7,8 @@ import pytest
 from pytest_attn import AttentionCase, Backend, Neighborhood, Workload
 
 WORKLOADS = (
-    Workload(512, heads=8, head_dim=128, name="launched-prefill"),
-    Workload(1, 2048, heads=8, head_dim=128, mask="causal-bottom-right", name="launched-decode"),
+    Workload(512, heads=8, name="launched-prefill"),
+    Workload(1, 2048, heads=8, mask="causal-bottom-right", name="launched-decode"),
     Workload(256, heads=8, mask=Neighborhood((16, 16), (5, 5)), name="launched-neighborhood"),
 )
 

@@ -29,6 +29,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def test_backends_in_models(attn_model: AttentionModel, attn_backend: Backend, name: str, dtype: str) -> None:
     """Every backend, in a training step."""
     _require_gpu(attn_model, name in (*FOR_A_GPU, "mistral") or dtype != "bfloat16")
+    _require_gradients(attn_backend)
     model, step = _of_torch(name, attn_model, dtype)
     attn_model.check(model, step, attn_backend, scatter=0, excused=EXCUSED)
 
@@ -46,6 +47,7 @@ def test_backends_in_flex_models(attn_model: AttentionModel, attn_backend: Backe
 def test_backends_in_library_models(attn_model: AttentionModel, attn_backend: Backend, name: str) -> None:
     """Every backend in place of the library's attention, in a training step."""
     _require_gpu(attn_model, True)
+    _require_gradients(attn_backend)
     attn_model.check(*_of_library(name, attn_model), attn_backend, scatter=0, excused=EXCUSED)
 
 
@@ -85,6 +87,12 @@ def _require_gpu(case: AttentionModel, is_for_a_gpu: bool) -> None:
     """Skip on a CPU what would take it too long."""
     if is_for_a_gpu and case.device.type == "cpu":
         pytest.skip("on a GPU: a CPU runs a smaller part of the models, in bfloat16")
+
+
+def _require_gradients(backend: Backend) -> None:
+    """Skip before a model is made what refuses each of its calls."""
+    if backend.capabilities and "backward" not in backend.capabilities.features:
+        pytest.skip(f"{backend.name} has no backward pass")
 
 
 def _models() -> ModuleType:

@@ -6,7 +6,7 @@ import pytest
 from fakes import install, uninstall
 
 from pytest_attn.backends import compilers
-from pytest_attn.backends.compilers import kept_line
+from pytest_attn.backends.compilers import kept_line, share_cores
 from pytest_attn.backends.libraries.flash_attention import FLASH4
 from pytest_attn.backends.libraries.sdpa import SdpaFa4
 
@@ -41,6 +41,14 @@ def test_the_folders_of_the_selected_backends_are_said(installed, selected, comp
     assert said.count("(") == len(compilers)
     for one in compilers:
         assert one in said
+
+
+@pytest.mark.parametrize(("given", "workers", "seen"), [(None, 8, "2"), (None, 32, "1"), ("5", 8, "5")])
+def test_inductor_takes_a_workers_share_of_the_cores_unless_the_user_says_otherwise(installed, given, workers, seen):
+    installed.setattr(os, "cpu_count", lambda: 16)
+    installed.setattr(os, "environ", {"TORCHINDUCTOR_COMPILE_THREADS": given} if given else {})
+    share_cores(workers)
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == seen
 
 
 def test_what_the_user_has_set_holds(installed):

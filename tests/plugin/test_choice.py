@@ -2,9 +2,10 @@
 
 import pytest
 
-from pytest_attn import Capabilities, Workload
+from pytest_attn import Capabilities, Window, Workload
 from pytest_attn.backends.builtin import BUILTIN
 from pytest_attn.backends.registry import Registry
+from pytest_attn.session.kinds import kind_of
 from pytest_attn.session.session import session_of
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.traits import kernels_of, options_of
@@ -34,6 +35,9 @@ class Plain(Backend):
 class Compiling(Plain):
     name, compiles = "compiling", True
 
+    def compiled_for(self, workload):
+        return workload.dtype
+
 def pytest_attn_backends(registry):
     registry.add(Plain())
     registry.add(Compiling())
@@ -53,9 +57,11 @@ class Collected:
 
     def pytest_collection_finish(self, session):
         self.workloads = {"plain": [], "compiling": []}
+        self.groups = {"plain": set(), "compiling": set()}
         for item in session.items:
             parameter = item.callspec.params["_attn_parameter"]
             self.workloads[parameter.backend].append(parameter.workload)
+            self.groups[parameter.backend].add(kind_of(item).made_items().group(item, parameter))
         self.asked = session_of(session.config).registrations.registry["plain"].asked
         session.items[:] = []
 
@@ -69,7 +75,7 @@ def collect(pytester):
         pytester.makepyfile(test_it=TEST.format(marker=marker, arguments=arguments))
         found = Collected()
         pytester.inline_run("-p", "no:cacheprovider", "--attn-backends=plain,compiling", *options, plugins=[found])
-        return found.workloads | {"asked": found.asked}
+        return found.workloads | {"asked": found.asked, "groups": found.groups}
 
     return collect_it
 
@@ -90,18 +96,36 @@ def test_a_backend_that_compiles_gets_few_workloads_that_reach_all_that_it_takes
     assert reached(found["compiling"]) == reached(filter(takes, SMALL))
 
 
-def test_no_backend_is_asked_about_what_is_not_collected(collect):
-    """Some need memory for all tensors of a workload to answer."""
+def test_a_backend_is_asked_about_the_cases_of_its_cover_alone(collect):
+    """Some need seconds to answer, and memory for all tensors of a workload."""
     found = collect()
-    assert 0 < max(w.kv_len for w in found["asked"]) <= max(w.kv_len for w in SMALL)
+    assert len(found["asked"]) == len(found["compiling"])
+    assert all(w in found["compiling"] for w in found["asked"])
+
+
+def test_one_worker_runs_all_cases_of_what_compiles_once(collect):
+    found = collect()
+    assert found["groups"]["compiling"] == {"bfloat16 compiling", "float16 compiling"}
+    assert found["groups"]["plain"] == {f"{w.id} plain" for w in found["plain"]}
 
 
 def test_a_test_may_say_how_many_cases_of_it_are_enough(collect):
     found, few = collect(), collect(arguments="(compiled=3)")
-    assert few["plain"] == found["plain"]
+    assert few["plain"] == found["compiling"]
     assert few["compiling"] == [w for w in found["compiling"] if w in few["compiling"]]
     assert len(few["compiling"]) == 3
     assert len(reached(few["compiling"])) > len(reached(found["compiling"])) / 2
+
+
+def test_what_compiles_too_long_is_left_to_those_who_name_it(collect, monkeypatch):
+    """One kernel serves all workloads of a dtype here, and takes 10 s."""
+    whole = collect(marker='"smoke", "edges", "features"')["compiling"]
+    assert {w.dtype for w in whole} == {"bfloat16", "float16"}
+    monkeypatch.setattr("pytest_attn.session.choice._COMPILING", 10.0)
+    part = collect(marker='"smoke", "edges", "features"')["compiling"]
+    assert len(part) > 5
+    assert len({w.dtype for w in part}) == 1
+    assert reached(part) >= reached(w for w in filter(takes, SMALL) if w.dtype == part[0].dtype)
 
 
 def test_any_other_backend_gets_a_larger_workload_only_for_a_kernel_that_the_small_ones_do_not_reach(collect):
@@ -161,6 +185,13 @@ def test_one_line_says_what_was_chosen_and_what_is_left(run, pytester):
     assert "units waiting" not in result.stdout.str() + result.stderr.str()  # as xdist's schedulers say under --debug
 
 
+def test_the_line_says_which_backends_are_reached_in_part(run, pytester):
+    pytester.makeconftest(CONFTEST + "\nfrom pytest_attn.session import choice\nchoice._COMPILING = 10.0\n")
+    pytester.makepyfile(TEST.format(marker='"smoke-full", "smoke-half"', arguments=""))
+    result = run("--attn-backends=compiling")
+    result.stdout.fnmatch_lines(["chosen: * each backend, of compiling what compiles in minutes; *"])
+
+
 def test_which_backends_compile_is_declared():
     registry = Registry()
     compiling = {name for name in BUILTIN if registry[name].compiles}
@@ -169,6 +200,14 @@ def test_which_backends_compile_is_declared():
     assert registry["flex+max_autotune"].compiles
     assert registry["flash4+graph"].compiles
     assert not registry["flash2+graph"].compiles
+
+
+def test_a_module_of_flashinfer_serves_all_layouts_of_a_dtype_and_its_head_dims():
+    plain, fa2 = Workload(100, 200), Registry()["flashinfer_fa2"]
+    shared = [plain.replace(mask="causal-bottom-right"), plain.replace(mask=Window(5, 5)), Workload(q_lens=(3, 4), heads=8)]
+    others = [plain.replace(mask=Window(5, 0)), plain.replace(softcap=3.0), plain.replace(dtype="float16")]
+    assert {fa2.compiled_for(w) for w in shared} == {fa2.compiled_for(plain)}
+    assert len({fa2.compiled_for(w) for w in (plain, *others, plain.replace(v_head_dim=128))}) == 5
 
 
 def test_a_kernel_is_told_by_dtype_head_dim_rows_and_keys():

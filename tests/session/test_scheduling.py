@@ -131,17 +131,20 @@ def test_the_scheduler_of_another_plugin_is_left_alone():
 
 
 @pytest.mark.slow
-def test_workers_share_no_backend_and_workload(pytester):
+def test_workers_share_no_backend_and_workload(pytester, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     test = """
         import os, pytest
 
         @pytest.mark.attention("smoke-full", "smoke-half", device="cpu", backends=("math", "eager"))
         def test_it(attn_workload, attn_backend):
             print("ran", attn_workload.name, attn_backend.name, os.environ["PYTEST_XDIST_WORKER"])
+            assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(max(1, os.cpu_count() // 2))
         """
     pytester.makepyfile(test_first=test, test_other=test)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "2", "--dist=loadfile", "-rP", "-v")
     ran = re.findall(r"^ran (\S+ \S+) (gw\d)$", result.stdout.str(), re.MULTILINE)
+    result.assert_outcomes(passed=8)
     assert len(ran) == 8
     assert len(set(ran)) == 4
     assert {worker for _, worker in ran} == {"gw0", "gw1"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -77,6 +77,12 @@ class FlashInferFa2(LibraryBackend):
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse pairs of head dimensions without a kernel, and masks that a custom_mask does not carry."""
         return _head_dim_refusals(workload) or _custom_mask_refusals(workload, machine)
+
+    def compiled_for(self, workload: Workload) -> Hashable:
+        """Return what a module of FlashInfer is for, which has kernels for ragged keys, a paged KV cache and all masks."""
+        window = None if _needs_custom_mask(workload) else bottom_right_window(workload)
+        has_window = window is not None and window[0] >= 0
+        return workload.dtype, workload.head_dim, workload.v_head_dim, has_window, workload.softcap is not None
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """Its scratch memory, and the custom_mask."""

@@ -364,6 +364,10 @@ class TeFlash(TransformerEngine):
         ),
     )
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiles = FLASH4.missing_because() is None
+
     def refusal_in(self, error: Exception) -> str | None:
         return refused_by_compiler(error) or super().refusal_in(error)
 
