@@ -9,7 +9,8 @@ The budget tau (a standard deviation) of every element sums the squares of indep
 
 with eu(x) = max(u |x|, floor), e_ij the rounding of P_ij, n_ij = P_ij^2 times the variance of the score, w_ij the variance
 of dS_ij = P_ij (dP_ij - D_i), and eps_i the error of D_i = sum(do_i o_i), which kernels form from the rounded o. In half
-precision each x, a sum of n products, adds (2^-27 n x)^2 besides: what tensor cores cut off.
+precision each x, a sum of n products, adds (2^-27 n x)^2 besides: what tensor cores cut off. In float32 eps_i^2 has what the
+rounding of lse does to a D_i that is the sum of P_ij dP_ij: (2^-24 lse_i)^2 (|D_i| + sum_j |dS_ij|)^2.
 The source of these formulas is an error analysis of flash-attention's algorithm, calibrated in docs/results/calibration.md.
 What concerns gradients is in `gradients.py`. In the code e_ij^2 is p_rounding_var,
 n_ij p_noise_var, D_i row_sum, eps_i^2 row_sum_var.
@@ -240,8 +241,8 @@ class ScoreBudget:
             variance += scaled.square().mul_((TENSOR_CORE_UNIT * head_dim / 4) ** 2)
         if self.rounding.rounds_scores_to_dtype:
             variance += scaled.square().mul_(2 * unit**2).add_(per_key(q_squared.mul(unit**2 * scale**2), k_squared))
-        if self.precision.rounds_scaled_query or self.precision.rounds_scaled_key:
-            variance += per_key(q_squared.mul(unit**2 * scale**2), k_squared)
+        if folded := self.precision.rounds_scaled_query + self.precision.rounds_scaled_key:
+            variance += per_key(q_squared.mul(folded * unit**2 * scale**2), k_squared)
         if self.precision.rounds_products:  # a tree of sums: its levels' squares add up to their terms', and where these agree
             levels = math.ceil(math.log2(max(2, head_dim)))  # to twice the whole's
             variance += per_key(q_squared.mul(1.5 * unit**2 * scale**2 * (1 + levels)), k_squared)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from pytest_attn.backends.precision import SHARED, SLOPE_UNIT, Precision
+from pytest_attn.backends.precision import LSE_UNIT, SHARED, SLOPE_UNIT, Precision
 from pytest_attn.correctness.budget import ForwardRows, Rounding, row_tops
 from pytest_attn.correctness.exact import Block, Chunk, distances_of, over_group, over_keys, over_rows, per_key, sinks_of
 from pytest_attn.workloads.parameters import PARAMETERS
@@ -40,7 +40,7 @@ class BackwardRows:
     """What the backward pass needs of some query rows.
 
     q: (n, heads, rows, head_dim), dout: (n, heads, rows, v_head_dim).
-    row_sum: D_i, row_sum_var: its variance, both (n, heads, rows, 1).
+    row_sum: D_i, row_sum_var: its variance, lse_var: what float32 loses of lse, all (n, heads, rows, 1).
     p, p_rounding_var: e_ij^2, p_noise_var: n_ij, slope: d(final score) / d(scaled score), slope_var: the variance of that, all
     (n, heads, rows, keys). None stands for: not formed yet (p_rounding_var), no noise, slope 1, an exact slope.
     dropped: what dropout multiplies P by, None without it; p is before dropout.
@@ -50,6 +50,7 @@ class BackwardRows:
     dout: torch.Tensor
     row_sum: torch.Tensor
     row_sum_var: torch.Tensor
+    lse_var: torch.Tensor
     p: torch.Tensor
     p_rounding_var: torch.Tensor | None
     p_noise_var: torch.Tensor | None
@@ -112,13 +113,15 @@ class Gradients:
         row_sum = weighted.sum(-1, keepdim=True)
         unit_squared = self.rounding.unit_squared(self.workload.v_head_dim)
         row_sum_var = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * unit_squared)
+        lse_var = forward.lse.where(forward.lse.isfinite(), 0.0).unsqueeze(-1).mul_(SHARED * LSE_UNIT).square_()
         if (row_noise := forward.row_noise) is not None:
             noise_var = _plus(noise_var, p.square().mul_(row_noise.variance))
             row_sum_var += row_sum.square().mul_(row_noise.variance)
             if row_noise.of_out is not None:
                 row_sum_var += dout.square().mul_(row_noise.of_out).sum(-1, keepdim=True)
         dropped = forward.dropped
-        return BackwardRows(forward.q, dout, row_sum, row_sum_var, p, p_rounding_var, noise_var, slope, slope_var, dropped)
+        sums = row_sum, row_sum_var, lse_var
+        return BackwardRows(forward.q, dout, *sums, p, p_rounding_var, noise_var, slope, slope_var, dropped)
 
     def row_sum_var_of_all_keys(self, rows: BackwardRows, chunk: Chunk) -> torch.Tensor:
         """Return D's variance with that of the out it is formed from, of which a sample of the keys tells too little."""
@@ -154,6 +157,9 @@ class Gradients:
             row_sum_var = row_sum_var + share / SHARED**2 * moved.sum(-1, keepdim=True)  # n_ij has its share of SHARED
             variance = _plus(variance, moved)
         ds.mul_(p)
+        if self.rounding.is_float32:  # D as the sum of P dP, or parts of the keys with an lse of their own
+            apart = ds.abs().sum(-1, keepdim=True).mul_(all_keys / max(1, keys)).add_(rows.row_sum.abs())
+            row_sum_var = row_sum_var + apart.square_().mul_(rows.lse_var)
         of_maximum = None
         if self.rounding.is_float32 or self.rounding.rounds_dp_to_dtype:
             lost = _sum_of_products(rows.row_sum.square().expand_as(p), p_rounding_var)

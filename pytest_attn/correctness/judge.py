@@ -418,8 +418,8 @@ def compare_rows(
         limits = replace(limits, row=limits.element, head=limits.element)
     if name in ("lse", "max"):
         return _compare_lse(name, distribution, got, expected)
-    # one rounding of a query's row sum D moves the gradients of all keys that it sees
-    independent = min(got.shape[2], sum(workload.q_lens or (workload.q_len,))) if name == "dk" else got.shape[2]
+    # one rounding of a query's row sum D, or of its lse, moves the gradients of all keys that it sees
+    independent = min(got.shape[2], sum(workload.q_lens or (workload.q_len,))) if name in ("dk", "dv") else got.shape[2]
     if independent < FEW_ROWS:
         limits = replace(limits, head=limits.row)
     residual, wrong = _residual(got, expected)

@@ -13,6 +13,8 @@ from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import PRECISIONS, SUGGESTED, precision_named
 from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.comparison import limits_named
+from pytest_attn.correctness.judge import compare_tensor
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
@@ -247,3 +249,33 @@ def test_in_float32_sums_may_rise_and_fall_where_values_change_slowly_from_key_t
     z = (out.double() - expected.value) / expected.tau
     assert z.abs().max() < 6
     assert z.square().mean().sqrt() < 1.5
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_in_float32_the_rounding_of_lse_shows_in_a_d_that_is_the_sum_of_p_dp(seed):
+    seen = torch.ones(96, 96, dtype=torch.bool).tril()
+
+    def attention(q, k, v):
+        scores = (q @ k.mT / 32**0.5).masked_fill(~seen, -torch.inf)
+        return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
+
+    w = Workload(96, heads=2, head_dim=32, dtype="float32", mask="causal", name="smoke-single")
+    comparison = judged(attention, spec_of(w, inputs=("outlier",), backward=True, precision="flash", seed=seed))
+    assert comparison.passed, comparison.worst
+
+
+def test_where_q_and_k_are_both_scaled_both_round():
+    inputs = draw_inputs(Workload(64, heads=2), "peaky")
+    both = Precision("both", rounds_scaled_query=True, rounds_scaled_key=True)
+    one, two = (compute_reference(inputs, p).tensors["lse"].tau.square().mean() for p in (PRECISIONS["kscale"], both))
+    assert two > 1.9 * one
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(1, True), (64, False)])
+def test_one_query_moves_the_whole_head_of_dv(rows, passes):
+    w = Workload(rows, 129, heads=2, dtype="float32")
+    reference = compute_reference(draw_inputs(w), PRECISIONS["flash"], True)
+    dv = reference.tensors["dv"]
+    two_budgets_off = (dv.value + 2 * dv.tau).float()
+    row = compare_tensor("dv", "structured", two_budgets_off, reference, w, limits_named("default")[1])
+    assert row.passed == passes

@@ -96,6 +96,19 @@ def test_another_fault_is_given_no_name(name):
     assert comparison.mismatch.hints == ()
 
 
+class RoundedTotal(Kernel):
+    """A kernel whose denominator sums P as it was rounded, which out does not show."""
+
+    def denominator(self, tile, total, p):
+        return super().denominator(tile, total, self.rounded(tile, p))
+
+
+def test_an_lse_that_is_off_a_little_is_not_that_of_another_v():
+    comparison = judged(KernelBackend("rounded", RoundedTotal()), CheckSpec(FULL, CPU))
+    assert comparison.mismatch.row.name == "lse"
+    assert comparison.mismatch.hints == ()
+
+
 class RoundedSinks(Kernel):
     """A kernel that takes float32 sinks as bfloat16."""
 
