@@ -28,7 +28,7 @@ class Compiler:
     folder: str
     switch: tuple[str, str]
     below: str = ""
-    seconds: float = 10.0
+    seconds: float = 6.0
 
     def folder_in_use(self, environ: os._Environ[str] | dict[str, str]) -> Path | None:
         """Return where it keeps what it compiled; None where the user has switched that off, or lacks it."""

@@ -1,17 +1,18 @@
 """Which cases of a large suite run where nobody names workloads: as few as reach every option and kernel of each backend.
 
-That is for tests with the marker `attention_chosen`. A backend that is slow, as where it compiles for each workload, gets a
-cover of its options and kernels, or as much of it as the marker's `compiled` cases reach, or what is compiled in three
-minutes; any other all small workloads, and the larger ones that reach a kernel which those do not, or where the marker says
-`compiled` a cover as well. Libraries, which may take seconds to answer, are asked about the cases of a cover alone.
+That is for tests with the marker `attention_chosen`. A backend of this package gets a cover of its options and kernels. One
+that compiles for each workload gets no more than the marker's `compiled` cases, or than it compiles in two minutes, and nothing
+forward alone that is reached with gradients. A backend of one's own that does not compile gets all small workloads, and those
+larger ones that reach a kernel which they do not. Libraries may take seconds to answer: they are asked about covers alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,14 +28,13 @@ from pytest_attn.session.marks import ChosenMark
 from pytest_attn.session.selection import CPU_GROUPS
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.traits import kernels_of, options_of
-from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
 MARKER = "attention_chosen"
-#: seconds that a backend may compile for the cases of one test: on an H200, nvcc takes them for two modules of FlashInfer
-_COMPILING = 180.0
+#: seconds that a backend may compile for the cases of one test
+_COMPILING = 120.0
 
 
 @dataclass(eq=False)
@@ -68,9 +68,21 @@ class _Case:
         others = {f"{name}={value!r}" for name, value in self.item.callspec.params.items() if name != PARAMETER}  # type: ignore[attr-defined]
         return options_of(self.parameter.workload) | kernels_of(self.parameter.workload) | others
 
-    def compiled_for(self, backend: Backend) -> Hashable:
-        """Return for what its backend compiles a kernel."""
-        return backend.compiled_for(self.parameter.workload)
+    @property
+    def backend(self) -> Backend:
+        """Whose case it is."""
+        return self.session.kernels.backend_named(str(self.parameter.backend))
+
+    @cached_property
+    def kernel(self) -> Hashable:
+        """For what its backend compiles a kernel."""
+        return self.backend.compiled_for(self.parameter.workload)
+
+    @property
+    def asks_gradients(self) -> bool:
+        """Whether its marker says backward=True."""
+        marker = marker_of(self.item)
+        return marker is not None and bool(marker.kwargs.get("backward"))
 
 
 def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.Item]) -> None:
@@ -89,13 +101,19 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
     # of a backend that is missing one case is skipped, and says so
     there = {key: group for key, group in groups.items() if missing_because(session, group[0]) is None}
     try_libraries([session.kernels.backend_named(name) for _, name in there])
+    tests = [
+        [_Case(item, parameter, session) for item in group if (parameter := parameter_of(item))] for group in there.values()
+    ]
     unwanted: set[pytest.Item] = set()
-    for group in there.values():
-        cases = [_Case(item, parameter, session) for item in group if (parameter := parameter_of(item))]
-        chosen = _chosen(cases, session)
+    reached: dict[tuple[Path, str], frozenset[str]] = {}  # with gradients, by file and backend
+    for cases in sorted(tests, key=lambda cases: cases[0].asks_gradients, reverse=True):
+        place = cases[0].item.path, cases[0].backend.name
+        chosen = _chosen(cases, reached.get(place, frozenset()))
+        if cases[0].asks_gradients:
+            reached[place] = _reached(chosen)
         left_out = [case for case in cases if case not in chosen]
-        session.collected.chosen += len(_claimed(chosen, session))
-        session.collected.unchosen += len(_claimed(left_out, session)) + _uncollected(cases, session)
+        session.collected.chosen += sum(map(_is_claimed, chosen))
+        session.collected.unchosen += sum(map(_is_claimed, left_out)) + _uncollected(cases)
         unwanted.update(case.item for case in left_out)
     items[:] = [item for item in items if item not in unwanted]
     if groups:
@@ -119,86 +137,79 @@ def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
     return not ChosenMark.from_marker(marker).timed or untimed_because(session.settings.gpu_per_worker, device) is not None
 
 
-def _chosen(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
-    """Choose of the cases that one backend has in one test."""
+def _chosen(cases: Sequence[_Case], with_gradients: frozenset[str]) -> list[_Case]:
+    """Choose of the cases that one backend has in one test. with_gradients: what cases of another reach with gradients."""
+    backend, most, collected = cases[0].backend, cases[0].mark.compiled, cases[0].session.collected
     if cases[0].mark.timed:
-        return [_untimed(cases, session)]
-    backend = _backend(cases[0], session)
-    is_few = backend.is_slow or cases[0].mark.compiled is not None
-    kept = [] if is_few else [case for case in cases if _is_small(case, session)]
+        return [_untimed(cases)]
+    is_whole = not backend.is_slow and not backend.is_contained
+    kept = [case for case in cases if is_whole and _is_small(case)]
     left = [case for case in cases if case not in kept]
+    reached = with_gradients if backend.is_slow else frozenset()
     seconds, compiled = seconds_to_compile(backend.name, backend.compiles), set[Hashable]()
-    while not (backend.is_slow and len(kept) == cases[0].mark.compiled):
-        best = _reaching_most(left, kept, backend)
+    while not (backend.is_slow and len(kept) == most):
+        best = _reaching_most(left, reached | _reached(kept))
         if best is None:
             break
         left.remove(best)
         if not best.runs:
             continue
-        if (kernel := best.compiled_for(backend)) not in compiled and seconds * (len(compiled) + 1) > _COMPILING:
-            session.collected.cut_short = sorted({*session.collected.cut_short, backend.name})
-            left = [case for case in left if case.compiled_for(backend) in compiled]
+        if best.kernel not in compiled and seconds * (len(compiled) + 1) > _COMPILING:
+            collected.cut_short = sorted({*collected.cut_short, backend.name})
+            left = [case for case in left if case.kernel in compiled]
             continue
         kept.append(best)
-        compiled.add(kernel)
-    return kept or list(cases[:1])  # a backend that takes nothing says why
+        compiled.add(best.kernel)
+    # one that runs, where all is reached; else a backend that takes nothing says why
+    return kept or [next((case for case in cases if case.runs), cases[0])]
 
 
-def _reaching_most(cases: Sequence[_Case], kept: Sequence[_Case], backend: Backend) -> _Case | None:
-    """Return the case that reaches most of what others do not, of the compiled kernel whose cases do; None where none does."""
-    reached = frozenset().union(*(case.reached for case in kept))
+def _reached(cases: Sequence[_Case]) -> frozenset[str]:
+    return frozenset().union(*(case.reached for case in cases))
+
+
+def _reaching_most(cases: Sequence[_Case], reached: frozenset[str]) -> _Case | None:
+    """Return the case that reaches most of what is not, of the compiled kernel whose cases do; None where none does."""
     by_kernel: dict[Hashable, set[str]] = {}
     for case in cases:
-        by_kernel.setdefault(case.compiled_for(backend), set()).update(case.reached - reached)
+        by_kernel.setdefault(case.kernel, set()).update(case.reached - reached)
 
     def reaches(case: _Case) -> tuple[int, int, float]:
-        of_kernel = by_kernel[case.compiled_for(backend)]
-        return len(of_kernel), len(case.reached - reached), -case.parameter.workload.flops()
+        return len(by_kernel[case.kernel]), len(case.reached - reached), -case.parameter.workload.flops()
 
     best = max(cases, key=reaches, default=None)
     return best if best and best.reached - reached else None
 
 
-def _untimed(cases: Sequence[_Case], session: AttentionSession) -> _Case:
+def _untimed(cases: Sequence[_Case]) -> _Case:
     """Return one of cases whose times cannot be taken, which says so, before anything is compiled for its check.
 
     Other tests check what it would check.
     """
     case = next((case for case in cases if case.runs), cases[0])
-    reason = untimed_because(session.settings.gpu_per_worker, session.machines.device(device_of(case.item)))
-    if session.settings.latency != "require":
+    settings, device = case.session.settings, case.session.machines.device(device_of(case.item))
+    if settings.latency != "require":
+        reason = untimed_because(settings.gpu_per_worker, device)
         case.item.add_marker(pytest.mark.skip(reason=f"not timed: {reason}"))
     return case
 
 
-def _backend(case: _Case, session: AttentionSession) -> Backend:
-    return session.kernels.backend_named(str(case.parameter.backend))
-
-
-def _is_small(case: _Case, session: AttentionSession) -> bool:
+def _is_small(case: _Case) -> bool:
     """Whether a workload is of the groups that a CPU runs, or no one's but the test's."""
-    return session.registrations.catalog.group_of(case.parameter.workload.name) in (*CPU_GROUPS, "")
+    return case.session.registrations.catalog.group_of(case.parameter.workload.name) in (*CPU_GROUPS, "")
 
 
-def _uncollected(cases: Sequence[_Case], session: AttentionSession) -> int:
-    """Count the cases that `all` adds to those that were collected: the large ones on a CPU, long contexts on a GPU.
-
-    By what their backend declares, as asking a library about a workload may take memory for all of its tensors.
-    """
-    marker = marker_of(cases[0].item)
-    if marker is None or marker.args or kind_of(cases[0].item) is MODEL:
+def _uncollected(cases: Sequence[_Case]) -> int:
+    """Count the cases that `all` adds to those that were collected: the large ones on a CPU, long contexts on a GPU."""
+    first, marker = cases[0], marker_of(cases[0].item)
+    if marker is None or marker.args or kind_of(first.item) is MODEL:
         return 0
     known = {case.parameter.workload.name for case in cases}
-    others: list[Workload] = [w for w in session.registrations.catalog.select("all") if w.name not in known]
-    return sum(_is_claimed(workload, cases[0], session) for workload in others)
+    others = [w for w in first.session.registrations.catalog.select("all") if w.name not in known]
+    return sum(_is_claimed(replace(first, parameter=replace(first.parameter, workload=workload))) for workload in others)
 
 
-def _claimed(cases: Sequence[_Case], session: AttentionSession) -> list[_Case]:
-    """Return those of which their backend declares that it takes them."""
-    return [case for case in cases if _is_claimed(case.parameter.workload, case, session)]
-
-
-def _is_claimed(workload: Workload, case: _Case, session: AttentionSession) -> bool:
-    marker, declared = marker_of(case.item), _backend(case, session).capabilities
-    backward = marker is not None and bool(marker.kwargs.get("backward"))
-    return not (declared and kind_of(case.item) is not MODEL and declared.refusals(workload, backward))
+def _is_claimed(case: _Case) -> bool:
+    """Whether its backend declares that it takes the workload, as asking a library may take memory for all tensors of it."""
+    declared = None if kind_of(case.item) is MODEL else case.backend.capabilities
+    return not (declared and declared.refusals(case.parameter.workload, case.asks_gradients))

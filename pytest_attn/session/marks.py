@@ -158,7 +158,7 @@ class ChosenMark:
     """`@pytest.mark.attention_chosen(...)`: how few cases of a test are enough."""
 
     timed: bool = argument(False, "whether all cases run where times can be taken")
-    compiled: int | None = argument(None, "the most cases of a backend that compiles; any other gets what reaches all")
+    compiled: int | None = argument(None, "the most cases of a backend that compiles; those that reach most are kept")
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark) -> ChosenMark:
@@ -216,7 +216,7 @@ def marker_help() -> tuple[MarkerHelp, ...]:
         MarkerHelp(
             "attention_chosen",
             "unless --attn-workloads, -k or an id names them, run only as many cases as reach every option and kernel of each"
-            " backend, or what of these it compiles in three minutes",
+            " backend, or what of these it compiles in two minutes",
             tuple(arguments_of(ChosenMark)),
         ),
     )

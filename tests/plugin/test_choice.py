@@ -1,9 +1,13 @@
 """Of a large suite a run chooses, where nobody names workloads, as few cases as reach every option and kernel of a backend."""
 
+from collections import Counter
+
 import pytest
+import torch
 
 from pytest_attn import Capabilities, Window, Workload
 from pytest_attn.backends.builtin import BUILTIN
+from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.session.kinds import kind_of
 from pytest_attn.session.session import session_of
@@ -56,12 +60,14 @@ class Collected:
     """A plugin that keeps the items and runs none."""
 
     def pytest_collection_finish(self, session):
-        self.workloads = {"plain": [], "compiling": []}
-        self.groups = {"plain": set(), "compiling": set()}
+        self.workloads = {"plain": [], "compiling": [], "math": []}
+        self.groups = {"plain": set(), "compiling": set(), "math": set()}
+        self.tests = Counter()
         for item in session.items:
             parameter = item.callspec.params["_attn_parameter"]
             self.workloads[parameter.backend].append(parameter.workload)
             self.groups[parameter.backend].add(kind_of(item).made_items().group(item, parameter))
+            self.tests[item.originalname] += 1
         self.asked = session_of(session.config).registrations.registry["plain"].asked
         session.items[:] = []
 
@@ -70,12 +76,12 @@ class Collected:
 def collect(pytester):
     """Collect one test of both backends; return their workloads, and those about which these were asked."""
 
-    def collect_it(*options, marker="", arguments=""):
+    def collect_it(*options, marker="", arguments="", more=""):
         pytester.makeconftest(CONFTEST)
-        pytester.makepyfile(test_it=TEST.format(marker=marker, arguments=arguments))
+        pytester.makepyfile(test_it=TEST.format(marker=marker, arguments=arguments) + more)
         found = Collected()
         pytester.inline_run("-p", "no:cacheprovider", "--attn-backends=plain,compiling", *options, plugins=[found])
-        return found.workloads | {"asked": found.asked, "groups": found.groups}
+        return found.workloads | {"asked": found.asked, "groups": found.groups, "tests": found.tests}
 
     return collect_it
 
@@ -109,9 +115,24 @@ def test_one_worker_runs_all_cases_of_what_compiles_once(collect):
     assert found["groups"]["plain"] == {f"{w.id} plain" for w in found["plain"]}
 
 
+def test_a_backend_of_this_package_gets_what_reaches_all_that_it_takes(collect):
+    found, math = collect("--attn-backends=math")["math"], Registry()["math"]
+    assert 5 < len(found) < 40
+    assert reached(found) == reached(w for w in SMALL if math.obstacle(w, machine_of(torch.device("cpu")), False) is None)
+
+
+def test_nothing_is_compiled_forward_alone_that_is_reached_with_gradients(collect):
+    """But for one case, as kernels may do without what gradients need."""
+    more = TEST.format(marker="backward=True", arguments="").replace("test_kernel", "test_gradients")
+    found = collect("--attn-backends=compiling", more=more)["tests"]
+    assert found["test_gradients"] > 5
+    assert found["test_kernel"] == 1
+    assert collect("--attn-backends=math", more=more)["tests"]["test_kernel"] > 5
+
+
 def test_a_test_may_say_how_many_cases_of_it_are_enough(collect):
     found, few = collect(), collect(arguments="(compiled=3)")
-    assert few["plain"] == found["compiling"]
+    assert few["plain"] == found["plain"]
     assert few["compiling"] == [w for w in found["compiling"] if w in few["compiling"]]
     assert len(few["compiling"]) == 3
     assert len(reached(few["compiling"])) > len(reached(found["compiling"])) / 2
