@@ -50,8 +50,7 @@ class Library:
 
     def version(self) -> str:
         """Return the installed version, "?" where there is none."""
-        name = self._installed()
-        return (installed_version(name) if name else None) or "?"
+        return next(filter(None, map(_version_of, self.distributions)), "?")
 
     def missing_because(self) -> str | None:
         """Say that the library is not installed, or which part of it is missing; None where it is. Imports nothing."""
@@ -78,12 +77,12 @@ class Library:
         return importlib.import_module(self.module)
 
     def _installed(self) -> str | None:
-        return next((name for name in self.distributions if _is_installed(name)), None)
+        return next(filter(_version_of, self.distributions), None)
 
 
 @functools.cache
-def _is_installed(distribution: str) -> bool:
-    return bool(installed_version(distribution))
+def _version_of(distribution: str) -> str | None:
+    return installed_version(distribution)
 
 
 def _has_file(top: str, rest: str) -> bool:

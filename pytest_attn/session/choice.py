@@ -1,9 +1,9 @@
 """Which cases of a large suite run where nobody names workloads: as few as reach every option and kernel of each backend.
 
 That is for tests with the marker `attention_chosen`. A backend of this package gets a cover of its options and kernels. One
-that compiles for each workload gets no more than the marker's `compiled` cases, or than it compiles in two minutes, and nothing
-forward alone that is reached with gradients. A backend of one's own that does not compile gets all small workloads, and those
-larger ones that reach a kernel which they do not. Libraries may take seconds to answer: they are asked about covers alone.
+that compiles for each workload gets no more than the marker's `compiled` cases, or than it compiles in two minutes, and none
+forward alone of what is reached with gradients. A backend of one's own that does not compile gets all small workloads, and the
+larger ones that reach a kernel which those do not. Libraries may take seconds to answer: they are asked about covers alone.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ class _Case:
     def kernel(self) -> Hashable:
         """For what its backend compiles a kernel."""
         return self.backend.compiled_for(self.parameter.workload)
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of its forward pass."""
+        return self.parameter.workload.flops()
 
     @property
     def asks_gradients(self) -> bool:
@@ -174,8 +179,8 @@ def _reaching_most(cases: Sequence[_Case], reached: frozenset[str]) -> _Case | N
     for case in cases:
         by_kernel.setdefault(case.kernel, set()).update(case.reached - reached)
 
-    def reaches(case: _Case) -> tuple[int, int, float]:
-        return len(by_kernel[case.kernel]), len(case.reached - reached), -case.parameter.workload.flops()
+    def reaches(case: _Case) -> tuple[int, int, int]:
+        return len(by_kernel[case.kernel]), len(case.reached - reached), -case.flops
 
     best = max(cases, key=reaches, default=None)
     return best if best and best.reached - reached else None

@@ -13,7 +13,7 @@ import pytest
 from pytest_attn import AttentionModel, Backend
 
 #: of the libraries that models come from, which warn as they are imported and as they run: nothing of attention
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.attention_chosen(compiled=4)]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.attention_chosen(compiled=2)]
 _LANGUAGE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss")
 LIBRARY = (*_LANGUAGE, "modernbert", "siglip", "whisper", "timm-vit-197", "flux", "wan")
 #: what takes a CPU too long, or tells it nothing more

@@ -207,7 +207,7 @@ def test_a_missing_library_or_part_says_what_to_install(plant):
     ],
 )
 def test_a_backend_without_its_library_is_unavailable(monkeypatch, backend, reason):
-    monkeypatch.setattr(library, "_is_installed", lambda distribution: False)
+    monkeypatch.setattr(library, "_version_of", lambda distribution: None)
     assert Registry()[backend].unavailable_because(H200) == reason
 
 

@@ -148,6 +148,6 @@ def uninstall(files):
 
 def forget():
     """Forget what was found of installed libraries."""
-    library._is_installed.cache_clear()
+    library._version_of.cache_clear()
     library.import_failure.cache_clear()
     library.installed_packages.cache_clear()

@@ -33,7 +33,7 @@ def test_rocm_is_not_asked(nvml, monkeypatch):
 
 def test_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(library, "_is_installed", lambda distribution: False)
+    monkeypatch.setattr(library, "_version_of", lambda distribution: None)
     monitor = DisturbanceMonitor.of(CUDA)
     assert monitor.absent_because == "nvidia-ml-py is not installed; pip install nvidia-ml-py"
     assert monitor.disturbance() is None

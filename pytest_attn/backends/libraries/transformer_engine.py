@@ -40,7 +40,7 @@ from pytest_attn.backends.layouts import (
 )
 from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_by_compiler
 from pytest_attn.backends.library import Library, refusal_of_trial
-from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, heads_refusals
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
@@ -250,6 +250,8 @@ class TransformerEngine(LibraryBackend):
     variants = ("graph",)
     #: which of `KERNELS`
     kernel: str
+    #: of flash-attn, as its selection has last said; None for none
+    flash_version: object = None
 
     def refusal_in(self, error: Exception) -> str | None:
         """It reads the layout of packed tensors off their addresses, and refuses some."""
@@ -306,6 +308,7 @@ class TransformerEngine(LibraryBackend):
 
         def ask_only(params: Any) -> tuple[Any, ...]:
             *selected, offered = select(params)
+            self.flash_version = selected[1]
             available.extend(map(bool, offered))
             return (*(False for _ in selected), offered)
 
@@ -372,9 +375,9 @@ class TeFlash(TransformerEngine):
         return refused_by_compiler(error) or super().refusal_in(error)
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Ask the selection, then flash-attn's build, which the selection does not know."""
+        """Ask the selection, then flash-attn's build, which the selection does not know; flash-attn 4 is compiled as asked."""
         reasons = super().native_refusals(workload, machine, backward)
-        if reasons:
+        if reasons or release(str(self.flash_version))[:1] >= (4,):
             return reasons
         w = workload
         token = Workload(

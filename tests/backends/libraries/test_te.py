@@ -2,6 +2,7 @@ import logging
 import os
 import sys
 
+import pytest
 from fakes import HERE, install, planted, uninstall
 from fakes.judged import H200, HOST, judged
 
@@ -25,12 +26,14 @@ def test_what_cudnn_says_against_it_is_the_refusal(installed):
     ]
 
 
-def test_what_a_flash_attn_was_built_without_is_a_refusal(installed):
+@pytest.mark.parametrize("version", ["2.8.3", "4.0.0b36"])
+def test_what_a_flash_attn_was_built_without_is_a_refusal_but_flash_attn_4_is_compiled_as_asked(installed, version):
     told = "this flash-attn build has head_dim 64 and 128 only"
     check = f"    if q.shape[-1] not in (64, 128):\n        raise RuntimeError({told!r})\n"
     source = planted("te_dpa.py", "def _check_build(q):\n    pass\n", f"def _check_build(q):\n{check}")
+    source |= planted("te_utils.py", 'version="2.8.3"', f'version="{version}"')
     backend = installed("te_flash", **source)
-    assert backend.unsupported_because(W.replace(head_dim=40), HOST) == [told]
+    assert backend.unsupported_because(W.replace(head_dim=40), HOST) == ([told] if version == "2.8.3" else [])
     assert backend.unsupported_because(W.replace(head_dim=64), HOST) == []
 
 
