@@ -167,13 +167,13 @@ class LseGradient(Invariant):
     """An lse that autograd can follow carries its gradient."""
 
     name = "lse-gradient"
-    summary = "gradients flow back through lse: shifting all keys by c changes lse by scale * q . c"
+    summary = "gradients flow back through lse: shifting all keys by c changes lse by scale * q . c, but for the sink's share"
     calls = 1
     needs = (
         Need(lambda probe: probe.spec.declared.has_lse, "the kernel returns no lse"),
         Need(
-            lambda probe: _scores_are_products(probe.workload),
-            "softcap, sinks and score_mod change what a shift of the keys does",
+            lambda probe: _scores_are_products(probe.workload.replace(sinks=False)),
+            "softcap and score_mod change what a shift of the keys does",
         ),
         BACKWARD,
         UNQUANTIZED,
@@ -189,14 +189,25 @@ class LseGradient(Invariant):
         if not lse.requires_grad:
             raise NotApplicable("lse carries no gradient")
         arriving = probe.empty_rows.blanked(torch.where(lse.detach() > -math.inf, 1.0, 0.0).to(lse.dtype))
-        found = pending.gradients(("out", "lse"), (torch.zeros_like(tensors.dout), arriving))
+        parameters = {name: one for name, one in probe.spec.parameters.items() if name == "sinks" and one.requires_grad}
+        found = pending.gradients(("out", "lse"), (torch.zeros_like(tensors.dout), arriving), parameters)
         q, dk = (heads_first(t, w).double() for t in (inputs.q, found["dk"]))
         groups = (q.shape[0], w.kv_heads, w.group)
-        share = heads_first(arriving, w).double()[..., None] * q * w.softmax_scale
+        arrived = heads_first(arriving, w).double()
+        of_sink = torch.zeros_like(arrived)
+        if inputs.sinks is not None:
+            of_sink = (inputs.sinks.double()[:, None] - heads_first(lse.detach(), w)).exp() * arrived
+        share = (arrived - of_sink)[..., None] * q * w.softmax_scale
         expected, size = (grouped(t.sum(-2), w).view(*groups, -1).sum(2) for t in (share, share.abs()))
-        total = dk.sum(-2)
         unit = max(DTYPES[w.dtype].spacing, 2.0**-20, probe.spec.profile.operand_unit)
-        off = (total - expected).abs() > 16 * unit * (size + dk.abs().sum(-2))
-        if not bool(off.any()):
-            return ""
-        return f"a gradient of 1 for lse: {at_first('sum of dk', total, off)}, exact {float(expected[off][0]):.6g}"
+        total = dk.sum(-2)
+        allowed = 16 * unit * (size + dk.abs().sum(-2))
+        checked = [("sum of dk", total, expected, allowed)]
+        if parameters:
+            dsinks, exact = found["dsinks"], of_sink.sum((0, 2))
+            checked.append(("dsinks", dsinks.double(), exact, 16 * max(unit, torch.finfo(dsinks.dtype).eps) * exact))
+        for name, got, exact, allowed in checked:
+            off = (got - exact).abs() > allowed
+            if bool(off.any()):
+                return f"a gradient of 1 for lse: {at_first(name, got, off)}, exact {float(exact[off][0]):.6g}"
+        return ""

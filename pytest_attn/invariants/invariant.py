@@ -106,13 +106,15 @@ class StartedCall:
             return self.gradients(("out",), (self._dout,))
         return self._results({})
 
-    def gradients(self, of: tuple[str, ...], flowing: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def gradients(
+        self, of: tuple[str, ...], flowing: tuple[Tensor, ...], parameters: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Return the results, with the gradients that arise where `flowing` arrives at the outputs `of`."""
         __tracebackhide__ = True
         outputs = [self.handed_out[name] for name in of]
         if not all(output.requires_grad for output in outputs):
             raise ContractError("out carries no gradient; backward=True needs a callable that autograd can follow")
-        return self._results(self._gradients_of(dict(zip("qkv", self._leaves, strict=True)), outputs, flowing))
+        return self._with_gradients(dict(zip("qkv", self._leaves, strict=True)), parameters or {}, outputs, flowing)
 
     def some_gradients(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of those of q, k and v that need one, and of parameters, where dout arrives at out."""
@@ -121,9 +123,21 @@ class StartedCall:
         out = self.handed_out["out"]
         if not out.requires_grad:
             raise ContractError(f"out carries no gradient where nothing but {', '.join({**needing, **parameters})} needs one")
-        of_inputs = self._gradients_of({**needing, **parameters}, [out], (self._dout,))
-        of_parameters = {f"d{name}": of_inputs.pop(f"d{name}") for name in parameters}
-        return {**{name: t for name, t in self._results(of_inputs).items() if name in of_inputs}, **of_parameters}
+        found = self._with_gradients(needing, parameters, [out], (self._dout,))
+        return {f"d{name}": found[f"d{name}"] for name in (*needing, *parameters)}
+
+    def _with_gradients(
+        self,
+        inputs: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+        outputs: list[Tensor],
+        flowing: tuple[Tensor, ...],
+    ) -> dict[str, Tensor]:
+        """Return the results with the gradients of some of q, k and v, in native layout, and of parameters."""
+        __tracebackhide__ = True
+        found = self._gradients_of({**inputs, **parameters}, outputs, flowing)
+        of_parameters = {f"d{name}": found.pop(f"d{name}") for name in parameters}
+        return {**self._results(found), **of_parameters}
 
     def _gradients_of(
         self, leaves: Mapping[str, Tensor], outputs: list[Tensor], flowing: tuple[Tensor, ...]

@@ -6,10 +6,12 @@ from honest.variants import HONEST, VARIANTS
 from judging import asked
 
 from pytest_attn import Workload
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.mutants import MUTANTS
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.inputs import draw_inputs
 
 SPEC = CheckSpec(Workload(70, heads=2, head_dim=32, mask="causal"), torch.device("cpu"), backward=True)
 
@@ -71,3 +73,22 @@ def test_the_gradient_of_lse_of_interleaved_heads_arrives_at_their_keys():
     (wrong,) = (one for one in MUTANTS if one.name == "gradient-of-lse-ignored")
     (finding,) = asked(wrong.backend(), spec, only="lse-gradient").findings
     assert finding.outcome == "broken"
+
+
+@pytest.mark.parametrize(("reaches_sinks", "outcome"), [(True, "passed"), (False, "broken")])
+def test_a_gradient_of_lse_arrives_at_the_sinks(reaches_sinks, outcome):
+    w = Workload(40, heads=4, kv_heads=2, head_dim=32, sinks=True)
+    sinks = draw_inputs(w).sinks.requires_grad_()
+
+    def attention(q, k, v):
+        scores = q.float() @ k.float().repeat_interleave(2, 1).mT / 32**0.5
+        lse = scores.logsumexp(-1).logaddexp(sinks.float()[:, None])
+        p = (scores - lse.unsqueeze(-1)).exp()
+        without = scores.logsumexp(-1).logaddexp(sinks.detach().float()[:, None])
+        return (p @ v.float().repeat_interleave(2, 1)).to(q.dtype), lse if reaches_sinks else without
+
+    declared = Declaration(returns=("out", "lse"))
+    spec = CheckSpec(w, torch.device("cpu"), True, declared=declared, parameters={"sinks": sinks})
+    (finding,) = asked(attention, spec, only="lse-gradient").findings
+    assert finding.outcome == outcome
+    assert reaches_sinks or "dsinks" in finding.evidence
