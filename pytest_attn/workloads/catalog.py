@@ -172,6 +172,7 @@ def _small() -> Iterator[Group]:
             W(704, heads=2, mask=BooleanMask(_diagonal_blocks), name="edges-s704-blocks"),
             W(1, 129, heads=2, name="edges-one-row"),
             W(129, 33, heads=2, name="edges-short-keys"),
+            W(16, 2304, heads=2, head_dim=32, name="edges-long-keys"),
             W(129, 257, heads=2, mask="causal", name="edges-q129-k257-top-left"),
             W(257, 129, heads=2, mask="causal-bottom-right", name="edges-q257-k129-bottom-right"),
             W(128, heads=3, kv_heads=1, mask="causal", name="edges-gqa3"),

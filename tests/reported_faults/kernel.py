@@ -360,7 +360,8 @@ class Attention:
             shift = new.masked_fill(new == -math.inf, 0)
             p, factor = self.exp(s - shift[..., None]), self.exp(top - shift)
             total = total * factor + p.sum(-1)
-            acc = acc * factor[..., None] + self.rounded(t, self.dropped(t, p)) @ self.unseen_cleared(t, self.load_v(t))
+            share = self.rounded(t, self.dropped(t, p)) @ self.unseen_cleared(t, self.load_v(t))
+            acc = self.summed(t, acc * factor[..., None] + share)
             top = new
         return self.finished(top, total, acc)
 
@@ -368,6 +369,10 @@ class Attention:
         """Clear values that no row of the tile sees: NaN there, times a probability of 0, would be NaN."""
         seen = self.visible(t).expand(t.w.heads, len(t.rows), len(t.keys)).any(1)
         return v.masked_fill(~seen[..., None], 0)
+
+    def summed(self, t: Tile, acc: Tensor) -> Tensor:
+        """Return the running sum of P v, as it is kept."""
+        return acc
 
     def lowest_maximum(self, call: Call) -> float:
         return -math.inf
