@@ -13,8 +13,8 @@ import pytest
 
 from pytest_attn import hooks
 from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
-from pytest_attn.session.kinds import KINDS, CaseParameter, fixtures, is_case, is_marked, kind_of
-from pytest_attn.session.options import add_options
+from pytest_attn.session.kinds import KINDS, PARAMETER, CaseParameter, is_case, is_marked, kind_of
+from pytest_attn.session.options import add_options, require_known
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ MARKERS = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options."""
     add_options(parser)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Generator[None, object, object]:
+    """Refuse an unknown option that begins as ours do, with those that may have been meant."""
+    result = yield
+    require_known(args, parser)
+    return result
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -106,7 +114,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test that uses one of the fixtures an item per case."""
-    if not fixtures().isdisjoint(metafunc.fixturenames):
+    if PARAMETER in metafunc.fixturenames:  # not where the names are those of fixtures, or of parameters, of the user's own
         from pytest_attn.session.collection import parametrize
 
         parametrize(metafunc, _session(metafunc.config))
@@ -345,7 +353,8 @@ def _session(config: pytest.Config) -> AttentionSession:
 def _attn_parameter(request: pytest.FixtureRequest) -> CaseParameter:
     """What the attention marker gave this item; for the other fixtures."""
     if not hasattr(request, "param"):
-        pytest.fail(f"{request.node.nodeid}: the attention fixtures must be arguments of the test, not asked for later", False)
+        text = "must be arguments of the test, not asked for later; a unittest.TestCase can take none: use a plain class"
+        pytest.fail(f"{request.node.nodeid}: the attention fixtures {text}", False)
     parameter: CaseParameter = request.param
     return parameter
 

@@ -97,6 +97,9 @@ class CaseRun:
             found = evaluator.ended(error)
             if isinstance(error, RefusedError):
                 self._remember(evaluator, str(error))
+        except Exception as error:
+            self._note(evaluator, error)
+            raise
         if self.session.settings.declines == "fail" and self.session.kernels.are_tested:
             found = found.failing_if_declined()
         self._drawn = found.evidence.drawn if isinstance(found.evidence, FailureToSave) else ()
@@ -126,6 +129,16 @@ class CaseRun:
         seconds = self.session.settings.diagnosis_timeout
         with self.session.progress.during(f"diagnosing {subject}", self.workload.id, seconds):
             return diagnose(comparison, seconds, self.saves_failures, sharding)
+
+    def _note(self, evaluator: Evaluator[Any], error: Exception) -> None:
+        """Say beneath what a callable raised what it was given, and how to repeat it; Python 3.10 has no notes."""
+        if getattr(error, "__notes__", ()) or not hasattr(error, "add_note"):
+            return
+        given = ""
+        if isinstance(evaluator.subject, Subject) and evaluator.subject.user_function:
+            given = f", given layout {'thd' if self.workload.is_packed else self.mark.declared.layout}"
+        by = labeled("by", f"{evaluator.name} on {evaluator.on}{given}")
+        error.add_note("\n".join([by, labeled("reproduce", self.command)]))
 
     def _remember(self, evaluator: Evaluator[Any], reason: str) -> None:
         """Keep what a backend has said when it compiled, so that no other test of the workload compiles to hear it again.

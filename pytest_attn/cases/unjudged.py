@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pytest_attn.session.kinds import ATTENTION, KINDS, fixtures, kind_of
+from pytest_attn.session.kinds import ATTENTION, KINDS, PARAMETER, fixtures, kind_of
 from pytest_attn.session.session import session_of
 
 #: how names begin of what fails a test by itself
@@ -49,7 +49,7 @@ def refuse_unjudged(item: pytest.Item) -> None:
 def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
     """Return what a test lacks, and whether that is certain; None if it judges, or does not test a kernel."""
     kind = kind_of(item)
-    if fixtures().isdisjoint(getattr(item, "fixturenames", ())):
+    if PARAMETER not in getattr(item, "fixturenames", ()):
         return next(filter(None, map(_untaken, item.own_markers)), None)
     given = getattr(item, "funcargs", {})
     case = given.get(kind.fixture)

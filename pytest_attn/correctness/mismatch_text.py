@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Location, Members, TensorComparison, describe_rows
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.reports.lines import figure, labeled, told_apart
+from pytest_attn.reports.lines import count, figure, labeled, told_apart
 
 
 def describe(comparison: Comparison) -> str:
@@ -55,7 +55,8 @@ def headline(comparison: Comparison) -> str:
 
 def _excess(row: TensorComparison) -> str:
     if row.wrong_positions:
-        return f"{row.wrong_positions:,} elements are NaN or infinite and should not be, or should be and are not"
+        found = count(row.wrong_positions, "element is", "elements are")
+        return f"{found} NaN or infinite where the exact result is not, or the reverse"
     level, value, limit = _worst_level(row)
     return f"z {_short(value)} in {level}, limit {limit:g}"
 

@@ -113,7 +113,7 @@ def heads_as_rows(w: Workload, limits: Limits) -> Iterator[FaultHypothesis[RowsO
         expected = compute_reference(replace(inputs, workload=swapped, **tensors), seen.precision).tensors["out"]
         return Prediction(expected.value.transpose(1, 2), lambda: expected.tau.transpose(1, 2))
 
-    words = "it equals attention that takes heads for tokens: say its layout in the marker, such as layout='bshd'"
+    words = "it equals attention that takes heads for tokens: say the other layout, 'bhsd' (the default) or 'bshd'"
     yield FaultHypothesis("heads-taken-for-rows", words, predict, Tolerance(limits.element, limits.row))
 
 

@@ -89,7 +89,7 @@ class AttentionMark:
             values["inputs"] = distribution_names(values["inputs"])
         said = {one.name: values.pop(one.name) for one in arguments_of(Declaration) if one.name in values}
         values["declared"] = Declaration(**said)
-        if isinstance(values.get("backward"), list | tuple):
+        if values.get("backward", False) not in (True, False):
             values["leaves"], values["parameters"] = asked_gradients(values["backward"], values["workloads"])
             values["backward"] = True
         device = values.get("device")
@@ -222,6 +222,15 @@ def marker_help() -> tuple[MarkerHelp, ...]:
     )
 
 
+#: what many try, and what to say in its place
+_SAID = {
+    **dict.fromkeys(
+        ("atol", "rtol", "tol", "tolerance"), " each element has a budget of its own: precision= says where fn rounds;"
+    ),
+    **dict.fromkeys(("causal", "is_causal"), ' say Workload(..., mask="causal");'),
+}
+
+
 def _keywords(mark: pytest.Mark, known: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a marker that takes no others than these keywords."""
     if mark.args:
@@ -232,7 +241,8 @@ def _keywords(mark: pytest.Mark, known: Sequence[str]) -> dict[str, Any]:
 def _known(mark: pytest.Mark, known: Sequence[str]) -> dict[str, Any]:
     for name in mark.kwargs:
         if name not in known:
-            hint = did_you_mean(name, known)
+            is_of_workload = any(name == one.name for one in dataclasses.fields(Workload))
+            hint = _SAID.get(name) or did_you_mean(name, known) or (" Workload(...) takes it;" if is_of_workload else "")
             raise ValueError(f"{mark.name} got an unknown argument {name!r};{hint} known: {', '.join(known)}")
     return dict(mark.kwargs)
 

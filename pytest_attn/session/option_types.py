@@ -267,8 +267,7 @@ def stem_of_files(text: str) -> str:
 
 def failures_folder(text: str) -> str:
     """Return a folder that can be written to, made where it is missing."""
-    import uuid  # few runs come here
-    from importlib.util import find_spec
+    from importlib.util import find_spec  # few runs come here
     from pathlib import Path
 
     if not text.strip() or text.startswith("-") or "::" in text:
@@ -277,7 +276,7 @@ def failures_folder(text: str) -> str:
         if find_spec(name) is None:
             raise ValueError(f'needs {name}, which is not installed: pip install "pytest-attn[failures]"')
     folder = Path(text).expanduser().resolve()
-    probe = folder / f".{uuid.uuid4().hex}"
+    probe = folder / f".{os.urandom(8).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.mkdir()
@@ -295,6 +294,9 @@ def output_file(text: str, suffix: str = "") -> str:
     is_file = os.path.isfile(path) if os.path.exists(path) else os.path.isdir(os.path.dirname(path))
     if not is_file or not path.endswith(suffix):
         raise ValueError(f"must be a file NAME{suffix} in a folder that exists, got {text!r}")
+    replaced = path if path.endswith(".jsonl") and os.path.exists(path) else os.path.dirname(path)
+    if not os.access(replaced, os.W_OK):
+        raise ValueError(f"cannot write {path}: permission denied")
     return path
 
 

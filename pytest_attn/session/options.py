@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -294,6 +295,23 @@ def add_options(parser: pytest.Parser) -> None:
             shown.addoption(one.flag, dest=one.dest, metavar=one.metavar, default=None, help=text, **how)
             if one.default is not None:
                 parser.addini(one.dest, one.help, type="string", default=one.default)
+
+
+def require_known(args: Sequence[str], parser: pytest.Parser) -> None:
+    """Raise pytest.UsageError for an option that begins with --attn- and is declared by nobody, be it a conftest."""
+    known = [one.flag for one in declared_options(Settings)]
+    typed = [name for name in (one.partition("=")[0] for one in args) if name.startswith("--attn-") and name not in known]
+    if unknown := [one for one in typed if any(other.partition("=")[0] == one for other in _left_over(args, parser))]:
+        from difflib import get_close_matches  # few runs come here
+
+        alike = get_close_matches(unknown[0].removeprefix("--attn-"), [one.removeprefix("--attn-") for one in known], n=2)
+        hint = f"did you mean {' or '.join(f'--attn-{stem}' for stem in alike)}?" if alike else "pytest --help lists all"
+        raise pytest.UsageError(f"{unknown[0]}: no such option; {hint}")
+
+
+def _left_over(args: Sequence[str], parser: pytest.Parser) -> list[str]:
+    """Return the arguments that no option takes."""
+    return parser.parse_known_and_unknown_args(args, argparse.Namespace())[1]
 
 
 def _text(config: pytest.Config, one: Option) -> tuple[Any, str]:

@@ -27,6 +27,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 #: names that are none of a workload's fields: what to say in their place
 _SAID = {
     **dict.fromkeys(("n", "seq", "seqlen", "seq_len", "tokens"), "did you mean q_len?"),
+    **dict.fromkeys(("d", "dim", "hdim", "D"), "did you mean head_dim?"),
+    **dict.fromkeys(("h", "H", "nheads"), "did you mean heads?"),
     **dict.fromkeys(("causal", "is_causal"), 'say mask="causal";'),
     **dict.fromkeys(("layout", "backward", "inputs", "precision"), "the marker takes it, beside the workload;"),
 }

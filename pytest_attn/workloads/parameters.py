@@ -54,11 +54,13 @@ def asked_gradients(backward: object, workloads: Sequence[Workload]) -> tuple[tu
 
     Raises ValueError for another name, and for a parameter that no workload has; workloads: none where any may come.
     """
-    if not isinstance(backward, list | tuple):
+    if backward is None or isinstance(backward, bool | int):
         return ("q", "k", "v") if backward else (), ()
-    names = tuple(map(str, backward))
-    if not names or set(names) - {"q", "k", "v", *PARAMETERS}:
-        raise ValueError(f'backward must be True, False, or any of "q", "k", "v", {", ".join(PARAMETERS)}, got {backward!r}')
+    names = tuple(map(str, backward)) if isinstance(backward, list | tuple) else ()
+    known = ("q", "k", "v", *PARAMETERS)
+    if not names or not set(names).issubset(known):
+        shown = ", ".join(f'"{name}"' for name in known)
+        raise ValueError(f"backward must be True, False, or a tuple of {shown}, got {backward!r}")
     wanted = tuple(name for name in PARAMETERS if name in names)
     for name in wanted:
         if workloads and not any(name in parameters_of(workload) for workload in workloads):

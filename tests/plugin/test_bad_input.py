@@ -10,6 +10,11 @@ MARKERS = [
     ("[]", "attention was given an empty list of workloads; name one, or nothing for the run's selection"),
     ("42", "a workload must be a name or a Workload, got int 42"),
     ('"smoke-full", backwards=True', "attention got an unknown argument 'backwards'; did you mean backward"),
+    (
+        '"smoke-full", atol=1e-3',
+        "attention got an unknown argument 'atol'; each element has a budget of its own: precision= says",
+    ),
+    ('"smoke-full", heads=4', "attention got an unknown argument 'heads'; Workload(...) takes it; known: backends"),
     ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; did you mean backends"),
     ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; did you mean sdpa? known: math"),
     ('"smoke-full", dtypes=["int4"]', "unknown dtype 'int4'; known: bfloat16"),
@@ -20,7 +25,7 @@ MARKERS = [
     ('"smoke-full", precision=[8]', "unknown precision [8]; known: flash, flash2, eager"),
     ('"smoke-full", empty_rows="nan"', "empty_rows must be one of zero, finite, any, got 'nan'"),
     ('"smoke-full", contiguous="yes"', "contiguous must be one of True, False, got 'yes'"),
-    ('"smoke-full", backward="yes"', "backward must be one of True, False, got 'yes'"),
+    ('"smoke-full", backward="yes"', 'backward must be True, False, or a tuple of "q", "k"'),
     ('"smoke-full", device="cuda:99"', "device 'cuda:99' is not there; this machine has"),
     (
         'Workload(32, name="ours"), Workload(33, name="ours")',
@@ -123,6 +128,29 @@ def test_a_fixture_without_a_marker_is_a_collection_error(run, pytester):
     assert f"::test_kernel: uses attn but has no marker; add for example {example}" in result.stdout.str()
 
 
+def test_fixtures_and_parameters_of_the_users_own_may_have_our_names(pytester):
+    pytester.makeconftest("import pytest\n@pytest.fixture\ndef qkv(): return 'mine'")
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_fixture(qkv):
+            assert qkv == "mine"
+
+        @pytest.mark.parametrize("attn_workload", ["mine"])
+        def test_parameter(attn_workload):
+            assert attn_workload == "mine"
+
+        @pytest.mark.attention("smoke-full")
+        def test_marked(qkv):
+            pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["judges nothing: it names workloads, but takes none of the fixtures: *"])
+
+
 def test_a_workload_larger_than_the_device_is_skipped_with_the_sizes(run, kernel_test):
     kernel_test("attn.check(attn_backend)", marker='Workload(500_000, heads=64), device="cpu"', fixtures="attn, attn_backend")
     result = run("--attn-backends=math", "-rs")
@@ -158,6 +186,9 @@ def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test):
         ["E*RuntimeError: no kernel image", "raised        broken on h2-s32-d32: RuntimeError: no kernel image"]
     )
     assert "pytest_attn/" not in result.stdout.str(), "the plugin's own frames show"
+    if sys.version_info >= (3, 11):  # before that, exceptions have no notes
+        by = "E *by         broken on h2-s32-d32, given layout bhsd"
+        result.stdout.fnmatch_lines([by, "E *reproduce  pytest 'test_*.py::test_kernel[[]h2-s32-d32]' --attn-device=cpu"])
 
 
 def test_a_device_may_be_torchs_own(run, kernel_test):

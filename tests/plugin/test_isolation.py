@@ -87,15 +87,28 @@ def test_listing_for_a_device_that_is_not_there_says_so(pytester):
 def test_fixtures_asked_for_later_are_refused(run, pytester):
     pytester.makepyfile(
         """
+        import unittest
+
         import pytest
 
         @pytest.mark.attention("smoke-full")
         def test_it(request):
             request.getfixturevalue("attn")
+
+        @pytest.mark.attention("smoke-full")
+        class TestIt(unittest.TestCase):
+            @pytest.fixture(autouse=True)
+            def take(self, attn):
+                pass
+
+            def test_it(self):
+                pass
         """
     )
     result = run()
-    assert "the attention fixtures must be arguments of the test, not asked for later" in result.stdout.str()
+    result.assert_outcomes(failed=1, errors=1)
+    text = "::test_it: the attention fixtures must be arguments of the test, not asked for later; a unittest.TestCase"
+    assert result.stdout.str().count(text) == 2
 
 
 def test_thd_for_a_dense_workload_is_a_collection_error(run, kernel_test):

@@ -211,6 +211,8 @@ def test_one_option_writes_every_kind_of_file(run, kernel_test, pytester):
     ("options", "message"),
     [
         (["--attn-output=run.txt"], "--attn-output: must end in .jsonl, .html, .md or .support.md, got 'run.txt'"),
+        (["--attn-backend=all"], "--attn-backend: no such option; did you mean --attn-backends?"),
+        (["--attn-xyz"], "--attn-xyz: no such option; pytest --help lists all"),
         (["--attn-output=no/run.jsonl"], "--attn-output: must be a file NAME in a folder that exists, got 'no/run.jsonl'"),
         (["--attn-output=a.md", "--attn-output=b.md"], "are the same kind of output; name one file of each suffix"),
         (["--attn-output=a.jsonl", "--attn-json=b.jsonl"], "are the same kind of output"),
@@ -310,3 +312,16 @@ def test_options_that_no_test_asks_for_are_said_to_have_no_effect(pytester, kern
             "--attn-latency=require: nothing was timed; a test times a kernel with attn.measure(fn)",
         ]
     )
+
+
+def test_an_option_that_a_conftest_declares_is_its_own(pytester):
+    pytester.makeconftest("def pytest_addoption(parser):\n    parser.addoption('--attn-ours', action='store_true')\n")
+    assert pytester.runpytest_inprocess("--attn-ours").ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(pytester, kernel_test, monkeypatch):
+    kernel_test("raise SystemExit('ran')")
+    monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK))
+    result = pytester.runpytest_inprocess("--attn-output=run.md")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --attn-output: cannot write *run.md: permission denied"])

@@ -65,8 +65,11 @@ def test_a_backend_is_skipped_with_the_reason(judged):
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
-        ('("q", "k", "v", "mask")', 'backward must be True, False, or any of "q", "k", "v", sinks, bias, alibi, got '),
-        ("()", 'backward must be True, False, or any of "q", "k", "v", sinks, bias, alibi, got ()'),
+        (
+            '("q", "k", "v", "mask")',
+            'backward must be True, False, or a tuple of "q", "k", "v", "sinks", "bias", "alibi"',
+        ),
+        ("()", 'backward must be True, False, or a tuple of "q", "k", "v", "sinks", "bias", "alibi", got ()'),
         ('("q", "k", "v", "bias")', "backward asks for a gradient of bias, and no workload has bias"),
     ],
 )
