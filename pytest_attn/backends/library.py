@@ -24,9 +24,12 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 from pytest_attn.backends.contexts import environment, quiet
 from pytest_attn.backends.machine import installed_version
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -153,19 +156,9 @@ def import_failure(module: str) -> str | None:
 
 def try_import(module: str) -> str | None:
     """Say why a module cannot be imported, or None: what is known of it, or what it says in a child process."""
-    is_kept = _has_folder()
-    if is_kept and _mark_of(module).exists():
+    if _has_folder() and _mark_of(module).exists():
         return None
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") if is_kept else None
-    if run is None:
-        return _tried_and_marked(module)
-    answer = _folder() / f"{module}-{run}"
-    with _alone_with(answer):
-        said = _read(answer)
-        if said is None:
-            said = _tried_and_marked(module) or ""
-            _write(answer, said)
-    return said or None
+    return once_in_a_run(module, lambda: _tried_and_marked(module))
 
 
 def describe_error(error: BaseException) -> str:
@@ -221,9 +214,23 @@ def _mark(path: Path) -> None:
 # -- what the first worker of a run found out, for the others ---------------------------------------------------------------
 
 
+def once_in_a_run(question: str, find_out: Callable[[], Answer]) -> Answer:
+    """Return what find_out returns, which JSON must have: in workers of xdist on one host, what the first was told."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") if _has_folder() else None
+    if run is None:
+        return find_out()
+    path = _folder() / f"{hashlib.sha256(f'{question}, {sys.executable}'.encode()).hexdigest()[:32]}-{run}"
+    with _alone_with(path):
+        told: list[Answer] | None = _read(path)
+        if told is None:
+            told = [find_out()]
+            _write(path, told)
+    return told[0]
+
+
 @contextlib.contextmanager
 def _alone_with(answer: Path) -> Iterator[None]:
-    """Wait until no other worker of the run tries the same library; where no file can be written, each worker tries it."""
+    """Wait until no other worker of the run finds out the same; where no file can be written, each worker does."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             file = stack.enter_context(open(answer.with_name(f"{answer.name}.lock"), "w"))
@@ -231,20 +238,20 @@ def _alone_with(answer: Path) -> Iterator[None]:
         yield
 
 
-def _read(answer: Path) -> str | None:
-    try:
-        said = json.loads(answer.read_text())
-    except (OSError, ValueError):
-        return None
-    return said if isinstance(said, str) else None
+def _read(answer: Path) -> Any:
+    """Return the list in a file, None where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        told = json.loads(answer.read_text())
+        return told if isinstance(told, list) and len(told) == 1 else None
+    return None
 
 
-def _write(answer: Path, said: str) -> None:
+def _write(answer: Path, told: list[Any]) -> None:
     with contextlib.suppress(OSError):
         for old in answer.parent.glob("*-*"):
             if old.stat().st_mtime < time.time() - _DAY:
                 old.unlink(missing_ok=True)
-        answer.write_text(json.dumps(said))
+        answer.write_text(json.dumps(told))
 
 
 # -- the child process ------------------------------------------------------------------------------------------------------

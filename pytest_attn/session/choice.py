@@ -9,9 +9,11 @@ larger ones that reach a kernel which those do not. Libraries may take seconds t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+import os
+import random
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ import pytest
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.compilers import seconds_to_compile
+from pytest_attn.backends.library import once_in_a_run
 from pytest_attn.backends.registry import try_libraries
 from pytest_attn.session.collection import Items, missing_because
 from pytest_attn.session.devices import untimed_because
@@ -103,26 +106,40 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
         parameter = parameter_of(item)
         if parameter and parameter.backend and _may_be_left_out(item, session):
             groups.setdefault((test_of(item), parameter.backend), []).append(item)
-    # of a backend that is missing one case is skipped, and says so
-    there = {key: group for key, group in groups.items() if missing_because(session, group[0]) is None}
-    try_libraries([session.kernels.backend_named(name) for _, name in there])
-    tests = [
-        [_Case(item, parameter, session) for item in group if (parameter := parameter_of(item))] for group in there.values()
-    ]
+    tests: dict[str, list[list[_Case]]] = {}  # by backend
+    for (_, name), group in groups.items():
+        if missing_because(session, group[0]) is None:  # else one case is skipped, and says so
+            cases = [_Case(item, parameter, session) for item in group if (parameter := parameter_of(item))]
+            tests.setdefault(name, []).append(cases)
+    try_libraries(list(map(session.kernels.backend_named, tests)))
     unwanted: set[pytest.Item] = set()
-    reached: dict[tuple[Path, str], frozenset[str]] = {}  # with gradients, by file and backend
-    for cases in sorted(tests, key=lambda cases: cases[0].asks_gradients, reverse=True):
-        place = cases[0].item.path, cases[0].backend.name
-        chosen = _chosen(cases, reached.get(place, frozenset()))
-        if cases[0].asks_gradients:
-            reached[place] = _reached(chosen)
-        left_out = [case for case in cases if case not in chosen]
-        session.collected.chosen += sum(map(_is_claimed, chosen))
-        session.collected.unchosen += sum(map(_is_claimed, left_out)) + _uncollected(cases)
-        unwanted.update(case.item for case in left_out)
+    for name in _in_own_order(tests):
+        question = f"choice of {name} of {[case.item.nodeid for cases in tests[name] for case in cases]}"
+        places, is_cut_short = once_in_a_run(question, partial(_places, tests[name]))
+        session.collected.cut_short += [name] if is_cut_short else []
+        for cases, chosen in zip(tests[name], places, strict=True):
+            unwanted.update(case.item for place, case in enumerate(cases) if place not in chosen)
+            _count(cases, chosen)
+            if cases[0].mark.timed:
+                _say_that_it_is_not_timed(cases[chosen[0]])
     items[:] = [item for item in items if item not in unwanted]
     if groups:
         _leave_memory(session.machines.device())
+
+
+def _in_own_order(names: Iterable[str]) -> list[str]:
+    """Return the names of backends as one worker of xdist takes them, so that not all of them wait for the same library."""
+    ordered = sorted(names)
+    random.Random(os.environ.get("PYTEST_XDIST_WORKER", "")).shuffle(ordered)
+    return ordered
+
+
+def _count(cases: Sequence[_Case], chosen: Sequence[int]) -> None:
+    """Count what was chosen of a test's cases of one backend, and what `all` adds to it."""
+    collected, claimed = cases[0].session.collected, [_is_claimed(case) for case in cases]
+    of_these = sum(claimed[place] for place in chosen)
+    collected.chosen += of_these
+    collected.unchosen += sum(claimed) - of_these + _uncollected(cases)
 
 
 def _leave_memory(device: torch.device) -> None:
@@ -142,11 +159,29 @@ def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
     return not ChosenMark.from_marker(marker).timed or untimed_because(session.settings.gpu_per_worker, device) is not None
 
 
-def _chosen(cases: Sequence[_Case], with_gradients: frozenset[str]) -> list[_Case]:
-    """Choose of the cases that one backend has in one test. with_gradients: what cases of another reach with gradients."""
-    backend, most, collected = cases[0].backend, cases[0].mark.compiled, cases[0].session.collected
-    if cases[0].mark.timed:
-        return [_untimed(cases)]
+def _places(tests: Sequence[Sequence[_Case]]) -> tuple[list[list[int]], bool]:
+    """Return which cases of each test of one backend are chosen, and whether more of them would compile too long."""
+    found: list[list[int]] = [[] for _ in tests]
+    reached: dict[Path, frozenset[str]] = {}  # with gradients, by file
+    is_cut_short = False
+    for number, cases in sorted(enumerate(tests), key=lambda test: not test[1][0].asks_gradients):
+        file = cases[0].item.path
+        if cases[0].mark.timed:
+            chosen, is_cut = [next(filter(_is_claimed, cases), cases[0])], False
+        else:
+            chosen, is_cut = _chosen(cases, reached.get(file, frozenset()))
+        if cases[0].asks_gradients:
+            reached[file] = _reached(chosen)
+        found[number], is_cut_short = [cases.index(case) for case in chosen], is_cut_short or is_cut
+    return found, is_cut_short
+
+
+def _chosen(cases: Sequence[_Case], with_gradients: frozenset[str]) -> tuple[list[_Case], bool]:
+    """Choose of the cases that one backend has in one test, and say whether more of them would compile too long.
+
+    with_gradients: what cases of another test reach with gradients.
+    """
+    backend, most, is_cut = cases[0].backend, cases[0].mark.compiled, False
     is_whole = not backend.is_slow and not backend.is_contained
     kept = [case for case in cases if is_whole and _is_small(case)]
     left = [case for case in cases if case not in kept]
@@ -160,13 +195,14 @@ def _chosen(cases: Sequence[_Case], with_gradients: frozenset[str]) -> list[_Cas
         if not best.runs:
             continue
         if best.kernel not in compiled and seconds * (len(compiled) + 1) > _COMPILING:
-            collected.cut_short = sorted({*collected.cut_short, backend.name})
+            is_cut = True
             left = [case for case in left if case.kernel in compiled]
             continue
         kept.append(best)
         compiled.add(best.kernel)
-    # one that runs, where all is reached; else a backend that takes nothing says why
-    return kept or [next((case for case in cases if case.runs), cases[0])]
+    if not kept:  # one that runs, where all is reached; else a backend that takes nothing says why
+        kept = [next((case for case in cases if case.runs), cases[0])]
+    return kept, is_cut
 
 
 def _reached(cases: Sequence[_Case]) -> frozenset[str]:
@@ -186,17 +222,12 @@ def _reaching_most(cases: Sequence[_Case], reached: frozenset[str]) -> _Case | N
     return best if best and best.reached - reached else None
 
 
-def _untimed(cases: Sequence[_Case]) -> _Case:
-    """Return one of cases whose times cannot be taken, which says so, before anything is compiled for its check.
-
-    Other tests check what it would check.
-    """
-    case = next((case for case in cases if case.runs), cases[0])
+def _say_that_it_is_not_timed(case: _Case) -> None:
+    """Skip a case whose times cannot be taken, before anything is compiled for its check: others check what it would check."""
     settings, device = case.session.settings, case.session.machines.device(device_of(case.item))
     if settings.latency != "require":
         reason = untimed_because(settings.gpu_per_worker, device)
         case.item.add_marker(pytest.mark.skip(reason=f"not timed: {reason}"))
-    return case
 
 
 def _is_small(case: _Case) -> bool:

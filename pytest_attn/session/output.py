@@ -143,7 +143,7 @@ def chosen_words(session: AttentionSession) -> str:
     collected = session.collected
     if not collected.unchosen:
         return ""
-    partly = f", of {' and '.join(collected.cut_short)} what compiles in minutes" if collected.cut_short else ""
+    partly = f", of {' and '.join(sorted(collected.cut_short))} what compiles in minutes" if collected.cut_short else ""
     return (
         f"chosen: {collected.chosen:,} cases, which reach every option and kernel of each backend{partly};"
         f" --attn-workloads=all adds {collected.unchosen:,}"

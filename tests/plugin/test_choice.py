@@ -130,6 +130,17 @@ def test_nothing_is_compiled_forward_alone_that_is_reached_with_gradients(collec
     assert collect("--attn-backends=math", more=more)["tests"]["test_kernel"] > 5
 
 
+def test_of_the_workers_of_a_run_the_first_asks_for_all(collect, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "one run")
+    first, second = collect(), collect()
+    assert len(first["asked"]) > 5
+    assert second["asked"] == []
+    assert second["compiling"] == first["compiling"]
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "another")
+    assert collect()["asked"] == first["asked"]
+
+
 def test_a_test_may_say_how_many_cases_of_it_are_enough(collect):
     found, few = collect(), collect(arguments="(compiled=3)")
     assert few["plain"] == found["plain"]
