@@ -215,7 +215,7 @@ def _mark(path: Path) -> None:
 
 
 def once_in_a_run(question: str, find_out: Callable[[], Answer]) -> Answer:
-    """Return what find_out returns, which JSON must have: in workers of xdist on one host, what the first was told."""
+    """Return what find_out returns, which JSON must hold: in workers of xdist on one host, what it returned in the first."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") if _has_folder() else None
     if run is None:
         return find_out()
