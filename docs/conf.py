@@ -12,7 +12,7 @@ copyright = "the pytest-attn developers"
 release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "attn_reference"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "examples"]
 default_role = "code"  # docstrings say `name`
 
 myst_heading_anchors = 3

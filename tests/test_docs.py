@@ -46,7 +46,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS.parent / "README.md"
 #: below which a page names a file
 ROOTS = (DOCS.parent, DOCS.parent / "pytest_attn", DOCS / "_ext")
-PAGES = [README, *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
+PAGES = [README, *sorted(path for path in DOCS.rglob("*.md") if not {"_build", "examples"} & set(path.parts))]
 #: MyST directives, whose content is Sphinx's; a directive that shows code would hide it from this test
 DIRECTIVES = ("{toctree}", "{eval-rst}")
 RUNNABLE = ("python", "console", "toml", "yaml")
@@ -264,7 +264,7 @@ def test_a_dead_link_is_seen(tmp_path):
 
 def test_the_files_that_the_pages_name_are_there():
     prose = {page: re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.S | re.M) for page in PAGES}
-    a_path = r"`((?:[\w.-]+/)+[a-z_]+\.py|(?:pytest_attn|tests|benchmarks|examples)/[\w/]+)`"
+    a_path = r"`((?:[\w.-]+/)+[a-z_]+\.py|(?:pytest_attn|tests|benchmarks|docs)/[\w/]+)`"
     named = {(page, name) for page, text in prose.items() for name in re.findall(a_path, text)}
     assert [f"{page}: {name}" for page, name in sorted(named) if not any((root / name).exists() for root in ROOTS)] == []
 

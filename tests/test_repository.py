@@ -22,7 +22,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SCHEMAS = {
     ".github/workflows/*.yml": "vendor.github-workflows",
-    "examples/*/.github/workflows/*.yml": "vendor.github-workflows",
+    "docs/examples/*/.github/workflows/*.yml": "vendor.github-workflows",
     ".github/ISSUE_TEMPLATE/config.yml": "vendor.github-issue-config",
     ".github/ISSUE_TEMPLATE/[!c]*.yml": "vendor.github-issue-forms",
     ".github/dependabot.yml": "vendor.dependabot",
@@ -70,7 +70,7 @@ def test_workflows_and_forms_fit_their_schema(pattern):
 
 
 def test_actions_are_pinned_to_commits():
-    examples = ROOT.glob("examples/*/.github/workflows/*.yml")
+    examples = ROOT.glob("docs/examples/*/.github/workflows/*.yml")
     for path in [*ROOT.glob(".github/workflows/*.yml"), *examples, *ROOT.glob("docs/howto/*.md")]:
         for action in re.findall(r"^ *- uses: (.+)", path.read_text(), re.MULTILINE):
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), f"{path.name}: {action}"

@@ -1,4 +1,4 @@
-"""The folders of examples/, each copied whole as a stranger does, and the steps of its workflow typed in it."""
+"""The folders of docs/examples/, each copied whole as a stranger does, and the steps of its workflow typed in it."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ EXAMPLES = {"compare_revisions": (0, 2), "model": (3, 0), "torch_extension": (3,
 
 def steps(example, workflow, job):
     """Return what follows `pytest` in each step of a job."""
-    text = (ROOT / "examples" / example / ".github/workflows" / workflow).read_text()
+    text = (ROOT / "docs/examples" / example / ".github/workflows" / workflow).read_text()
     commands = [step.get("run", "").partition(" #")[0] for step in yaml.safe_load(text)["jobs"][job]["steps"]]
     return [command.partition("pytest ")[2] for command in commands if re.match(r"(cd \w+ && )?pytest ", command)]
 
@@ -39,12 +39,12 @@ def typed(pytester, monkeypatch, clock_of_a_conftest):
 
 
 def test_each_is_named_here():
-    assert sorted(path.parent.name for path in ROOT.glob("examples/*/pyproject.toml")) == sorted(EXAMPLES)
+    assert sorted(path.parent.name for path in ROOT.glob("docs/examples/*/pyproject.toml")) == sorted(EXAMPLES)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_it_runs_where_it_is_copied_to(example, pytester, monkeypatch):
-    shutil.copytree(ROOT / "examples" / example, pytester.path / example)
+    shutil.copytree(ROOT / "docs/examples" / example, pytester.path / example)
     monkeypatch.chdir(pytester.path / example)
     passed, skipped = EXAMPLES[example]
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-device=cpu", "--attn-latency=off", "-rs")
@@ -53,7 +53,7 @@ def test_it_runs_where_it_is_copied_to(example, pytester, monkeypatch):
 
 
 def test_a_fault_of_the_kernel_to_a_gate_is_found(pytester, monkeypatch):
-    shutil.copytree(ROOT / "examples/triton_kernel", pytester.path / "mine")
+    shutil.copytree(ROOT / "docs/examples/triton_kernel", pytester.path / "mine")
     kernel = pytester.path / "mine/example_triton_kernel.py"
     kernel.write_text(kernel.read_text().replace("is_causal=causal", "is_causal=False"))
     monkeypatch.chdir(kernel.parent)
@@ -62,7 +62,7 @@ def test_a_fault_of_the_kernel_to_a_gate_is_found(pytester, monkeypatch):
 
 
 def test_the_gate_of_a_kernel_holds_what_its_workflow_recorded(pytester, typed):
-    shutil.copytree(ROOT / "examples/triton_kernel", pytester.path / "mine")
+    shutil.copytree(ROOT / "docs/examples/triton_kernel", pytester.path / "mine")
     (fast,), (record,) = (steps("triton_kernel", "gpu.yml", job) for job in ("fast", "record"))
     typed("mine", fast).assert_outcomes(passed=2, failed=1, skipped=1)  # no baseline
     typed("mine", record, REASON="first").assert_outcomes(passed=3, skipped=1)
@@ -74,7 +74,7 @@ def test_the_gate_of_a_kernel_holds_what_its_workflow_recorded(pytester, typed):
 
 def test_a_revision_is_compared_with_the_one_before_it(pytester, typed):
     for folder in ("old", "new"):
-        shutil.copytree(ROOT / "examples/compare_revisions", pytester.path / folder)
+        shutil.copytree(ROOT / "docs/examples/compare_revisions", pytester.path / folder)
     before, after = steps("compare_revisions", "compare.yml", "compare")
     typed("old", before).assert_outcomes(passed=2)
     typed("new", after).assert_outcomes(passed=2)
@@ -91,4 +91,4 @@ def test_the_page_on_ci_shows_the_workflows_of_the_examples(page, workflow):
     blocks = re.findall(
         r"^```yaml\n# \.github/workflows/([^\n]+)\n(.*?)^```", (ROOT / "docs/howto/ci.md").read_text(), re.M | re.S
     )
-    assert dict(blocks)[page] == (ROOT / "examples" / workflow / ".github/workflows" / page).read_text()
+    assert dict(blocks)[page] == (ROOT / "docs/examples" / workflow / ".github/workflows" / page).read_text()

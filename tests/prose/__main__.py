@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-EVERYTHING = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md", "pytest_attn/**/*.py")
+EVERYTHING = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "pytest_attn/**/*.py")
 #: faulty kernels are named after what real ones did, and show it in code only
 LEFT_OUT = ("_build", "mutants")
 #: a string of fewer words is a name, a unit or a piece of a table
