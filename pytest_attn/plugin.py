@@ -95,6 +95,14 @@ def _marker_lines(config: pytest.Config) -> Iterable[str]:
     return (one.text for one in marker_help())
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Have nothing that is imported or called from now on end the run as a success before it is over."""
+    from pytest_attn.processes.lifetime import keep_status
+
+    session.config.add_cleanup(keep_status(lambda: int(session.exitstatus)))
+
+
 def pytest_enter_pdb(config: pytest.Config) -> None:
     """Leave the terminal to the debugger."""
     if _session(config).has_attention_tests:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dis
-import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType, TracebackType
-from typing import Any, NoReturn
+from types import CodeType, FrameType, GetSetDescriptorType, NoneType, TracebackType, WrapperDescriptorType
+from typing import NoReturn
+
+from pytest_attn.processes.lifetime import replace_exits
 
 # -- how a function declines a case: `raise NotImplementedError("no softcap")`, a statement of Python with a text ------------
 
@@ -79,7 +80,7 @@ _NOT_WHERE = ("pytest_attn", "_pytest", *_BETWEEN)
 def ending_no_test(name: str, calls: bool = True) -> Iterator[None]:
     """Surround what is judged: what would end, skip or excuse its test becomes an EndsTestError that names it.
 
-    So does `os._exit` in the thread that calls it. What a signal raises passes: Ctrl-C, and the time limits.
+    So does `os._exit`, and `os.execv`, in the thread that calls it. What a signal raises passes: Ctrl-C, and the time limits.
 
     calls: only what is judged is called inside, and exceptions of ours are not for it to raise.
     """
@@ -105,6 +106,8 @@ def _ending(error: BaseException, calls: bool) -> str | None:
         return None
     if kind.__module__.startswith("pytest_attn."):
         return f"pytest-attn's own {kind.__name__}" if calls and _is_foreign(error) else None
+    if any(_answers_for_itself(one) for one in kind.__mro__):
+        return f"{kind.__name__}, which says itself of which class it is"
     known = (_ENDING.get((one.__module__, one.__name__)) for one in kind.__mro__)
     what = next(filter(None, known), None if isinstance(error, Exception) else kind.__name__)
     if what is None or what == "hypothesis.assume":
@@ -113,6 +116,12 @@ def _ending(error: BaseException, calls: bool) -> str | None:
         is_signaled = isinstance(error.__context__, KeyboardInterrupt) or not _is_raised_by_its_author(error.__traceback__)
         return None if is_signaled else what
     return None if _interrupts(error) else what
+
+
+def _answers_for_itself(kind: type) -> bool:
+    """Whether exceptions of a class say of which class they are: pytest believes one that says that it is a skip."""
+    answers = (vars(kind).get(name) for name in ("__class__", "__getattribute__"))
+    return any(type(one) not in (NoneType, WrapperDescriptorType, GetSetDescriptorType) for one in answers)
 
 
 def _is_foreign(error: BaseException) -> bool:
@@ -157,21 +166,16 @@ def _library_of(frame: FrameType) -> str:
 
 @contextmanager
 def _staying(name: str) -> Iterator[None]:
-    """Have `os._exit` raise in this thread; another thread of this process ends it with a status that is not 0."""
-    real, process, thread = os._exit, os.getpid(), threading.get_ident()
+    """Have what ends this process raise in this thread; another thread ends it with a status that is not 0."""
+    thread = threading.get_ident()
 
-    def leave(status: int) -> NoReturn:
-        if os.getpid() != process:  # a child that was forked
-            real(status)
+    def leave(what: str, status: int, really: Callable[[int], NoReturn]) -> NoReturn:
         if threading.get_ident() == thread:
-            raise EndsTestError(_fault(name, f"called os._exit({status})"))
-        real(status or 1)
+            raise EndsTestError(_fault(name, f"called {what}"))
+        really(status or 1)
 
-    modules: list[Any] = [one for one in map(sys.modules.get, ("os", "posix")) if one is not None]
-    for module in modules:
-        module._exit = leave
+    put_back = replace_exits(leave)
     try:
         yield
     finally:
-        for module in modules:
-            module._exit = real
+        put_back()

@@ -112,7 +112,8 @@ class CaseRun:
         if found.known_defects:
             pytest.xfail(f"known defect {found.known_defects}")
         if found.error is not None:
-            raise found.error
+            with ending_no_test(evaluator.name):  # its own code, which said what it is, may have made it another exception
+                raise found.error
         reproduce = [labeled("reproduce", self.command, found.width)] if found.says_command else []
         text = "\n".join([found.text, *reproduce, *found.remedies])
         raise AssertionError("\n".join([text, *self._saved(text, found)]))

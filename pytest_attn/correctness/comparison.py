@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +37,15 @@ class Limits:
 
 
 #: limits by name: (for out, for gradients). The calibration behind them is docs/results/calibration.md.
-LIMITS = {"default": (Limits(8, 4, 1.5), Limits(8, 4, 1.5)), "strict": (Limits(6, 2, 1), Limits(8, 4, 1.5))}
+LIMITS = MappingProxyType({"default": ((8, 4, 1.5), (8, 4, 1.5)), "strict": ((6, 2, 1), (8, 4, 1.5))})
 
 
 def limits_named(name: str) -> tuple[Limits, Limits]:
     """Return limits (out, gradients) by name; raise ValueError for an unknown one."""
     if name not in LIMITS:
         raise ValueError(f"unknown limits {name!r}; known: {', '.join(LIMITS)}")
-    return LIMITS[name]
+    of_results, of_gradients = LIMITS[name]
+    return Limits(*of_results), Limits(*of_gradients)
 
 
 def limits_of(name: str, limits: tuple[Limits, Limits]) -> Limits:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice, product
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,7 @@ def _switches(kind: str) -> dict[str, Switch]:
     of_cuda, warns_only = torch.backends.cuda, torch.is_deterministic_algorithms_warn_only_enabled
     _has_loaded_libraries()
     switches = {
+        "inference mode": Switch(torch.is_inference_mode_enabled, _enter_inference_mode),
         "grad mode": Switch(torch.is_grad_enabled, torch.set_grad_enabled),
         "default dtype": Switch(torch.get_default_dtype, torch.set_default_dtype),
         "default device": Switch(
@@ -90,6 +91,8 @@ def _switches(kind: str) -> dict[str, Switch]:
             for one in {"cpu", kind}
         },
         "modes": Switch(_modes, _leave_modes),
+        "hooks of saved tensors": Switch(_saved_tensors_hooks, _leave_saved_tensors_hooks),
+        "detection of anomalies": Switch(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
         "number of threads": Switch(torch.get_num_threads, torch.set_num_threads),
         "flushing of denormal numbers": Switch(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
         "deterministic algorithms": Switch(
@@ -106,6 +109,8 @@ def _switches(kind: str) -> dict[str, Switch]:
     return named | {
         "Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
         "Python's profile function": Switch(sys.getprofile, sys.setprofile),
+        "Python's trace function": Switch(_trace_function, sys.settrace),
+        "Python's monitoring tools": Switch(_monitoring_tools, _free_monitoring_tools),
     }
 
 
@@ -159,24 +164,68 @@ def _leave_modes(before: tuple[str, ...]) -> None:
             pop()
 
 
+_guards: list[object] = []
+
+
+def _enter_inference_mode(before: bool) -> None:
+    _guards.append(torch._C._InferenceMode(before))  # which ends with its guard
+
+
+def _saved_tensors_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _leave_saved_tensors_hooks(before: Any) -> None:
+    while (now := _saved_tensors_hooks()) is not None and now != before:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _trace_function() -> Any:
+    """Return it, None where it is a debugger's, which a person may have started in a kernel."""
+    found, debugger = sys.gettrace(), getattr(sys.modules.get("bdb"), "Bdb", ())
+    return None if isinstance(getattr(found, "__self__", None), debugger) else found
+
+
+def _monitoring_tools() -> tuple[Any, ...]:
+    monitoring = getattr(sys, "monitoring", None)  # before Python 3.12
+    return tuple(map(monitoring.get_tool, range(6))) if monitoring else ()
+
+
+def _free_monitoring_tools(before: tuple[Any, ...]) -> None:
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+    for tool, (now, was) in enumerate(zip(_monitoring_tools(), before, strict=True)):
+        if now != was:
+            monitoring.set_events(tool, 0)
+            monitoring.free_tool_id(tool)
+
+
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-#: whose functions a judgment relies on, beside those of this package; of torch itself, which
-_OTHERS = ("time", "torch", "torch.Tensor", "torch.nn.functional", "torch.autograd", "torch.cuda.Event")
+#: whose functions a judgment relies on, beside those of this package; of torch itself and of Python, which
+_OTHERS = (
+    *("math", "time", "torch", "torch.Tensor", "torch.nn.functional", "torch.autograd", "torch.cuda.Event"),
+    *("_pytest.main.Session", "_pytest.reports.TestReport", "_pytest.runner", "_pytest.runner.CallInfo"),
+)
 _OF_TORCH = (
     *("allclose", "arange", "cat", "compile", "empty", "equal", "full", "get_num_threads", "is_grad_enabled", "isclose"),
     *("manual_seed", "matmul", "ones", "rand", "randn", "softmax", "stack", "tensor", "where", "zeros", "zeros_like"),
+)
+_OF_PYTHON = (
+    *("abs", "all", "any", "bool", "callable", "dict", "filter", "float", "getattr", "hasattr", "int", "isinstance"),
+    *("issubclass", "iter", "len", "list", "map", "max", "min", "next", "range", "round", "set", "sorted", "str", "sum"),
+    *("tuple", "type", "zip"),
 )
 _PACKAGE = __name__.partition(".")[0]
 #: its modules that come to a verdict: to look at all of them takes long beside a small case
 _MODULES = frozenset(
     f"{_PACKAGE}.{room}.{name}"
     for room, names in {
-        "correctness": "call comparison contract judge spec",
-        "invariants": "check",
-        "latency": "kernel_work protocol timer work",
-        "cases": "case conclude",
+        "correctness": "budget call comparison contract exact gradients judge reference spec",
+        "invariants": "check invariant report",
+        "latency": "exact_results kernel_work protocol regression timer work",
+        "cases": "api case conclude judgment",
+        "reports": "verdict",
     }.items()
     for name in names.split()
 ) | {_PACKAGE}
@@ -192,9 +241,9 @@ class _Space(NamedTuple):
     owner: Any
 
     @property
-    def names(self) -> Mapping[str, Any]:
+    def names(self) -> dict[str, Any]:
         """What is watched of it, as it is wherever it is read."""
-        names: Mapping[str, Any] = vars(self.owner)
+        names: dict[str, Any] = vars(self.owner)  # of a class a view, which copies itself as well
         return {name: names.get(name, _NOTHING) for name in _OF_TORCH} if self.owner is torch else names
 
     def added(self, was: Mapping[str, Any]) -> Iterator[str]:
@@ -218,7 +267,7 @@ class _Watched:
     def __init__(self) -> None:
         self._modules = 0
         self._names: set[str] = set()
-        self.spaces = [_Space(name, _found(name)) for name in _OTHERS]
+        self.spaces = [_Space(name, found) for name in _OTHERS if (found := _found(name)) is not None]
         self.functions: list[FunctionType] = []
         self.operators: frozenset[str] = frozenset()
 
@@ -242,7 +291,7 @@ class _Watched:
 
 def _found(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
-    return sys.modules.get(name) or getattr(sys.modules[module], attribute)
+    return sys.modules.get(name) or getattr(sys.modules.get(module), attribute, None)
 
 
 _watched = functools.cache(_Watched)
@@ -258,15 +307,17 @@ def functions_kept(where: str = "") -> Iterator[None]:
     watched = _watched()
     watched.grow()
     spaces, functions, codes, operators = list(watched.spaces), list(watched.functions), watched.codes, watched.operators
-    before, modules = [dict(one.names) for one in spaces], len(sys.modules)
+    before, modules = [one.names.copy() for one in spaces], len(sys.modules)
+    python = vars(builtins)
+    of_python = {name: python[name] for name in _OF_PYTHON}
     try:
         yield
     finally:
-        replaced: list[str] = []
-        now, was = (
-            chain.from_iterable((*(one.values() for one in some), (_NOTHING,)))
-            for some in ([one.names for one in spaces], before)
-        )
+        others = [(name, python[name]) for name, value in of_python.items() if python[name] is not value]
+        python.update(of_python)  # before anything here calls them
+        replaced = [f"{name} by {_described(now)}" for name, now in others]
+        after = [one.names for one in spaces]
+        now, was = (chain(chain.from_iterable([one.values() for one in some]), (_NOTHING,)) for some in (after, before))
         if not all(map(operator.is_, now, was)):
             files = _libraries_since(modules)
             for space, names in zip(spaces, before, strict=True):
@@ -317,13 +368,20 @@ def _libraries_since(modules: int) -> set[str]:
 
 def _put_back(space: _Space, was: Mapping[str, Any], libraries: set[str]) -> Iterator[str]:
     """Put back the functions of a space; yield what was replaced, and by what. libraries: that were imported meanwhile."""
-    kept = {name: value for name, value in was.items() if callable(value) or hasattr(type(value), "__get__")}
+    kept = {name: value for name, value in was.items() if _is_kept(space, name, value)}
     for name, value in (kept | dict.fromkeys(space.added(was), _NOTHING)).items():
         now = vars(space.owner).get(name, _NOTHING)
         if now is value or (space.name.startswith("torch") and _may_stay(now, value, libraries)):
             continue
         space.put_back(name, value)
         yield f"{space.name}.{name}" if now is _NOTHING else f"{space.name}.{name} by {_described(now)}"
+
+
+def _is_kept(space: _Space, name: str, value: object) -> bool:
+    """Whether a name is to stand for what it does: a function, and in this package a module or a constant, too."""
+    if callable(value) or hasattr(type(value), "__get__"):
+        return True
+    return space.name in _MODULES and (type(value) is ModuleType or name.isupper())
 
 
 def _may_stay(now: Any, was: Any, libraries: set[str]) -> bool:

@@ -1,9 +1,11 @@
-"""How a worker finds the one that waits for it, and how long it lives: no longer than that one."""
+"""How long a process lives: a worker no longer than the one that waits for it, a run until it has come to its own end."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 #: set in a worker, which takes it out: the descriptor of its channel, and the process that started it
 CHANNEL_VARIABLE = "PYTEST_ATTN_CHANNEL"
@@ -31,3 +33,56 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, _SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def replace_exits(leave: Callable[[str, int, Callable[[int], NoReturn]], NoReturn]) -> Callable[[], None]:
+    """Have `leave` decide where Python code is about to end this process at once; return what puts everything back.
+
+    leave: is given what was called, the status that the process would end with, and what really ends it. A forked child
+    ends as it likes.
+    """
+    process, really = os.getpid(), os._exit
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def guarded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def end(*args: Any, **keywords: Any) -> Any:
+            if os.getpid() != process:
+                return real(*args, **keywords)
+            status = int(args[0] if args else keywords.get("status", 0)) if name == "_exit" else 0
+            return leave(f"os.{name}({status if name == '_exit' else '...'})", status, really)
+
+        return end
+
+    for module in filter(None, map(sys.modules.get, ("os", "posix", "nt"))):
+        for name in ("_exit", "execv", "execve"):
+            if hasattr(module, name):
+                replaced.append((module, name, getattr(module, name)))
+                setattr(module, name, guarded(name, getattr(module, name)))
+
+    def put_back() -> None:
+        for module, name, real in replaced:
+            setattr(module, name, real)
+
+    return put_back
+
+
+def keep_status(status: Callable[[], int]) -> Callable[[], None]:
+    """Have this process not end with 0 unless that is the status of its run; return what says that the run has ended.
+
+    status: of the run once it has ended. What code has taken hold of before then, say for its end, stays as it is.
+    """
+    has_ended = False
+
+    def leave(what: str, asked: int, really: Callable[[int], NoReturn]) -> NoReturn:
+        if not asked and not has_ended:
+            os.write(2, f"\n{what} was called before the run had ended: it ends with status 1\n".encode())
+        really(asked or (status() if has_ended else 1))
+
+    put_back = replace_exits(leave)
+
+    def end() -> None:
+        nonlocal has_ended
+        has_ended = True
+        put_back()
+
+    return end

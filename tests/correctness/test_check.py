@@ -14,7 +14,7 @@ from pytest_attn.backends.defects import CUDNN_FULLY_MASKED_ROWS
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.precision import SUGGESTED
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.comparison import LIMITS
+from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
@@ -141,8 +141,8 @@ def test_a_group_is_not_one_workload():
 
 
 def test_strict_limits_are_sharper_for_outputs_only():
-    assert LIMITS["strict"][0].element < LIMITS["default"][0].element
-    assert LIMITS["strict"][1] == LIMITS["default"][1]
+    assert limits_named("strict")[0].element < limits_named("default")[0].element
+    assert limits_named("strict")[1] == limits_named("default")[1]
 
 
 def test_backends_share_a_reference_and_a_backward_one_serves_forward():

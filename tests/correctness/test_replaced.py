@@ -1,5 +1,7 @@
 """A callable that replaces a function, which others rely on, fails its case, and the function is put back."""
 
+import builtins
+import math
 import sys
 import time
 import warnings
@@ -8,13 +10,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from _pytest import runner
+from _pytest.reports import TestReport
 from judging import SMALL, attention, failure
 from models.zoo import TOKENS, stack
 
 import pytest_attn
 from pytest_attn import check_model
-from pytest_attn.correctness import comparison, judge
-from pytest_attn.latency import kernel_work
+from pytest_attn.cases import judgment
+from pytest_attn.correctness import comparison, judge, tripwire
+from pytest_attn.latency import kernel_work, timer
 
 
 def evil(*args, **kwargs):
@@ -45,6 +50,8 @@ PLACES = [
         (kernel_work.KernelWork, "verify_call"),
     ),
     *((pytest_attn, pytest_attn.check.__name__), (comparison.Comparison, "passed")),
+    *((math, "sqrt"), (judge, "FEW_ROWS"), (comparison, "LIMITS"), (timer, "time")),
+    *((judgment.Judgment, "passed"), (TestReport, "from_item_and_call"), (runner, "call_and_report")),
 ]
 
 
@@ -77,6 +84,17 @@ def test_what_is_replaced_is_named_and_put_back(owner, name):
     assert text.startswith("the callable replaced ")
     assert f"{owner.__name__}.{name}" in text
     assert "by         replacing.kernel[" in text
+
+
+@pytest.mark.parametrize("name", ["all", "getattr", "isinstance", "len", "max", "type", "zip"])
+def test_what_everything_calls_is_back_before_it_is_called(name):
+    kernel, was, undo = replacing(builtins, name)
+    try:
+        with pytest.raises(AssertionError, match=f"the callable replaced {name} by evil"), tripwire.functions_kept():
+            kernel(*torch.randn(3, 1, 1, 2, 4))
+        assert vars(builtins)[name] is was
+    finally:
+        undo()
 
 
 def test_code_that_is_replaced_within_a_function_is_put_back():

@@ -1,5 +1,6 @@
 """What a kernel turns of torch for itself, it turns back, or is told to."""
 
+import bdb
 import gc
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from judging import CAUSAL, SMALL, causal, failure, with_gradients
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
 import pytest_attn
@@ -21,10 +23,15 @@ class Mode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def are_saved_tensors_hooked():
+    return _top_saved_tensors_default_hooks(True) is not None
+
+
 def in_mode():
     return bool(_get_current_function_mode_stack())
 
 
+GUARDS, SAVED = [], torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone)
 SWITCHES = {
     "autocast on cpu": (lambda on: torch.set_autocast_enabled("cpu", on), lambda: torch.is_autocast_enabled("cpu")),
     "default dtype": (
@@ -47,6 +54,18 @@ SWITCHES = {
         lambda on: sys.setprofile((lambda *event: None) if on else None),
         lambda: sys.getprofile() is not None,
     ),
+    "trace function": (lambda on: sys.settrace((lambda *event: None) if on else None), lambda: sys.gettrace() is not None),
+    "inference mode": (
+        lambda on: GUARDS.append(torch._C._InferenceMode(True)) if on else GUARDS.clear(),
+        torch.is_inference_mode_enabled,
+    ),
+    "hooks of saved tensors": (
+        lambda on: (
+            SAVED.__enter__() if on else [SAVED.__exit__() for _ in filter(None, [_top_saved_tensors_default_hooks(True)])]
+        ),
+        lambda: _top_saved_tensors_default_hooks(True) is not None,
+    ),
+    "detection of anomalies": (torch.set_anomaly_enabled, torch.is_anomaly_enabled),
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
         lambda on: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", not on),
         lambda: not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
@@ -70,11 +89,38 @@ def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
         return out
 
     try:
-        owner = "Python" if name in ("garbage collection", "profile function") else "torch"
+        owner = "Python" if name in ("garbage collection", "profile function", "trace function") else "torch"
         assert f"the callable left {owner}'s {name} at" in failure(leaves_it, CAUSAL, backward=True)
         assert not is_on()
     finally:
         turn(False)
+
+
+def test_a_debugger_that_a_person_starts_in_a_kernel_may_stay():
+    def debugs(q, k, v):
+        debugger.set_trace()
+        return causal(q, k, v)
+
+    debugger = bdb.Bdb()
+    debugger.user_line = lambda frame: debugger.set_step()
+    before = sys.gettrace()
+    try:
+        assert pytest_attn.check(debugs, CAUSAL, precision="torch_cpu", device="cpu").passed
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="needs Python 3.12")
+def test_a_monitoring_tool_that_is_left_is_freed():
+    def leaves_it(q, k, v):
+        sys.monitoring.use_tool_id(4, "mine")
+        return causal(q, k, v)
+
+    try:
+        assert "the callable left Python's monitoring tools at" in failure(leaves_it, CAUSAL)
+        assert sys.monitoring.get_tool(4) is None
+    finally:
+        sys.monitoring.free_tool_id(4)
 
 
 @pytest.mark.parametrize("judged", ["check_invariants", "measure"])

@@ -27,6 +27,9 @@ ENDINGS = {
     "raise unittest.SkipTest('no GPU')": "mine raised unittest.SkipTest (no GPU)",
     "sys.exit(0)": "mine raised SystemExit (0)",
     "os._exit(0)": "mine called os._exit(0)",
+    "os.execv('/bin/true', ['true'])": "mine called os.execv(...)",
+    "raise Lying('no GPU')": "mine raised Lying, which says itself of which class it is (no GPU)",
+    "raise Hidden('no GPU')": "mine raised Hidden, which says itself of which class it is (no GPU)",
     "raise KeyboardInterrupt": "mine raised KeyboardInterrupt",
     "raise GeneratorExit": "mine raised GeneratorExit",
     "raise RefusedError('not this one')": "mine raised pytest-attn's own RefusedError (not this one)",
@@ -40,6 +43,18 @@ from pytest_attn.backends.subject import RefusedError
 from pytest_attn.cases.fuzz import DrawEndsError
 from pytest_attn.correctness.call import refusals
 from pytest_attn.invariants.invariant import NotApplicable
+
+class Lying(Exception):
+    __class__ = property(lambda self: pytest.skip.Exception)
+
+class Hidden(Exception):
+    def __getattribute__(self, name):
+        return unittest.SkipTest if name == "__class__" else super().__getattribute__(name)
+
+class Turning(Exception):
+    def __str__(self):
+        self.__class__ = unittest.SkipTest
+        return "turned"
 
 class Ending(torch.autograd.Function):
     @staticmethod
@@ -94,6 +109,15 @@ def test_what_ends_a_test_is_a_fault_of_the_kernel(in_process, kernel_test, pyte
         assert report.failed, name
         assert ENDINGS[statement] in report.longreprtext, name
         assert not hasattr(report, "wasxfail")
+
+
+def test_what_turns_into_a_skip_where_its_text_is_read(in_process, kernel_test):
+    before = IMPORTS.replace("{statement}", "raise Turning")
+    kernel_test("getattr(attn, judgment)(timed)", fixtures="attn, judgment", before=f"{before}\n{EACH_JUDGMENT}")
+    in_process().assert_outcomes(failed=2, passed=1)  # whose inputs are never that large
+
+
+EACH_JUDGMENT = "@pytest.mark.parametrize('judgment', ['check', 'check_invariants', 'measure'])"
 
 
 def test_on_draws_of_fuzz(in_process, kernel_test):
@@ -246,13 +270,14 @@ def test_a_time_limit_of_pytest_timeout_passes():
 
 
 def test_children_of_a_kernel_end_as_they_like():
+    before = os._exit
     with ending_no_test("mine"):
         child = os.fork()
         if not child:
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert subprocess.run([sys.executable, "-c", "import os; os._exit(3)"], check=False).returncode == 3
-    assert os._exit.__module__ == "posix"
+    assert os._exit is before
 
 
 @pytest.mark.parametrize("kind", [ValueError, NotImplementedError, RuntimeError, AssertionError, MemoryError])
@@ -271,3 +296,32 @@ def test_our_own_word_is_told_from_a_kernels(own):
     ours = type(raised_by_us)(raised_by_us.__code__, {**home}, closure=raised_by_us.__closure__)
     with pytest.raises(EndsTestError), ending_no_test("mine"):  # only claims to be of that module
         ours()
+
+
+# -- the process of a run ----------------------------------------------------------------------------------------------
+
+
+EARLY = {
+    "at import": "os._exit(0)",
+    "by another name": "import posix; posix._exit(0)",
+    "by another program": "os.execv('/bin/true', ['true'])",
+    "from a thread": "import threading, time; threading.Timer(0.01, os._exit, (0,)).start(); time.sleep(9)",
+    "in the end": "import atexit; atexit.register(os._exit, 0)",
+}
+
+
+@pytest.mark.parametrize("way", EARLY)
+def test_no_run_ends_as_a_success_before_it_is_over(pytester, way):
+    pytester.makepyfile(kernels=f"import os\n{EARLY[way]}\n")
+    pytester.makepyfile("import kernels\ndef test_it(): assert False\n")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-s")
+    assert result.ret == 1
+    if way != "in the end":
+        result.stderr.fnmatch_lines(["os.* was called before the run had ended: it ends with status 1"])
+
+
+def test_what_ends_a_process_is_as_before_after_a_run(pytester):
+    before = os._exit, os.execv, os.execve
+    pytester.makepyfile("def test_it(): pass\n")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+    assert (os._exit, os.execv, os.execve) == before
