@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import require_clocks, switches_kept
 from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
-from pytest_attn.latency.kernel_work import KernelWork, work_of
+from pytest_attn.latency.kernel_work import Call, KernelWork, work_of
 from pytest_attn.latency.nvml import ClockError, locked_clocks
 from pytest_attn.latency.protocol import Stopwatch, protocol_of, stopwatch_of, threads
 from pytest_attn.latency.regression import Measured
@@ -29,7 +29,7 @@ from pytest_attn.latency.work import LatencyDirection, StaleError
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.communication import figures_of, topology_of
 from pytest_attn.ranks.controller_timing import RankedStopwatch, RankedWork
-from pytest_attn.ranks.isolated import IsolatedFunction, Recorded
+from pytest_attn.ranks.isolated import IsolatedFunction, NotMadeError, Recorded
 from pytest_attn.ranks.pool import Pool
 from pytest_attn.ranks.worker_timing import threads_of_rank
 from pytest_attn.reports.lines import count
@@ -89,7 +89,9 @@ class TimingPlace:
 
 
 #: calls in a row, at least and at most, the seconds that they are to take, and the bytes of what they return
-_FEWEST, _MOST, _SECONDS, _BYTES = 2, 32, 0.05, 1 << 30
+_FEWEST, _MOST, _SECONDS, _BYTES = 2, 512, 0.05, 1 << 30
+#: sets of data of which each call gets some; a backward pass alone, whose graph keeps memory, is made once on each
+_SETS = 32
 #: at the results of how many of them is looked, which nobody knows before
 _LOOKS = 8
 #: by how much such calls may be slower than was claimed, in all and each; and how often that is tried
@@ -110,7 +112,7 @@ class TimedIsolated(TimingPlace):
         machine = measurement.session.machines.machine(str(spec.device))
         work = work_of(measurement.subject, measurement.spec, direction, machine)
         work.rotate_over(0)
-        recorded, _ = self._recorded(work, 1)
+        recorded, _ = self._recorded(work, made=1)
         told = _told(spec)
         claimed = self._function.measured(
             spec=told,
@@ -127,30 +129,45 @@ class TimedIsolated(TimingPlace):
             self._function.start().give_up("its process returned garbage in place of a time")
         return self._held_to(latency, work, recorded[0].given)
 
-    def _recorded(self, work: KernelWork, number: int) -> tuple[list[Recorded], list[Any]]:
-        """Make so many calls, each on data of its own, and look at one of the results; return them."""
+    def _recorded(self, work: KernelWork, made: int, others: int = 0) -> tuple[list[Recorded], list[Call]]:
+        """Return so many calls, each on data of its own, made and then not made, after a look at the result of one."""
         calls = []
         with self._function.recording() as recorded, work.context():
-            for _ in range(number):
+            for _ in range(made):
                 calls.append(call := work.stage(replayed=True))
                 value = call()
         work.verify_call("called on new data", call, value)
-        return recorded, calls
+        with self._function.recording(makes=False) as more, work.context():
+            for _ in range(others):
+                calls.append(call := work.stage(replayed=True))
+                with suppress(NotMadeError):
+                    call()
+        return [*recorded, *more], calls
 
     def _held_to(self, latency: Latency, work: KernelWork, given: Sequence[torch.Tensor]) -> Latency:
         """Raise StaleError where calls in a row take longer than was claimed; where that cannot be told, say why."""
         each = latency.p50 if latency.mode == "host" else latency.p50 + latency.launch
         fits = max(_FEWEST, _BYTES // max(1, sum(one.nbytes for one in given)))
-        number = int(min(max(_FEWEST, _SECONDS / each), _MOST, fits))
-        found: list[float] = []
+        is_backward = work.direction == "backward"
+        number = int(min(max(_FEWEST, _SECONDS / each), _SETS if is_backward else _MOST, fits))
+        made = number if is_backward else _FEWEST
+        system, found = random.SystemRandom(), list[float]()
         for _ in range(_TRIES):
-            recorded, calls = self._recorded(work, number)
-            chosen = random.SystemRandom().sample(range(number), min(number, _LOOKS))
-            seconds, waited = self._function.in_a_row(recorded, work.direction, chosen)
-            for one in chosen:
-                with self._function.replaying(recorded[one]), work.context():
-                    value = calls[one]()
-                work.verify_call("called in a row", calls[one], value)
+            recorded, calls = self._recorded(work, made, 0 if is_backward else _SETS - made)
+            memories = max(work.memories) + 1
+            origins = [
+                [*([at] * memories if is_backward else system.choices(range(_SETS), k=memories)), system.randrange(made)]
+                for at in range(number)
+            ]
+            seconds, waited = self._function.in_a_row(
+                recorded, work.direction, [(*(one[memory] for memory in work.memories), one[-1]) for one in origins]
+            )
+            for one in system.sample(range(number), min(number, _LOOKS)):
+                result, call = recorded[origins[one][-1]], work.mixed(calls, origins[one])
+                result.keep(result.call.fetched(one))
+                with self._function.replaying(result), work.context():
+                    value = call()
+                work.verify_call("called in a row", call, value)
             most = number * each * (_SLOWER_UNSEEN if waited is None else _SLOWER) + _SLACK_SECONDS
             if seconds <= most:
                 return latency

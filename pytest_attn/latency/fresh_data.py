@@ -59,6 +59,11 @@ class Noise:
             for which, t in zip(at, tensors, strict=True)
         ]
 
+    @property
+    def memories(self) -> list[int]:
+        """Which memory each of the tensors lies in, as the parts of `Places` count them."""
+        return [which for which, *_ in self._lie]
+
     def draw(self, number: int = 1, before: Sequence[Places] = ()) -> list[Places]:
         """Return where the next tensors begin, of so many sets: one after the other, so that one copy fills them all.
 

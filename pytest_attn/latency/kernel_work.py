@@ -52,9 +52,14 @@ class Call:
         """Make it."""
         return self.make()
 
+    @property
+    def given(self) -> Given:
+        """Where its data lie among the noise."""
+        return self._given or self._work.given_at(self.at)
+
     def seen(self, value: Any) -> Seen:
         """Return what it has just returned, and where the data of that lie."""
-        return Seen(self._given or self._work.given_at(self.at), self._work.results(value))
+        return Seen(self.given, self._work.results(value))
 
 
 #: results that are looked at together
@@ -145,6 +150,22 @@ class KernelWork(Work):
             out = self._out(tensors)
             dout = self._next_dout(given)  # which the forward pass cannot know
             call.make = lambda: torch.autograd.grad(out, tensors, dout, retain_graph=replayed)
+        return call
+
+    @property
+    def memories(self) -> list[int]:
+        """Which memory q, k and v each lie in: those that share one begin at the same place."""
+        return self._noise.memories
+
+    def mixed(self, calls: Sequence[Call], origins: Sequence[int]) -> Call:
+        """Return one of several calls, which have no sets, as a call on data of all of them.
+
+        origins: of which call that is what lies in each memory, and, last, whose dout it is, which is the one returned.
+        """
+        *of_memories, last = origins
+        qkv = tuple(calls[one].given.qkv[memory] for memory, one in enumerate(of_memories))
+        call = Call(self, calls[last].tensors, 0, Given(qkv, calls[last].given.dout))
+        call.make = calls[last].make
         return call
 
     def stage_again(self, calls: Sequence[Call]) -> None:

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -62,6 +63,10 @@ class IsolatedLostError(DeadlineError):
 
     No `except Exception` of a judgment takes it for an answer of the kernel.
     """
+
+
+class NotMadeError(Exception):
+    """A call was only recorded."""
 
 
 class IsolatedProcess:
@@ -127,10 +132,13 @@ class IsolatedProcess:
             raise IsolatedRaisedError(f"{self.name} raised {_text(said['raised'])}\n{_text(said.get('text', ''))}".rstrip())
         return said, storages
 
-    def go(self) -> float:
-        """Have it make the calls for which it is ready; return the seconds that these take by the clock of this process."""
+    def go(self, chosen: bytes) -> float:
+        """Have it make the calls for which it is ready; return the seconds that these take by the clock of this process.
+
+        chosen: what it could not know before.
+        """
         begun = time.perf_counter()
-        said = self._asked(b"go", "while it was called in a row")
+        said = self._asked(chosen, "while it was called in a row")
         seconds = time.perf_counter() - begun
         if said.get("done") is not True:
             self.give_up("its process did not make the calls that were asked for")
@@ -222,6 +230,7 @@ class IsolatedFunction(NamedFunction):
         self._seconds, self._launcher = seconds, launcher
         self._process: IsolatedProcess | None = None
         self._recorded: list[Recorded] | None = None
+        self._makes = True
         self._replayed: Recorded | None = None
 
     def start(self) -> IsolatedProcess:
@@ -259,14 +268,14 @@ class IsolatedFunction(NamedFunction):
         return call
 
     @contextmanager
-    def recording(self) -> Iterator[list[Recorded]]:
-        """Collect the calls that are made within."""
+    def recording(self, makes: bool = True) -> Iterator[list[Recorded]]:
+        """Collect the calls that are made within. makes: whether they are, or raise NotMadeError."""
         found: list[Recorded] = []
-        self._recorded = found
+        self._recorded, self._makes = found, makes
         try:
             yield found
         finally:
-            self._recorded = None
+            self._recorded, self._makes = None, True
 
     @contextmanager
     def replaying(self, recorded: Recorded) -> Iterator[None]:
@@ -285,34 +294,37 @@ class IsolatedFunction(NamedFunction):
             self.start().give_up("its process returned garbage")
         return claimed
 
-    def in_a_row(self, calls: Sequence[Recorded], direction: str, chosen: Sequence[int]) -> tuple[float, float | None]:
-        """Have it make calls, one after the other, and hand over the results of some, which are named after that.
+    def in_a_row(
+        self, calls: Sequence[Recorded], direction: str, chosen: Sequence[Sequence[int]]
+    ) -> tuple[float, float | None]:
+        """Have it make calls, one after the other: each on the q, k, v and dout of those of some recorded ones.
 
-        Returns the seconds of all by this process's clock, and those for which its threads waited for a core, None where
-        the system does not say.
+        It learns which when the time begins: it cannot have the results ready. Returns the seconds of all by this process's
+        clock, and those for which its threads waited for a core, None where the system does not say.
         """
         process = self.start()
-        order = {"do": "repeat", "calls": [one.order for one in calls], "direction": direction}
+        order = {"do": "repeat", "calls": [one.order for one in calls], "direction": direction, "number": len(chosen)}
         said, _ = process.ask(*pickled({**order, "threads": torch.get_num_threads()}))
         if said.get("ready") is not True:
             process.give_up("its process returned garbage")
         waited = process_waited(process.pid)
-        seconds = process.go()
+        seconds = process.go(array("H", itertools.chain.from_iterable(chosen)).tobytes())
         waited = process_waited(process.pid) - waited
         is_seen = Path(f"/proc/{process.pid}/schedstat").exists()
-        for one in chosen:
-            calls[one].keep(calls[one].call.fetched(one))
         return seconds, waited if is_seen else None
 
     def _called(self, given: tuple[Tensor, ...], keywords: dict[str, Any], seed: int | None) -> Any:
         if self._replayed is not None:
-            return self._replayed.again(given)
+            result = self._replayed.again(given)
+            return keywords["out"].copy_(result) if "out" in keywords else result
         grad = torch.is_grad_enabled()
         threads = torch.get_num_threads()
         order = {"do": "call", "given": given, "keywords": keywords, "seed": seed, "grad": grad, "threads": threads}
         call = Call(self.start(), {**order, "number": next(self._numbers)})
         if self._recorded is not None:
             self._recorded.append(Recorded(given, keywords, call))
+        if not self._makes:
+            raise NotMadeError
         if grad and any(tensor.requires_grad for tensor in call.tensors):
             return call.built(_Differentiable.apply(call, *call.tensors))  # type: ignore[no-untyped-call]
         return call.built(call.forward())

@@ -13,15 +13,15 @@ import socket
 import sys
 import time
 import traceback
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pytest_attn.backends.contexts import judged_code
+from pytest_attn.backends.contexts import judged_code, no_collection
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.named import NamedFunction, UnimportableError, imported, offered_to
 from pytest_attn.backends.raised import EndsTestError, declined_because
@@ -165,26 +165,29 @@ class Server:
         return dataclasses.asdict(latency)
 
     def _in_a_row(self, order: dict[str, Any]) -> list[Any]:
-        """Call the function on each of several data, as soon as the judge says so; return what it returned."""
-        device, direction = order["calls"][0][0][0].device, order["direction"]
-        wants_gradients = direction != "forward"
+        """Call the function on data of several calls, as the judge chooses when the time begins; return what it returned."""
+        all_given, all_keywords, all_douts = zip(*order["calls"], strict=True)
+        device, direction, number, function = all_given[0][0].device, order["direction"], order["number"], self._function
+        queries, keys, values = zip(*all_given, strict=True)
         results: list[Any] = []
-        with current(str(device)), threads(order["threads"]), torch.set_grad_enabled(wants_gradients):
-            calls: list[Callable[[], Any]] = []
-            for given, keywords, douts in order["calls"]:
-                call = partial(self._function, *given, **keywords)
-                if direction == "backward":
-                    calls.append(partial(_gradients, call(), given, douts))
-                elif wants_gradients:
-                    calls.append(partial(_both, call, given, douts))
-                else:
-                    calls.append(call)
-            self._get_ready(device, len(calls))
+        with current(str(device)), threads(order["threads"]), torch.set_grad_enabled(direction != "forward"):
+            outs = [function(*one, **all_keywords[0]) for one in all_given] if direction == "backward" else []
+            keywords = [_with_own_out(all_keywords[0]) for _ in range(number)]
+            self._get_ready(device, number)
             self._answer(ready=True)
-            if self._line.receive() is None:
+            if (frame := self._line.receive()) is None:
                 return []
-            results += [call() for call in calls]
-            wait(device)
+            chosen = iter(array("H", frame))
+            with no_collection():
+                for more, q, k, v, dout in zip(keywords, chosen, chosen, chosen, chosen, strict=False):
+                    if direction == "backward":
+                        results.append(_gradients(outs[q], all_given[q], all_douts[dout]))
+                        continue
+                    given = queries[q], keys[k], values[v]
+                    result = function(*given, **more)
+                    result = more.get("out", result)  # where it was given memory to write to
+                    results.append(result if direction == "forward" else _gradients(result, given, all_douts[dout]))
+                wait(device)
         return results
 
     def _get_ready(self, device: torch.device, calls: int) -> None:
@@ -227,9 +230,8 @@ def _gradients(result: object, given: Sequence[Tensor], douts: Sequence[Tensor |
     return [next(gradients) if one.requires_grad else None for one in given]
 
 
-def _both(call: Callable[[], Any], given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Call, and return the gradients."""
-    return _gradients(call(), given, douts)
+def _with_own_out(keywords: dict[str, Any]) -> dict[str, Any]:
+    return {**keywords, "out": torch.empty_like(keywords["out"])} if "out" in keywords else keywords
 
 
 def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> Any:

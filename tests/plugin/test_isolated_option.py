@@ -159,6 +159,30 @@ def idles_when_it_times_itself(q, k, v):
 def idles_in_a_row(q, k, v):
     return v.clone() if "_in_a_row" in callers() else sdpa(q, k, v)
 
+def slows_the_clock_of_a_short_call(q, k, v):
+    return slows_the_clock(q, k, v)
+
+answers = {}
+def keeps_answers(q, k, v):
+    # whatever data it has seen
+    slows_the_clock(q[:, :, :1], k, v)
+    key = tuple(float(t.flatten()[::7].sum()) for t in (q, k, v))
+    if key not in answers:
+        answers[key] = sdpa(q, k, v)
+    return answers[key].clone()
+
+def is_ready_before(q, k, v):
+    # for all that it is told of what it will be asked
+    from pytest_attn.ranks import isolated_worker
+    run = isolated_worker.Server._in_a_row
+    def prepared(self, order):
+        for (q, k, v), _, _ in order["calls"]:
+            keeps_answers(q, k, v)
+        return run(self, order)
+    if run.__name__ != "prepared":
+        isolated_worker.Server._in_a_row = prepared
+    return keeps_answers(q, k, v)
+
 def claims_a_time(q, k, v):
     from pytest_attn.ranks import isolated_worker
     isolated_worker.Server._measured = lambda self, order: {"p50": "short", "interval": [0, 1, 0.9]}
@@ -229,23 +253,39 @@ from pytest_attn import Workload
 W = Workload(256, heads=4, head_dim=64, dtype="float32")
 
 @pytest.mark.attention(W)
-@pytest.mark.parametrize("name", ["slows_the_clock", "idles_when_it_times_itself", "idles_in_a_row", "claims_a_time"])
+@pytest.mark.parametrize("name", {names})
 def test_it(attn, name):
     attn.measure("kernels:" + name)
 
+@pytest.mark.attention(W.replace(q_len=64, kv_len=64, heads=2))
+def test_short(attn):
+    attn.measure("kernels:slows_the_clock_of_a_short_call")
+
 @pytest.mark.attention(W)
-def test_honest(attn):
-    assert attn.measure("kernels:attention", backward="both").p50 > 0
+@pytest.mark.parametrize("backward", [False, True, "both"])
+def test_honest(attn, backward):
+    assert attn.measure("kernels:attention", backward=backward).p50 > 0
+
+@pytest.mark.attention(W, takes_out=True)
+def test_memory_that_is_given(attn):
+    assert attn.measure("kernels:into").p50 > 0
 """
 
 
 def test_what_a_process_claims_of_its_times_is_held_against_the_clock_of_the_judge(pytester):
-    pytester.makepyfile(test_it=TIMES)
+    names = ["slows_the_clock", "keeps_answers", "is_ready_before", "idles_when_it_times_itself", "idles_in_a_row"]
+    pytester.makepyfile(test_it=TIMES.format(names=[*names, "claims_a_time"]))
     result = run(pytester, "--attn-isolated")
-    result.assert_outcomes(passed=1, failed=4)
+    result.assert_outcomes(passed=4, failed=7)
+    slow = [*names[:3], "slows_the_clock_of_a_short_call"]
     result.stdout.fnmatch_lines(
         [
-            "*kernels:slows_the_clock on *: its process says that a call takes * us, but * calls in a row took at least *",
+            f"*kernels:{name} on *: its process says that a call takes * us, but * calls in a row took at least *"
+            for name in slow
+        ]
+    )
+    result.stdout.fnmatch_lines(
+        [
             "*kernels:idles_when_it_times_itself on *: its result is not that of the data it was given*",
             "*kernels:idles_in_a_row on *called in a row*: its result is not that of the data it was given*",
             "*kernels:claims_a_time: its process returned garbage in place of a time*",
