@@ -347,28 +347,28 @@ class Held(NamedTuple):
 
 
 class ExactRows(NamedTuple):
-    """Some rows of results, by name, exact: (1, heads, rows, dim), and where they have them; of dk and dv a row is a key.
+    """Some rows of results, by name, exact: (batches, heads, rows, dim), and where these have them; those of dk are keys.
 
-    batch: the batch entry, 0 where packed. heads: in their native order. rows: among all rows of the result.
+    batches: the entries, 0 where packed. heads: in their native order. rows: among all rows of the result.
     """
 
     expected: dict[str, Expected]
-    batch: int
+    batches: slice
     heads: tuple[int, ...]
     rows: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor, workload: Workload, held: Held | None = None) -> torch.Tensor:
         """Return these rows of a native result. held: what it has of them; None for all."""
-        whole, heads, rows = heads_first(tensor, workload)[self.batch], self.heads, self.rows
+        whole, heads, rows = heads_first(tensor, workload)[self.batches], self.heads, self.rows
         if held is not None:
             heads, rows = tuple(held.heads[one] for one in heads), tuple(held.rows[one] for one in rows)
-        return whole[list(heads)][None][:, :, torch.tensor(rows, device=whole.device)]
+        return whole[:, list(heads)][:, :, torch.tensor(rows, device=whole.device)]
 
 
 def exact_rows(
     inputs: Inputs, precision: Precision, names: Sequence[str], most: int, chosen: random.Random, held: Held | None = None
 ) -> ExactRows | None:
-    """Compute results at up to `most` rows, or keys, of one key head of one sequence, chosen at random.
+    """Compute results at up to `most` rows, or keys, of one key head of one sequence, chosen at random; of more if cheap.
 
     names: "out" or "dq"; or "dk", "dv" or both. held: which rows and heads can be chosen; None for all. None is returned where
     there is no row.
@@ -383,30 +383,46 @@ def exact_rows(
         if not segments or not kv_heads:
             return None
         segment, among = chosen.choice(segments)
-        batch, kv_head = chosen.randrange(segment.k.shape[0]), chosen.choice(kv_heads)
         picked = sorted(chosen.sample(among, min(most, len(among))))
+        rows_of_head = (segment.lengths[0] if is_of_keys else len(picked)) * w.group
+        cheap = _CHEAP // (segment.lengths[1] * (rows_of_head + w.head_dim + w.v_head_dim) or 1)
+        kv_heads = _run_of(kv_heads, cheap if held is None else 1, chosen)
+        batches = _run_of(range(segment.k.shape[0]), cheap // w.kv_heads if held is None else 1, chosen)
         at = torch.tensor(picked, device=device)
         some = replace(segment, rows=at[:0], keys=at) if is_of_keys else replace(segment, rows=at)
-        block = Block(some, slice(batch, batch + 1), slice(kv_head, kv_head + 1))
-        heads = {"dk": 1, "dv": 1} if is_of_keys else {}
+        block = Block(some, slice(batches[0], batches[-1] + 1), slice(kv_heads[0], kv_heads[-1] + 1))
+        heads = dict.fromkeys(("dk", "dv"), len(kv_heads)) if is_of_keys else {}
         wanted = {"out": w.v_head_dim, "lse": 0, **({} if "out" in names else {"dq": w.head_dim})}
         wanted |= {"dk": w.head_dim, "dv": w.v_head_dim} if is_of_keys else {}
         tensors = {}
         for one, dim in wanted.items():
             rows = at if one in heads else some.rows
             assert rows is not None
-            shape = (1, heads.get(one, w.group), len(rows), *([dim] if dim else []))
+            shape = (len(batches), heads.get(one, len(kv_heads) * w.group), len(rows), *([dim] if dim else []))
             value = torch.zeros(shape, dtype=torch.float64, device=device)
             tensors[one] = Expected(value, torch.zeros_like(value, dtype=torch.float32), rows)
         passes = _BlockPasses(block, precision.of_inputs_in(w.dtype), tensors, {})
         passes.place, passes.key_place = (slice(None), slice(None)), (slice(None), slice(None), 0)
         passes.run()
     expected, first = {name: tensors[name] for name in names}, segment.kv_start if is_of_keys else segment.q_start
-    found = [(place, head) for place, head in enumerate(heads_of[kv_head]) if held is None or head in held.heads]
-    if len(found) < len(heads_of[kv_head]):
+    computed = [head for one in kv_heads for head in heads_of[one]]
+    found = [(place, head) for place, head in enumerate(computed) if held is None or head in held.heads]
+    if len(found) < len(computed):
         there = [place for place, _ in found]
         expected = {name: Expected(one.value[:, there], one.tau[:, there], at) for name, one in expected.items()}
-    return ExactRows(expected, 0 if w.is_packed else batch, tuple(h for _, h in found), tuple(row + first for row in picked))
+    places = slice(0, 1) if w.is_packed else block.batches
+    return ExactRows(expected, places, tuple(h for _, h in found), tuple(row + first for row in picked))
+
+
+#: scores, and elements of k and v, that take little to compute exactly beside the rest of a look
+_CHEAP = 1 << 18
+
+
+def _run_of(several: Sequence[int], most: int, chosen: random.Random) -> list[int]:
+    """Return up to `most` that follow each other, at least one."""
+    number = min(max(1, most), len(several))
+    start = chosen.randrange(len(several) - number + 1)
+    return list(several[start : start + number])
 
 
 def _rows_in(segment: Segment, is_of_keys: bool, held: Held | None) -> Sequence[int]:

@@ -11,8 +11,11 @@ import torch
 from judging import attention, measure, with_gradients
 
 from pytest_attn import Workload
+from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency import kernel_work
+from pytest_attn.latency.exact_results import Attention
 from pytest_attn.latency.work import StaleError
+from pytest_attn.workloads.inputs import draw_inputs
 
 CPU = torch.device("cpu")
 WORKLOAD = Workload(192, heads=4, head_dim=32, dtype="float32")
@@ -43,6 +46,23 @@ def test_results_kept_by_what_does_not_tell_data_apart(key):
         return kept[known]
 
     refused(kernel)
+
+
+@pytest.mark.parametrize("names", [("out",), ("dq",), ("dk", "dv")], ids="+".join)
+@pytest.mark.parametrize("of", [(slice(None), -1), (-1,)], ids=["head", "batch entry"])
+def test_each_look_at_a_small_result_is_at_all_of_its_heads(names, of):
+    workload = Workload(96, batch=3, heads=4, head_dim=32, dtype="float32")
+    inputs = draw_inputs(workload, "randn", 0, CPU)
+    leaves = [t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out = attention(*leaves)
+    gradients = torch.autograd.grad(out, leaves, inputs.dout)
+    results = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    looks = Attention(CheckSpec(workload, CPU, backward=True), inputs, "forward+backward")
+    given, seen = [t.detach() for t in leaves], {name: results[name] for name in names}
+    assert not looks.fault_of(seen, given, inputs.dout)
+    for one in seen.values():
+        one[of].mul_(0.5)
+    assert all(looks.fault_of(seen, given, inputs.dout) for _ in range(20))
 
 
 def hits(kernel_of, direction="forward"):
