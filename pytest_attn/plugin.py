@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn import hooks
+from pytest_attn.processes.lifetime import keep_status
 from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
 from pytest_attn.session.kinds import KINDS, PARAMETER, CaseParameter, is_case, is_marked, kind_of
 from pytest_attn.session.options import add_options, require_known
@@ -98,8 +99,6 @@ def _marker_lines(config: pytest.Config) -> Iterable[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Have nothing that is imported or called from now on end the run as a success before it is over."""
-    from pytest_attn.processes.lifetime import keep_status
-
     session.config.add_cleanup(keep_status(lambda: int(session.exitstatus)))
 
 

@@ -187,6 +187,12 @@ def claims_a_time(q, k, v):
     from pytest_attn.ranks import isolated_worker
     isolated_worker.Server._measured = lambda self, order: {"p50": "short", "interval": [0, 1, 0.9]}
     return sdpa(q, k, v)
+
+def claims_a_device(q, k, v):
+    from pytest_attn.ranks import isolated_worker
+    run = isolated_worker.Server._measured
+    isolated_worker.Server._measured = lambda self, order: run(self, order) | {"p50": 1e-7, "mode": "events", "launch": 1.0}
+    return sdpa(q, k, v)
 """
 TESTS = """
 import pytest
@@ -274,9 +280,9 @@ def test_memory_that_is_given(attn):
 
 def test_what_a_process_claims_of_its_times_is_held_against_the_clock_of_the_judge(pytester):
     names = ["slows_the_clock", "keeps_answers", "is_ready_before", "idles_when_it_times_itself", "idles_in_a_row"]
-    pytester.makepyfile(test_it=TIMES.format(names=[*names, "claims_a_time"]))
+    pytester.makepyfile(test_it=TIMES.format(names=[*names, "claims_a_time", "claims_a_device"]))
     result = run(pytester, "--attn-isolated")
-    result.assert_outcomes(passed=4, failed=7)
+    result.assert_outcomes(passed=4, failed=8)
     slow = [*names[:3], "slows_the_clock_of_a_short_call"]
     result.stdout.fnmatch_lines(
         [
@@ -289,6 +295,7 @@ def test_what_a_process_claims_of_its_times_is_held_against_the_clock_of_the_jud
             "*kernels:idles_when_it_times_itself on *: its result is not that of the data it was given*",
             "*kernels:idles_in_a_row on *called in a row*: its result is not that of the data it was given*",
             "*kernels:claims_a_time: its process returned garbage in place of a time*",
+            "*kernels:claims_a_device: its process returned garbage in place of a time*",
         ]
     )
 
