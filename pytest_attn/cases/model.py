@@ -412,13 +412,12 @@ class ModelMeasurement(Measurement):
     def _with_substitutes(self, stack: ExitStack) -> tuple[list[Substitute], StepWork]:
         try:
             first = StepWork(self.model, self.step, self.direction)
+            backend = BackendSubstitute(self.subject, self.direction != "forward")
             with first.context():
-                substitutes = substitutes_of(
-                    BackendSubstitute(self.subject, self.direction != "forward"), first.stage(), self.model, self.functions
-                )
+                substitutes = substitutes_of(backend, first.stage(), self.model, self.functions)
             substitution = Substitution(substitutes)
             stack.enter_context(substitution.applied(self.model, self.functions))
-            work = StepWork(self.model, self.step, self.direction, self.optimizer, substitution.reset)
+            work = StepWork(self.model, self.step, self.direction, self.optimizer, substitution.reset, backend.look)
             with work.context():
                 substitution.require_complete(work.stage())
             return substitutes, work

@@ -19,7 +19,7 @@ import torch
 
 from pytest_attn.backends.streams import wait
 from pytest_attn.latency.statistics import median_interval
-from pytest_attn.latency.work import LatencyDirection, StaleError, Work
+from pytest_attn.latency.work import LatencyDirection, StaleError, Work, WrongResultError
 from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.step import backpropagate, device_of, finish_backward, named_tensors, watching_backward
 from pytest_attn.models.substitution import RecordedSubstitute, Substitute, Substitution, SubstitutionError, substitutes_of
@@ -29,7 +29,9 @@ _SAME = 0.05
 
 
 class StepWork(Work):
-    """A step that is repeated on the batch that it has. before_each: what is done, untimed, before each.
+    """A step that is repeated on the batch that it has. before_each: what is done before each, at next to no cost.
+
+    look: says how what steps have computed is wrong, "" where it is not; it is given whether it is the last time.
 
     direction: "forward" (without autograd), or "forward+backward", which drops all gradients before each step. optimizer: its
     step is part of the time; then the loss of each step is another one, and is not looked at.
@@ -42,9 +44,10 @@ class StepWork(Work):
         direction: LatencyDirection,
         optimizer: torch.optim.Optimizer | None = None,
         before_each: Callable[[], None] = lambda: None,
+        look: Callable[[bool], str] = lambda is_last: "",
     ) -> None:
         self._model, self._step, self.direction = model, step, direction
-        self._optimizer, self._before_each = optimizer, before_each
+        self._optimizer, self._before_each, self._look = optimizer, before_each, look
         self._parameters = list(model.parameters())
         self._first: float | None = None
         self.sets = [[]]
@@ -71,7 +74,6 @@ class StepWork(Work):
         self.on_call()
         for parameter in self._parameters:
             parameter.grad = None
-        self._before_each()
         return self._one
 
     def result(self, value: Any) -> torch.Tensor:
@@ -89,7 +91,13 @@ class StepWork(Work):
         if not abs(found - self._first) <= _SAME * abs(self._first) and not found == self._first:
             raise StaleError(f"the step is not repeatable: its result was {self._first:.4g}, then {found:.4g}")
 
+    def verify_kept(self, is_last: bool = False) -> None:
+        """Raise WrongResultError where what was computed in a step is wrong."""
+        if fault := self._look(is_last):
+            raise WrongResultError(f"timed: {fault}")
+
     def _one(self) -> torch.Tensor:
+        self._before_each()  # several steps may be staged at once
         result = named_tensors(self._step())
         if self._runs_backward:
             backpropagate(result)
@@ -100,6 +108,7 @@ class StepWork(Work):
     def _take_first_step(self) -> float:
         """Run the step once, see whether it runs the backward pass itself, and return how long it took."""
         self.stage()
+        self._before_each()
         wait(self.device)
         begun = time.perf_counter()
         with self.context():

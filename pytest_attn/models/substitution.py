@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +23,10 @@ from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import AttentionFn, Subject
-from pytest_attn.correctness.contract import check_contract
-from pytest_attn.correctness.reference import Reference
+from pytest_attn.correctness.comparison import limits_named, limits_of
+from pytest_attn.correctness.contract import check_contract, plain
+from pytest_attn.correctness.judge import compare_rows
+from pytest_attn.correctness.reference import Reference, exact_rows
 from pytest_attn.models.capture import AttentionCall, Computed, Recorder, Unread
 from pytest_attn.models.interception import (
     InterceptedCall,
@@ -136,12 +141,47 @@ class Preparation:
         raise SubstitutionError(f"{module}: a call of {function}: {reason}")
 
 
+class Seen(NamedTuple):
+    """A call of a timed step. inputs: with its own q, k and v. out: native. versions: of these four, as torch counts them."""
+
+    inputs: Inputs
+    out: torch.Tensor
+    versions: list[int]
+
+    @classmethod
+    def of(cls, inputs: Inputs, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Seen | None:
+        """Return it, None for tensors of inference, whose changes nobody counts."""
+        q, k, v = (t.detach() for t in tensors)
+        if any(t.is_inference() for t in (q, k, v, out)):
+            return None
+        out = out.detach()
+        given = dataclasses.replace(inputs, q=q, k=k, v=v, dout=out)  # of which only the shape counts
+        return cls(given, out, [t._version for t in (q, k, v, out)])
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether the model has changed none of the tensors since."""
+        return self.versions == [t._version for t in (self.inputs.q, self.inputs.k, self.inputs.v, self.out)]
+
+
+#: rows that are looked at of one call; what is off by no more than such a share, and so many times its budget, may be rounding
+_ROWS, _SHARE, _BUDGETS = 16, 0.05, 4.0
+#: looks at least, and beyond them which share of the time they may take
+_FEWEST_LOOKS, _SHARE_OF_LOOKS = 4, 0.04
+
+
 class BackendSubstitute(Preparation):
-    """Prepares a subject for every call of a step. backward: whether the step needs gradients."""
+    """Prepares a subject for every call of a step. backward: whether the step needs gradients.
+
+    Of one call of each timed step it keeps what was computed, in no copy, for `look`.
+    """
 
     def __init__(self, subject: Subject, backward: bool) -> None:
         super().__init__()
         self._subject, self._backward = subject, backward
+        self._looked_at, self._chosen = -1, random.Random(os.urandom(16))
+        self._seen: Seen | None = None
+        self._looks, self._looking, self._begun = 0, 0.0, time.perf_counter()
 
     def handle(self, intercepted: InterceptedCall) -> Any:
         """Prepare the subject for one call, and let it compute it."""
@@ -153,14 +193,51 @@ class BackendSubstitute(Preparation):
             raise SubstitutionError(f"{intercepted.module}: {error}") from None
         # a bias or sinks that are learned get no gradient: that of a later step would be of the run that prepared it
         held = {name: t.detach() for name, t in vars(inputs).items() if hasattr(t, "detach")}
-        kernel = self._subject.prepare(dataclasses.replace(inputs, **held), self._backward)
+        inputs = dataclasses.replace(inputs, **held)
+        kernel, number = self._subject.prepare(inputs, self._backward), len(self.substitutes)
 
         def compute(*tensors: torch.Tensor) -> Any:
-            out = kernel(*(arguments.to_native(t) for t in tensors))
-            return arguments.to_result(out[0] if isinstance(out, tuple | list) else out)
+            native = [arguments.to_native(t) for t in tensors]
+            out = kernel(*native)
+            out = out[0] if isinstance(out, tuple | list) else out
+            if not torch.compiler.is_compiling() and number == self._looked_at:
+                self._seen = Seen.of(inputs, native, plain("out", out))
+            return arguments.to_result(out)
 
         self.substitutes.append(compute)
         return compute(*intercepted.tensors)
+
+    def look(self, is_last: bool = False) -> str:
+        """Say how what was kept of the last step is not attention, "" where it is; choose another call for the next ones.
+
+        Where looking takes long, only now and then, and if it is the last time.
+        """
+        begun = time.perf_counter()
+        if self._looks >= _FEWEST_LOOKS and self._looking > _SHARE_OF_LOOKS * (begun - self._begun) and not is_last:
+            return ""
+        seen, self._seen = self._seen, None
+        self._looked_at = self._chosen.randrange(len(self.substitutes))
+        if seen is None or not seen.is_as_it_was:
+            return ""
+        fault = self._fault_of(seen)
+        self._looks += 1
+        self._looking += time.perf_counter() - begun
+        return fault
+
+    def _fault_of(self, seen: Seen) -> str:
+        subject, w = self._subject, seen.inputs.workload
+        inputs = subject.dequantized(seen.inputs) if subject.is_approximate else seen.inputs
+        precision = precision_named(subject.precision_on(inputs.device.type))
+        found = exact_rows(inputs, precision, ["out"], _ROWS, self._chosen)
+        if found is None:
+            return ""
+        expected = found.expected["out"]
+        got = found.of(seen.out.to(expected.value.device), w)
+        got = got.where(expected.value.any(-1, keepdim=True), 0)  # rows that see no key hold what libraries like
+        row = compare_rows("out", "", got, expected, w, limits_of("out", limits_named("default")))
+        if row.excess <= _BUDGETS or row.relative_l2 <= _SHARE:
+            return ""
+        return f"the out of {subject.name} is not attention on {w.id}: it differs from it by {row.relative_l2:.2g} of its norm"
 
 
 class RecordedSubstitute(Preparation):

@@ -1,6 +1,6 @@
 """A model's step as what is timed: what it runs, what it leaves alone, and attention swapped in it at no cost."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -9,16 +9,19 @@ from torch import nn
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
-from pytest_attn.latency.work import StaleError, verified
+from pytest_attn.latency.work import StaleError, WrongResultError, verified
 from pytest_attn.models.step import untouched
 from pytest_attn.models.step_timing import AttentionShare, StepWork, attention_share, optimizer_untouched
 from pytest_attn.models.substitution import (
     BackendSubstitute,
     RecordedSubstitute,
+    Seen,
     Substitution,
     SubstitutionError,
+    replacement,
     substitutes_of,
 )
+from pytest_attn.workloads.inputs import draw_inputs
 
 
 def gradients(model):
@@ -104,6 +107,48 @@ def test_a_step_that_is_another_one_each_time_is_refused(case):
     verified(work)
     with pytest.raises(StaleError, match="the step is not repeatable: its result was"):
         verified(work)
+
+
+def test_steps_that_are_staged_together_each_begin_with_their_first_call(case):
+    backend = BackendSubstitute(Registry()["math"], backward=True)
+    with substituted(case, backend) as (substitution, work):
+        for one in [work.stage() for _ in range(3)]:
+            one()
+        assert substitution._next == len(backend.substitutes)
+
+
+@pytest.mark.parametrize("when", ["at once", "late", "never"])
+def test_what_is_computed_in_a_timed_step_is_looked_at(when):
+    case, calls = HONEST["causal"](torch.float32), []
+
+    def attention(q, k, v, workload):
+        calls.append(1)
+        out = causal(q, k, v)
+        return out * 0.5 if when == "at once" or (when == "late" and len(calls) > 20) else out
+
+    backend = BackendSubstitute(replacement(attention), backward=True)
+    of_plain = StepWork(*case, "forward+backward").stage()
+    substitution = Substitution(substitutes_of(backend, of_plain, case.model, ()))
+    with substitution.applied(case.model, ()):
+        work = StepWork(*case, "forward+backward", before_each=substitution.reset, look=backend.look)
+        refused = pytest.raises(WrongResultError, match="timed: the out of attention is not")
+        with nullcontext() if when == "never" else refused:
+            for at in range(20):
+                work.stage()()
+                work.verify_kept(is_last=at == 19)
+    assert (backend._looks > 3) == (when != "at once")
+
+
+def test_tensors_that_a_model_has_changed_since_are_not_looked_at():
+    workload = Workload(8, heads=2, head_dim=16, dtype="float32")
+    inputs = draw_inputs(workload, "randn", 0, torch.device("cpu"))
+    out = causal(inputs.q, inputs.k, inputs.v)
+    seen = Seen.of(inputs, (inputs.q, inputs.k, inputs.v), out)
+    assert seen.is_as_it_was
+    out.mul_(2)
+    assert not seen.is_as_it_was
+    with torch.inference_mode():
+        assert Seen.of(inputs, (inputs.q, inputs.k, inputs.v), out.clone()) is None
 
 
 @pytest.mark.parametrize("name", ["causal", "grouped", "folded", "scaled", "encoder", "checkpointed", "padded"])
