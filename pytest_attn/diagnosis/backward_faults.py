@@ -56,6 +56,7 @@ def multiples_of_gradient(name: str, w: Workload, slope: float) -> Iterator[Faul
         ("gradient-ln-2-missing", 1 / math.log(2), "a factor of ln 2 is missing"),
         ("softcap-slope-scaled", w.softcap or 1.0, "softcap's derivative has a factor softcap too much"),
         ("softcap-slope-scaled", 1 / (w.softcap or 1.0), "softcap's derivative lacks a factor softcap"),
+        ("dropout-not-rescaled", 1 - w.dropout, "what dropout leaves is not divided by 1 - dropout"),
     ):
         if factor != 1:
             words = f"{name} is {slope:.4g} times the exact gradient: {words}"

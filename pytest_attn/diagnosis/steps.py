@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from pytest_attn.correctness.exact import Block, Chunk, modify, over_group, over_keys, over_rows, per_key, scaled_scores
+from pytest_attn.correctness.exact import (
+    Block,
+    Chunk,
+    kept_share,
+    modify,
+    over_group,
+    over_keys,
+    over_rows,
+    per_key,
+    scaled_scores,
+)
 from pytest_attn.correctness.reference import Reference, segments_of
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES
 from pytest_attn.workloads.inputs import Inputs
@@ -70,6 +80,11 @@ class RegionScores(Chunk):
     def dout(self) -> torch.Tensor:
         """The gradient of out, (1, heads, rows, v_head_dim)."""
         return self.block.dout[:, :, self.rows].double()
+
+    def dropped(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return P, or dP, (1, heads, rows, keys), as dropout leaves it."""
+        share = kept_share(self)
+        return weights if share is None else weights * share
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the region of a heads-first tensor (batch, heads, rows, ...) of query rows, its heads grouped."""
@@ -134,7 +149,7 @@ class AttentionSteps:
     def gradient(self, name: str) -> torch.Tensor:
         """Return dq (1, heads, rows, dim), dk or dv (1, kv_heads, keys, dim) of the region."""
         if name == "dv":
-            return self._over_rows(self.weigh(self.p()), self.region.dout)
+            return self._over_rows(self.weigh(self.region.dropped(self.p())), self.region.dout)
         ds = self.weigh(self._ds()[0])
         return over_keys(ds, self.region.k) if name == "dq" else self._over_rows(ds, self.region.q)
 
@@ -142,7 +157,8 @@ class AttentionSteps:
         """Return the variance of what is rounded on the way to a gradient of this value."""
         region, unit_squared = self.region, UNIT[self.region.workload.out_dtype] ** 2
         if name == "dv":
-            return (self._over_rows(self.weigh(self.p()).square(), region.dout.square()) + value.square()) * unit_squared
+            p = self.weigh(region.dropped(self.p()))
+            return (self._over_rows(p.square(), region.dout.square()) + value.square()) * unit_squared
         ds, weight = map(self.weigh, self._ds())
         if name == "dq":
             drift = over_keys(weight, region.k).square() * self.row_sum_var
@@ -159,7 +175,7 @@ class AttentionSteps:
         """Return dS as the products take it, and how much of D's own error enters."""
         region, p = self.region, self.p()
         slope = region.workload.softmax_scale * (1.0 if self.slope is None else self.slope)
-        dp = per_key(region.dout, region.v)
+        dp = region.dropped(per_key(region.dout, region.v))
         ds = self.dscores(p, dp, self.row_sum) * slope
         return ds, self.dscores(p, dp, self.row_sum + 1) * slope - ds
 
@@ -174,6 +190,6 @@ def honest_steps(reference: Reference, region: Region) -> AttentionSteps:
     out, dout = scores.of_rows(reference.tensors["out"].value), scores.dout
     p = (scores.scores - lse.masked_fill(lse == -math.inf, 0)).exp()
     of_out = (dout * out).square().sum(-1, keepdim=True)
-    of_p = (p * per_key(dout, scores.v)).square().sum(-1, keepdim=True)
+    of_p = (p * scores.dropped(per_key(dout, scores.v))).square().sum(-1, keepdim=True)
     row_sum = (dout * out).sum(-1, keepdim=True)
     return AttentionSteps(scores, lse, row_sum, of_out + of_p, scores.slope)

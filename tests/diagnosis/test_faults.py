@@ -8,6 +8,8 @@ import pytest
 import torch
 from judging import FULL, judged
 from planted_faults import PLANTED, judgment_of
+from reported_faults.judging import Case, check
+from reported_faults.table import FAULTS as REPORTED
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytest_attn
@@ -121,6 +123,24 @@ def test_sinks_that_are_rounded_are_named():
     workload = Workload(96, heads=4, head_dim=32, sinks=True, dtype="float32")
     comparison = judged(KernelBackend("rounded", RoundedSinks(), returns_lse=False), CheckSpec(workload, CPU))
     assert comparison.faults == ("sinks-rounded",)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dropout-missing-in-dp", "dq is that of a backward pass that recomputes P without dropout"),
+        (
+            "dv-without-the-factor-of-dropout",
+            "dv is 0.7999 times the exact gradient: what dropout leaves is not divided by 1 - dropout",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_gradient_of_dropout_is_named(name, words):
+    (fault,) = (one for one in REPORTED if one.name == name)
+    (workload,) = builtin_catalog().select("features-dropout")
+    with pytest.raises(AssertionError) as error:
+        check(fault.kernel(), Case(workload, backward=True))
+    assert re.findall(r"suggests +(.*)", str(error.value)) == [words]
 
 
 # -- hypotheses ------------------------------------------------------------------------------------------------------------
