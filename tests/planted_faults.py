@@ -202,6 +202,12 @@ OF_OUT = (
         ("cached-keys-unread",),
     ),
     Planted("softcap", explicit, FULL.replace(softcap=2.0), ("softcap-ignored",)),
+    Planted(
+        "softcap without tanh",
+        lambda q, k, v: ((q.float() @ k.float().mT / 8).clamp(-2, 2).softmax(-1) @ v.float()).to(q.dtype),
+        FULL.replace(softcap=2.0),
+        ("softcap-cuts-off",),
+    ),
     Planted("scale option", explicit, FULL.replace(scale=0.3), ("scale-option-ignored",)),
     Planted("sinks", explicit, FULL.replace(sinks=True), ("sinks-ignored",)),
     Planted("bias", explicit, FULL.replace(bias="hqk"), ("bias-ignored",)),

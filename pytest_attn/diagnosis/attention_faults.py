@@ -15,6 +15,7 @@ from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.correctness.exact import slopes_of
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
 from pytest_attn.workloads.inputs import Descales, Inputs, dequantized, factors_of
+from pytest_attn.workloads.kv_layout import with_keys_moved
 from pytest_attn.workloads.masks import Band, BooleanMask, MaskMod, NearMiss, ScoreMod, Sequences, StoredMask
 from pytest_attn.workloads.masks.band import in_band
 from pytest_attn.workloads.workload import Workload, key_heads, sequence_lengths, sequences_of
@@ -41,11 +42,16 @@ TILES = (256, 128, 64, 32, 16)
 def near_misses(w: Workload, drawn: Inputs) -> Iterator[NearMiss]:
     """Yield the near misses of a workload's mask: of its kind, then with its tiles, then with the ends of sequences."""
     mask, over = w.plain_mask, sequences_of(w, drawn.device)
+    visible = seen_by(drawn, w)
+    if w.cached is not None:
+        cached = torch.tensor(w.cached, device=drawn.device)
+        words = "without the new keys: only those count that were in the cache"
+        yield NearMiss("new-keys-unread", words, lambda b, h, q, kv: visible(b, h, q, kv) & (kv < cached[b]))
     if mask is not None:
         yield from mask.near_misses(over)
         if mask.band is not None:
             yield from _tiles(mask.band, w, over)
-    yield from _ends(seen_by(drawn, w), over)
+    yield from _ends(visible, over)
 
 
 def seen_by(inputs: Inputs, w: Workload) -> MaskMod:
@@ -169,12 +175,14 @@ def misread_tensors(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
 
 def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     if drawn.kv_lens is not None:
-        if len(set(w.kv_lens or ())) > 1:
+        if min(w.kv_lens or (w.kv_len,)) < w.kv_len:
             words = "that ignores kv_lens and sees padding"
-            yield AttentionFault("kv-lens-ignored", words, of_tensors(w, lambda i: {"kv_lens": None}))
+            yield AttentionFault("kv-lens-ignored", words, partial(_with_padding_seen, w))
+        if len(set(w.kv_lens or ())) > 1:
             of_first = _with(w, "kv_lens", lambda lens: lens[:1].expand_as(lens))
             yield AttentionFault("kv-len-of-first-batch-entry", "with the length of the first batch entry for all", of_first)
-        words = "with kv_lens one too short: the newest key is not seen"
+        or_window = ", or a window one key too early" if _window(w) else ""
+        words = f"with kv_lens one too short{or_window}: the newest key is not seen"
         one_less = _with(w, "kv_lens", lambda lens: (lens - 1).clamp(min=0))
         yield AttentionFault("newest-key-missing", words, one_less)
     yield from _padding(w, drawn)
@@ -188,6 +196,12 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
             tried.add(filled)
             words = f"that counts the zeros which fill up the last tile of keys (to a multiple of {tile}): they are not masked"
             yield AttentionFault("tail-zeros-counted", words, partial(_filled_with_zeros, w, filled))
+
+
+def _with_padding_seen(w: Workload, inputs: Inputs) -> Other:
+    """Count the padding as keys, where a kernel is given it."""
+    k, v = (with_keys_moved(w, t, 2) for t in (inputs.k, inputs.v))
+    return dataclasses.replace(inputs, k=k, v=v, kv_lens=None), w.replace(pad="right")
 
 
 #: elements of a mask's tensor above which it is not looked through
@@ -371,6 +385,13 @@ def _pages(w: Workload) -> Iterator[AttentionFault]:
         rows, used = torch.arange(len(table), device=table.device), -(-lens[:, None] // size)
         return {"page_table": table.flatten()[(rows[:, None] * used + numbers(table)).clamp(max=table.numel() - 1)]}
 
+    def unread(inputs: Inputs) -> dict[str, torch.Tensor]:
+        table = inputs.page_table
+        assert table is not None
+        return {"page_table": (numbers(table.flatten()[None]).view(table.shape)) % len(inputs.k)}
+
+    words = "that does not read the page table: pages lie one after the other, sequence by sequence"
+    yield AttentionFault("page-table-unread", words, of_tensors(w, unread))
     if any(n % size for n in w.kv_lens or ()):
         whole = _with(w, "kv_lens", lambda lens: lens // size * size)
         yield AttentionFault("last-page-skipped", "without the last page where it is not full", whole)
@@ -648,6 +669,12 @@ def _misread_slopes(w: Workload) -> Iterator[AttentionFault]:
 def misplaced_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     """Yield another order in which scores are modified, and rows that are counted from elsewhere."""
     yield from _misplaced_softcap(w, drawn)
+    if (band := _window(w)) is not None:
+        left, right, top_left = band
+        over = sequences_of(w, drawn.device)
+        for words, shift in (("early", 1), ("late", -1)):
+            moved = in_band(Band(left + shift, right - shift, top_left), over)
+            yield AttentionFault("window-shifted", f"whose window stands one key too {words}", of_workload(w, mask=moved))
     if w.alibi:
         lengths = [kv_len - q_len for q_len, kv_len in sequence_lengths(w)]
         if any(lengths):
@@ -664,10 +691,20 @@ def misplaced_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
                 yield AttentionFault("score-mod-rows-within-tile", words, local)
 
 
+def _window(w: Workload) -> tuple[int, int, bool] | None:
+    """Return the mask as a window that ends on both sides, None where it is none."""
+    left, right, top_left = w.band or Band(None, None, top_left=False)
+    return None if left is None or right is None else (left, right, top_left)
+
+
 def _misplaced_softcap(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     cap = w.softcap
     if cap is None:
         return
+    if not w.alibi and (w.bias is None or w.bias_before_softcap):
+        words = "whose softcap cuts scores off at -cap and cap, without tanh"
+        cut = _then(w, lambda s, *index: s.clamp(-cap, cap))
+        yield AttentionFault("softcap-cuts-off", words, of_workload(w, softcap=None, score_mod=cut))
     words = "whose softcap is not multiplied back: tanh(s / cap)"
     yield AttentionFault("softcap-not-multiplied-back", words, partial(_with_softcap_as_factor_1, w))
     if w.bias and w.bias_before_softcap:
