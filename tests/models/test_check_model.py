@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from models.zoo import DIM, HONEST, Attention, Block, Model, autocast_case, case_of, causal, flex_case, full, stack
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import pytest_attn
 from pytest_attn import Workload, check_model
@@ -51,6 +52,36 @@ def test_flex_attention_is_judged_forward(dtype):
 
     assert [call.function for call in found.calls] == ["flex_attention"] * 2
     assert found.calls[0].workload.mask == pytest_attn.Causal()
+
+
+@pytest.mark.parametrize("kept", [{"k": 2}, {"v": 2}], ids=["fewer keys", "fewer values"])
+def test_keys_and_values_in_other_numbers_of_heads_are_judged(kept):
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k[:, : kept.get("k")], v[:, : kept.get("v")], enable_gqa=True)
+
+    assert judge_model(*case_of(stack(attend))).passed
+
+
+@pytest.mark.parametrize(("variant", "is_bottom_right"), [(causal_lower_right, True), (causal_upper_left, False)])
+def test_a_causal_mask_of_torch_that_holds_no_numbers_is_read(variant, is_bottom_right):
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q[:, :, -9:], k, v, attn_mask=variant(9, k.shape[2])).mean(2, keepdim=True)
+
+    found = judge_model(*case_of(stack(attend)))
+
+    assert found.passed
+    assert {call.workload.mask for call in found.calls} == {pytest_attn.Causal(bottom_right=is_bottom_right)}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_in_words():
+    def attend(q, k, v):
+        nested = torch.nested.nested_tensor([q[0, :, :20], q[1]])
+        return F.scaled_dot_product_attention(nested, nested, nested).to_padded_tensor(0.0)
+
+    found = judge_model(*case_of(stack(attend)), backward=False)
+
+    assert "was not judged: q, k and v must be dense tensors; nested ones are not read" in found.message
 
 
 def test_autocast_calls_are_judged_in_the_dtype_that_they_are_computed_in():

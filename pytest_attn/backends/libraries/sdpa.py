@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, refuse_unread
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
 from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities, refusals_without
 from pytest_attn.backends.compilers import keeping_flash4
@@ -509,6 +510,9 @@ class KvCache(Backend):
 def _read(given: Mapping[str, Any]) -> AttentionArguments:
     """Read scaled_dot_product_attention, of which autocast casts an additive mask, too."""
     mask = given.get("attn_mask")
+    if isinstance(mask, CausalBias):  # which holds no numbers
+        is_bottom_right = mask.variant == CausalVariant.LOWER_RIGHT
+        return replace(read_plain({**given, "attn_mask": None}), mask=Causal(bottom_right=is_bottom_right))
     return read_plain(given if mask is None else {**given, "attn_mask": autocast(mask)})
 
 
@@ -564,8 +568,16 @@ def _broadcast(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Expand the leading dimensions of SDPA's tensors, as it broadcasts them; heads only where they are not grouped."""
+    """Expand the leading dimensions of SDPA's tensors, as it broadcasts them; heads only where they are not grouped.
+
+    Raises UnreadableError for nested tensors.
+    """
+    if any(t.is_nested for t in (q, k, v)):
+        raise UnreadableError("q, k and v must be dense tensors; nested ones are not read")
     heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (q, k, v)]
+    if 1 < min(heads[1:]) < max(heads[1:]):  # grouped otherwise than each other
+        k, v = (t.repeat_interleave(max(heads[1:]) // t.shape[-3], -3) for t in (k, v))
+        heads[1:] = [max(heads[1:])] * 2
     grouped = 1 < heads[1] < heads[0]
     leads = [t.shape[:-3] if grouped else t.shape[:-2] for t in (q, k, v)]
     if leads[0] == leads[1] == leads[2]:
