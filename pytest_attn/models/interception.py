@@ -388,7 +388,8 @@ class Tracker:
         self._names: dict[int, str] = {}
         #: each with the arguments that it was called with
         self._running: list[tuple[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]]] = []
-        self._ran: dict[str, torch.nn.Module] = {}
+        #: modules that ran
+        self.ran: dict[str, torch.nn.Module] = {}
         #: modules that made an attention call
         self.callers: dict[str, torch.nn.Module] = {}
         #: modules that computed a softmax outside of every attention call
@@ -426,7 +427,7 @@ class Tracker:
         if id(module) not in self._names:
             self._name(module)
         self._running.append((module, args, kwargs))
-        self._ran[self._names[id(module)]] = module
+        self.ran[self._names[id(module)]] = module
 
     def _leave(self, module: torch.nn.Module, _args: Any, _result: Any) -> None:
         while self._running and self._running.pop()[0] is not module:
@@ -461,7 +462,7 @@ class Tracker:
     def silent(self) -> list[str]:
         """Modules that ran without an attention call, and are built like one that made some."""
         kinds = {build_of(module) for module in self.callers.values()}
-        return [name for name, module in self._ran.items() if name not in self.callers and build_of(module) in kinds]
+        return [name for name, module in self.ran.items() if name not in self.callers and build_of(module) in kinds]
 
 
 def build_of(module: torch.nn.Module) -> tuple[object, ...]:

@@ -23,6 +23,7 @@ from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.models.check import odd_scales
 from pytest_attn.models.step import untouched
 from pytest_attn.models.token_model import TokenModel
+from pytest_attn.reports.lines import some
 from pytest_attn.workloads.workload import Workload
 
 #: what one of the model's own forward passes raises where it does not support what it is asked
@@ -255,9 +256,12 @@ def decoding(of: TokenModel, kind: str) -> str:
     if kind == "static" and not _supports_static(of):
         raise NotApplicable("its class does not say that it supports a static cache")
     try:
-        return _decoded(of, kind)
+        evidence = _decoded(of, kind)
     except _RAISED as error:
         raise NotApplicable(f"not run: with a {kind} cache the model raises {_in_a_line(error)}") from error
+    if evidence and of.unknown_kinds:
+        raise NotApplicable(f"not run: {some(of.unknown_kinds)} may see what follows a prompt otherwise ({evidence})")
+    return evidence
 
 
 def _supports_static(of: TokenModel) -> bool:

@@ -30,18 +30,22 @@ LIMIT = 4.0
 _CACHES = ("cache", "past_key_values")
 #: kinds of layers that mix tokens by attention, or not at all
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+#: kinds that mix them otherwise, and with a cache as without; others may see more of a prompt than of what follows it
+_OTHERS = {"linear_attention", "indexed_attention", "hybrid", "hybrid_sliding", "conv", "attention", "mamba", "recurrent"}
+_CONVOLUTIONS = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
 
 
 class Asked(NamedTuple):
     """What a model asked for in one run.
 
     calls: module and workload of each attention call. masks: functions of transformers that it had make its masks.
-    tells_documents: whether it handed them position_ids, which tell documents of one row apart.
+    tells_documents: whether it handed them position_ids, which tell documents of one row apart. parts: modules that ran.
     """
 
     calls: list[tuple[str, Workload]]
     masks: set[str]
     tells_documents: bool
+    parts: list[torch.nn.Module]
 
 
 class TokenModel:
@@ -130,17 +134,25 @@ class TokenModel:
         calls: list[tuple[str, Workload]] = []
         recorder = Recorder(lambda call: None, backward=False)
         recorder.made = lambda call: calls.append((call.module, call.workload))
-        with _masks_watched(self.model) as masks, intercept_attention(recorder, self.model):
+        with _masks_watched(self.model) as masks, intercept_attention(recorder, self.model) as tracker:
             self.rows_of(self.ids, self.places)
         recorder.finish()
-        return Asked(calls, set(masks), any(masks.values()))
+        return Asked(calls, set(masks), any(masks.values()), list(tracker.ran.values()))
 
     @property
     def mixes_otherwise(self) -> bool:
         """Whether it mixes tokens by more than attention: by convolutions, or by a state that goes from token to token."""
-        is_convolving = any(isinstance(part, torch.nn.Conv1d) and part.kernel_size != (1,) for part in self.model.modules())
+        # the weights of those of one dimension may be used where the module itself does not run
+        parts = (part for part in self.model.modules() if isinstance(part, _CONVOLUTIONS))
+        ran = set(map(id, self.asked.parts))
+        is_convolving = any({*p.kernel_size} != {1} and (id(p) in ran or len(p.kernel_size) == 1) for p in parts)
         kinds = set(self.says("layer_types") or ())
         return is_convolving or not kinds <= _ATTENTION or "create_recurrent_attention_mask" in self.asked.masks
+
+    @property
+    def unknown_kinds(self) -> list[str]:
+        """Kinds of its layers, as its configuration names them, that may give something else with a cache."""
+        return sorted({str(kind) for kind in self.says("layer_types") or ()} - _ATTENTION - _OTHERS)
 
     @cached_property
     def is_named_causal(self) -> bool | None:
@@ -153,11 +165,13 @@ class TokenModel:
             return self._causal
         if getattr(getattr(self._inner, "config", None), "is_encoder_decoder", False):
             return None
-        calls, masks, _ = self.asked
+        calls, masks, *_ = self.asked
         parts = dict(self._inner.named_modules())
         callers = [parts[name] for name, _ in calls if name in parts] or list(parts.values())
         flags = {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)}
         bands = [w.mask.band if w.mask is not None else None for _, w in calls if w.q_len == w.kv_len]
+        if self.says("use_bidirectional_attention") or self.says("is_causal") is False:
+            return None  # functions that make causal masks make others then
         if (
             self.says("is_decoder") is True
             or flags == {True}

@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from models.tiny import HEADS, tiny
 from torch import nn
 
+from pytest_attn.invariants.invariant import NotApplicable
+from pytest_attn.models import token_invariants
 from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.routing import Routing
 from pytest_attn.models.token_invariants import judge_model_invariants
+from pytest_attn.models.token_model import TokenModel
 
 TOKENS, WINDOW = 40, 8
 IDS = torch.randint(64, (3, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -399,6 +402,48 @@ def test_scales_that_layers_have_of_their_own_are_meant_as_a_check_takes_them():
     model.layers[1].scale = 1.0
 
     assert judge_model_invariants(model, IDS, only="field").passed
+
+
+class OverTokens(nn.Module):
+    """A convolution over neighboring tokens, as of an image that is one row high."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(32, 32, (1, 3), padding=(0, 1))
+
+    def forward(self, x):
+        return x + self.conv(x.mT[:, :, None])[:, :, 0].mT
+
+
+def test_a_convolution_over_tokens_may_see_padding_and_one_that_does_not_run_excuses_nothing():
+    model = Tokens(is_decoder=False)
+    model.mlp = OverTokens()
+    assert "mixes tokens by more than attention" in left_out(model, only="padded-right")["padded-right"]
+
+    model = Tokens("padding ignored")
+    model.vision = nn.Conv2d(3, 32, 8)
+    assert "padded-left" in broken(model)
+
+
+@pytest.mark.parametrize("says", [{"use_bidirectional_attention": True}, {"is_causal": False}])
+def test_a_configuration_that_says_both_sides_names_no_model_causal(says):
+    model = Tokens(**says)
+    model.layers[0].register_forward_hook(lambda part, args, out: out + out.mean(1, keepdim=True))
+
+    assert "nothing says that the model is causal" in left_out(model, only="future")["future"]
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [("reference_sliding_attention", False), ("linear_attention", True)])
+def test_a_kind_of_layer_that_nothing_is_known_of_may_decode_otherwise(kind, is_known, monkeypatch):
+    of = TokenModel(Tokens(layer_types=["full_attention", kind]), IDS)
+    monkeypatch.setattr(TokenModel, "cache_name", "cache")
+    monkeypatch.setattr(token_invariants, "_decoded", lambda of, kind: "row 20 differs")
+
+    if is_known:
+        assert token_invariants.decoding(of, "dynamic") == "row 20 differs"
+    else:
+        with pytest.raises(NotApplicable, match=rf"{kind} may see what follows a prompt otherwise \(row 20 differs\)"):
+            token_invariants.decoding(of, "dynamic")
 
 
 @pytest.mark.parametrize("layers", [slice(1, None), slice(None)], ids=["one", "all"])
