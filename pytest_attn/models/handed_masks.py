@@ -93,7 +93,8 @@ def forgotten(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:
 def beyond_window(given: AttentionArguments, window: object) -> str:
     """Say where a call shows keys beyond the window that its layer names beside the mask, "" where it does not.
 
-    window: keys that a query sees, with its own. Rows that see later keys, or all, are not causal: they may be of padding.
+    window: keys that a query sees, with its own. A call that shows a row later keys, but not all as where it is padding, is
+    not causal: its windows go to both sides, and count otherwise.
     """
     rows, keys = given.q.shape[-2], given.k.shape[-2]
     if not isinstance(window, int) or window < 1 or rows != keys or given.cu_seqlens is not None or given.score_mod:
@@ -101,8 +102,9 @@ def beyond_window(given: AttentionArguments, window: object) -> str:
     shown = shown_by(given)
     at = torch.arange(rows, device=shown.device)
     ahead = at[:, None] - at
-    is_causal = ~(shown & (ahead < 0)).any(-1, keepdim=True) & ~shown.all(-1, keepdim=True)
-    beyond = shown & (ahead >= window) & is_causal
+    shows_all = shown.all(-1, keepdim=True)
+    is_causal = ~(shown & (ahead < 0) & ~shows_all).flatten(-2).any(-1)[..., None, None]
+    beyond = shown & (ahead >= window) & is_causal & ~shows_all
     if not bool(beyond.any()):
         return ""
     *_, row, key = beyond.nonzero()[0].tolist()
