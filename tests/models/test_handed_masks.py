@@ -235,15 +235,15 @@ def test_a_backend_in_a_layers_place_does_not_hide_what_the_layer_forgot():
 
 
 @pytest.mark.parametrize("padding", [None, slice(0, 7), slice(17, None)], ids=["full", "left", "right"])
-@pytest.mark.parametrize(("reaches", "is_causal"), [(8, True), (9, True), (9, False)], ids=["kept", "too far", "to both sides"])
-def test_a_window_that_a_layer_names_is_that_of_causal_attention(reaches, is_causal, padding):
+@pytest.mark.parametrize(("reach", "is_causal"), [(8, True), (9, True), (9, False)], ids=["kept", "too far", "to both sides"])
+def test_a_window_that_a_layer_names_is_that_of_causal_attention(reach, is_causal, padding):
     real = torch.ones(BATCH, TOKENS, dtype=torch.bool)
     if padding:
         real[1, padding] = False
-    visible = (AHEAD < reaches) & (AHEAD >= 0 if is_causal else -AHEAD < reaches) & real[:, None, None]
+    visible = (reach > AHEAD) & (AHEAD > (-1 if is_causal else -reach)) & real[:, None, None]
     visible |= ~real[:, None, :, None]  # rows of padding see all
     tensors = (torch.zeros(BATCH, HEADS, TOKENS, 8) for _ in range(3))
 
     found = beyond_window(AttentionArguments(*tensors, visible=visible), window=8)
-    is_wrong = is_causal and reaches > 8
+    is_wrong = is_causal and reach > 8
     assert found == ("its layer says sliding_window=8, and the call shows key 0 to row 8" if is_wrong else "")
