@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -28,7 +27,6 @@ from pytest_attn.models.interception import (
     InterceptedCall,
     Tracker,
     as_functions,
-    build_of,
     intercept_attention,
     is_of_transformers,
     lacks_masks,
@@ -38,6 +36,7 @@ from pytest_attn.models.interception import (
 from pytest_attn.models.judge import judge_call, known_defect_of
 from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.ratios import ratios_of
+from pytest_attn.models.siblings import traits_of, with_strangers
 from pytest_attn.models.step import StepResult, device_of, refuse_scripted, require_arguments, run_step, untouched
 from pytest_attn.models.substitution import Replacer, replacement
 from pytest_attn.reports.lines import some
@@ -167,7 +166,7 @@ def judge_model(
     skipped = f"not judged, because inline= names them: {some(list(dict.fromkeys(left_out)))}" if left_out else ""
     comparison = ModelComparison(
         subject="" if subject is None else subject.name,
-        calls=tuple(sorted(with_odd_scales(judged.calls, tracker.callers), key=lambda call: call.order)),
+        calls=tuple(with_strangers(sorted(judged.calls, key=lambda call: call.order), tracker.callers)),
         unread=tuple(recorder.unread_calls),
         refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
         silent=tuple(tracker.silent),
@@ -242,7 +241,7 @@ class _Judged:
         """Hold a call against exact attention."""
         is_replaced = call.subject is not None
         facts = call.module, call.label, call.function, call.workload
-        more: Any = {"is_replaced": is_replaced, "order": call.order, "kernel": call.kernel}
+        more: Any = {"is_replaced": is_replaced, "order": call.order, "kernel": call.kernel, "traits": traits_of(call)}
         found = CallComparison(*facts, None, bool(call.gradients), misled=call.misled, **more)
         self.fills_empty_rows |= call.fills_empty_rows
         self.has_empty_rows |= call.empty_rows is not None and call.empty_rows.are_there
@@ -258,59 +257,6 @@ class _Judged:
             self.calls.append(dataclasses.replace(found, comparison=comparison, known=known))
         except ContractError as error:
             self.calls.append(dataclasses.replace(found, fault=str(error)))
-
-
-#: how near to a sibling's a scale is that is taken for a mistake: others are meant, as one that falls from layer to layer
-_ALIKE = (0.6, 1.6)
-
-
-def with_odd_scales(calls: list[CallComparison], callers: Mapping[str, torch.nn.Module]) -> Iterator[CallComparison]:
-    """Yield the calls; one whose scale is near that of modules built alike, and another one, is wrong."""
-    alike: dict[object, list[CallComparison]] = {}
-    for call in calls:
-        if call.module in callers:
-            alike.setdefault((build_of(callers[call.module]), call.workload.head_dim), []).append(call)
-    odd: dict[int, str] = {}
-    for group in alike.values():
-        found = odd_scales([call.workload for call in group], callers[group[0].module])
-        for at, (scale, sibling) in found.items():
-            own, other = group[at].workload.softmax_scale, group[sibling].label
-            odd[group[at].order] = f"its scale is {own:.6g}, and {scale:.6g} in {other}, which is the same kind of module"
-    for call in calls:
-        yield dataclasses.replace(call, misled=call.misled or odd.get(call.order, ""))
-
-
-def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) -> dict[int, tuple[float, int]]:
-    """Return which calls of modules built like this one have a scale of their own by mistake: the right one, and who has it.
-
-    What is right: 1 / sqrt(head_dim), what the module's configuration says, or what at least two siblings and twice as many as
-    have another agree on. Where siblings have three scales, or as many have one as the other, that is meant.
-    """
-    own = [w.softmax_scale for w in workloads]
-    scales = Counter(own)
-    usual, times = scales.most_common(1)[0]
-    if len(scales) != 2 or 2 < len(own) == 2 * times:
-        return {}
-    right = [workloads[0].replace(scale=None).softmax_scale, *_configured_scales(module)]
-    right += [usual] if times > 1 and 2 * (len(own) - times) <= times else []
-    right = [scale for scale in right if any(_is_alike(scale, one) for one in scales)]
-    found = {}
-    for at, scale in enumerate(own):
-        near = [one for one in right if _ALIKE[0] < scale / one < _ALIKE[1]]
-        if near and not any(_is_alike(scale, one) for one in right):
-            found[at] = near[0], next(number for number, one in enumerate(own) if _is_alike(one, near[0]))
-    return found
-
-
-def _is_alike(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4)
-
-
-def _configured_scales(module: torch.nn.Module | None) -> list[float]:
-    config = getattr(module, "config", None)
-    scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
-    scales = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier]
-    return [float(scale) for scale in scales if isinstance(scale, int | float) and scale > 0]
 
 
 # -- the masks that a model of transformers expects --------------------------------------------------------------------------

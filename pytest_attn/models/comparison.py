@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
@@ -17,6 +18,18 @@ from pytest_attn.reports.verdict import LONG_SUMS
 from pytest_attn.workloads.workload import Workload
 
 
+class Traits(NamedTuple):
+    """What the tensors of a call show.
+
+    reach: how many keys back the windows of causal attention show, None where there is none. keys: of each head the first one
+    that has the same keys, where some have the same and not all; values: the same of values.
+    """
+
+    reach: int | None = None
+    keys: tuple[int, ...] = ()
+    values: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class CallComparison:
     """The judgment of one call. module: who made it; function: what it went through. fault: why nothing could be compared.
@@ -24,6 +37,7 @@ class CallComparison:
     has_gradients: whether its gradients arrived and were judged. is_replaced: whether something else computed it. order: among
     all calls. kernel: what computed it, as far as that is known. known: the known defect that explains what is wrong.
     misled: what its layer should have asked: the mask that it was handed, and the call does not keep, or its siblings' scale.
+    traits: what its tensors show.
     """
 
     module: str
@@ -38,6 +52,7 @@ class CallComparison:
     kernel: str = ""
     known: str = ""
     misled: str = ""
+    traits: Traits = field(default_factory=Traits)
 
     @property
     def passed(self) -> bool:

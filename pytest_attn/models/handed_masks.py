@@ -20,7 +20,7 @@ from pytest_attn.backends.attention_args import AttentionArguments
 from pytest_attn.backends.dense import dense
 
 #: what a bias below hides, whatever the scores are
-_HIDES = -1e3
+HIDES = -1e3
 #: parts of the names of arguments that hold another sequence, to which a layer attends as well
 _OTHERS = ("encoder", "cross", "memory", "context", "key_value", "decoder")
 
@@ -175,7 +175,7 @@ def shown_by(given: AttentionArguments) -> torch.Tensor:
     if given.kv_lens is not None:
         lengths = torch.tensor(given.kv_lens, device=device)
         shown = shown & (torch.arange(shape[3], device=device) < lengths[:, None, None, None])
-    return shown if given.bias is None else shown & (given.bias.detach() > _HIDES)
+    return shown if given.bias is None else shown & (given.bias.detach() > HIDES)
 
 
 def _seen(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:

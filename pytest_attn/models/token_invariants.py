@@ -20,7 +20,7 @@ from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.invariants.check import Names, chosen_names
 from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
-from pytest_attn.models.check import odd_scales
+from pytest_attn.models.siblings import odd_scales
 from pytest_attn.models.step import untouched
 from pytest_attn.models.token_model import TokenModel
 from pytest_attn.reports.lines import some

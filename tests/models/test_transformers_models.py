@@ -205,9 +205,10 @@ def test_a_window_that_is_one_key_too_long_is_found(implementation):
     assert "its layer says sliding_window=16, and the call shows key 0 to row 16" in found.message
 
 
-def test_a_scale_that_one_layer_has_for_itself_is_found():
+@pytest.mark.parametrize("factor", [1.01, 2.0, 0.25])
+def test_a_scale_that_one_layer_has_for_itself_is_found(factor):
     model, step = case("gemma2", "eager")
-    model.model.layers[1].self_attn.scaling *= 1.01
+    model.model.layers[1].self_attn.scaling *= factor
 
     found = judge_model(model, step, scatter=0)
     assert [call.module for call in found.calls if not call.passed] == ["model.layers.1.self_attn"]
