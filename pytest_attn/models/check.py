@@ -41,7 +41,6 @@ from pytest_attn.models.step import StepResult, device_of, refuse_scripted, requ
 from pytest_attn.models.substitution import Replacer, replacement
 from pytest_attn.reports.lines import some
 from pytest_attn.workloads.distributions import Draw
-from pytest_attn.workloads.workload import Workload
 
 #: what computes a model's attention instead of what it calls itself
 Target = Callable[..., Any] | Subject | str

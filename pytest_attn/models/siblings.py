@@ -117,9 +117,9 @@ def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) ->
     """Return which calls of modules built like this one have a scale of their own by mistake: the right one, and who has it.
 
     What is right: 1 / sqrt(head_dim), what the module's configuration says, or what at least two siblings and twice as many as
-    have another agree on. Where siblings have three scales, or as many have one as the other, that is meant. So is one that is
-    far from the right one, but where siblings agree on 1 / sqrt(head_dim), and in models of transformers, which have no such
-    layers unless their configuration says so.
+    have another agree on. Where siblings have three scales, or as many have one as the other, that is meant. So is a large
+    difference, but where siblings agree on 1 / sqrt(head_dim), and in models of transformers, which have no such layers unless
+    their configuration says so.
     """
     own = [w.softmax_scale for w in workloads]
     scales = Counter(own)

@@ -240,7 +240,7 @@ def test_a_window_that_a_layer_names_is_that_of_causal_attention(reach, is_causa
     real = torch.ones(BATCH, TOKENS, dtype=torch.bool)
     if padding:
         real[1, padding] = False
-    visible = (reach > AHEAD) & (AHEAD > (-1 if is_causal else -reach)) & real[:, None, None]
+    visible = (reach > AHEAD) & ((-1 if is_causal else -reach) < AHEAD) & real[:, None, None]
     visible |= ~real[:, None, :, None]  # rows of padding see all
     tensors = (torch.zeros(BATCH, HEADS, TOKENS, 8) for _ in range(3))
 
