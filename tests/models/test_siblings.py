@@ -36,7 +36,8 @@ def wrong(*layers):
 
 
 SCALES = [
-    ((0.25, 0.25, 1.0), {2: "its scale is 1, and 0.25 in blocks.0.attn, which is the same kind of module"}),
+    ((0.25, 0.25, 0.5), {2: "its scale is 0.5, and 0.25 in blocks.0.attn, which is the same kind of module"}),
+    ((0.25, 0.25, 1.0), {}),
     ((0.25, 0.0625, 0.25), {1: "its scale is 0.0625, and 0.25 in blocks.0.attn, which is the same kind of module"}),
     ((0.25, 1.0), {}),
     ((0.25, 0.125, 0.0625), {}),

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
 from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
@@ -510,8 +509,8 @@ class KvCache(Backend):
 def _read(given: Mapping[str, Any]) -> AttentionArguments:
     """Read scaled_dot_product_attention, of which autocast casts an additive mask, too."""
     mask = given.get("attn_mask")
-    if isinstance(mask, CausalBias):  # which holds no numbers
-        is_bottom_right = mask.variant == CausalVariant.LOWER_RIGHT
+    if type(mask).__name__ == "CausalBias":  # of torch.nn.attention.bias, which holds no numbers
+        is_bottom_right = mask.variant.name == "LOWER_RIGHT"
         return replace(read_plain({**given, "attn_mask": None}), mask=Causal(bottom_right=is_bottom_right))
     return read_plain(given if mask is None else {**given, "attn_mask": autocast(mask)})
 
