@@ -205,6 +205,13 @@ def test_a_window_that_is_one_key_too_long_is_found(implementation):
     assert "its layer says sliding_window=16, and the call shows key 0 to row 16" in found.message
 
 
+def test_a_mask_of_pairs_that_the_test_hands_to_a_model_is_what_it_asks_whatever_window_its_layers_have():
+    model, _ = case("mistral", "sdpa")
+    seen = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+
+    assert check_model(model, lambda: model(input_ids=IDS, attention_mask=seen, labels=IDS, use_cache=False), scatter=0).passed
+
+
 @pytest.mark.parametrize("factor", [1.01, 2.0, 0.25])
 def test_a_scale_that_one_layer_has_for_itself_is_found(factor):
     model, step = case("gemma2", "eager")

@@ -508,7 +508,7 @@ class KvCache(Backend):
 
 def _read(given: Mapping[str, Any]) -> AttentionArguments:
     """Read scaled_dot_product_attention, of which autocast casts an additive mask, too."""
-    mask = given.get("attn_mask")
+    mask: Any = given.get("attn_mask")
     if type(mask).__name__ == "CausalBias":  # of torch.nn.attention.bias, which holds no numbers
         is_bottom_right = mask.variant.name == "LOWER_RIGHT"
         return replace(read_plain({**given, "attn_mask": None}), mask=Causal(bottom_right=is_bottom_right))
