@@ -1,12 +1,17 @@
-"""[project.urls], of one variable that the release sets: REPOSITORY_URL=https://HOST/OWNER/NAME. Without it there are none."""
+"""What an index shows: [project.urls], and README with links that lead to the repository.
+
+Of one variable that the release sets, REPOSITORY_URL=https://HOST/OWNER/NAME. Without it there are no urls and no links.
+"""
 
 import os
+import re
+from pathlib import Path
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class Urls(MetadataHookInterface):
-    """What an index shows beside the package."""
+    """Fills in what pyproject.toml calls dynamic."""
 
     def update(self, metadata: dict[str, object]) -> None:
         """Fill in the links."""
@@ -19,3 +24,8 @@ class Urls(MetadataHookInterface):
             "Security": "/blob/main/.github/SECURITY.md",
         }
         metadata["urls"] = {name: repository + page for name, page in pages.items()} if repository else {}
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        if repository:  # a picture is shown as it is, a page as the repository shows it
+            text = re.sub(r"(!\[[^\]]*\]\()(?!https?:|#)", rf"\1{repository}/raw/main/", text)
+            text = re.sub(r"(\]\()(?!https?:|#)", rf"\1{repository}/blob/main/", text)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}

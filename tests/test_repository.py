@@ -141,6 +141,20 @@ def test_the_matrix_has_every_python_and_the_oldest_torch():
     assert {f"torch=={oldest}.*", "torch"} <= {one["torch"] for one in matrix}
 
 
+def test_what_a_workflow_names_of_the_repository_is_there():
+    for path in ROOT.glob(".github/workflows/*.yml"):
+        named = re.findall(r"(?<![\w./-])(?:\.ci|docs|tests)/[\w./-]+", path.read_text())
+        assert [one for one in named if not (ROOT / one).exists()] == [], path.name
+
+
+def test_a_job_that_waits_for_the_gpu_is_not_canceled():
+    """By default GitHub keeps one of a group that waits, and cancels it when another comes."""
+    pages = [*ROOT.glob("docs/howto/*.md"), *ROOT.glob("**/.github/workflows/*.yml")]
+    told = re.findall(r"^concurrency: .*gpu.*", "".join(page.read_text() for page in pages), re.MULTILINE)
+    assert len(told) == 5
+    assert [line for line in told if not line.startswith("concurrency: { group: gpu, queue: max }")] == []
+
+
 def test_make_says_how_long_a_command_takes():
     text = (ROOT / "Makefile").read_text()
     for target in ("suite", "test", "test-all", "test-oldest", "lint", "docs"):

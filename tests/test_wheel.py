@@ -52,6 +52,14 @@ def test_the_wheel_of_a_release_links_to_its_repository(wheel):
     assert all((ROOT / path).exists() for path in paths)
 
 
+def test_readme_in_the_wheel_of_a_release_links_to_files_of_the_repository(wheel):
+    links = re.findall(r"\]\(([^)#]+)", metadata_of(wheel))
+    here = [link.removeprefix("https://example.org/attention/pytest-attn/") for link in links]
+    assert len(here) > 30
+    assert [link for link in here if not re.match(r"(blob|raw)/main/", link)] == []
+    assert [link for link in here if not (ROOT / link.partition("/main/")[2]).exists()] == []
+
+
 def test_the_wheel_has_types_suite_and_entry_point(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"pytest_attn/py.typed", "pytest_attn/suite/test_correctness.py"} <= set(names)
