@@ -22,6 +22,7 @@ from pytest_attn.reports.html.page import (
     short,
     shown_verdict,
     to_script,
+    why,
     words_of,
 )
 
@@ -136,6 +137,13 @@ def judged(*verdicts):
 )
 def test_one_sentence_says_how_the_run_went(verdicts, expected):
     assert sentence(judged(*verdicts)) == expected
+
+
+def test_the_page_opens_with_what_most_cases_have():
+    hint = ({"label": "suggests", "text": "the mask is left out"},)
+    raised, once, *twice = judged("raised", "mismatch", "mismatch", "mismatch")
+    often = [one | {"subject": "often", "explanation": hint} for one in twice]
+    assert why([raised, once | {"subject": "alone", "explanation": hint}, *often]).startswith("often on ")
 
 
 def test_machines_are_told_apart_but_not_the_gpus_of_one():

@@ -302,10 +302,15 @@ def sentence(records: Sequence[Record]) -> str:
 def why(records: Sequence[Record]) -> str:
     """Say what the gravest finding is, and what it suggests; "" where nothing is wrong."""
     order = [verdict.value for verdict in Verdict]
-    wrong = [(order.index(r["verdict"]), not _suggested(r), r) for r in records if words_of(shown_verdict(r)).tone == "bad"]
+    wrong = [record for record in records if words_of(shown_verdict(record)).tone == "bad"]
     if not wrong:
         return ""
-    first = min(wrong, key=lambda one: one[:2])[2]
+    alike = Counter((record["verdict"], record["subject"]) for record in wrong)
+
+    def place(record: Record) -> tuple[int, bool, int]:
+        return order.index(record["verdict"]), not _suggested(record), -alike[record["verdict"], record["subject"]]
+
+    first = min(wrong, key=place)  # as in the list of what is wrong: of those as grave, what most cases have
     return f"{first['subject']} on {first['workload']}: {'; '.join([first['reason'], *_suggested(first)[:1]])}"
 
 
