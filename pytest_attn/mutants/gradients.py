@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, OTHER_ALIGNMENT, TAIL_MISSING, recomputed
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
-from pytest_attn.mutants.masks import TopLeft
-from pytest_attn.mutants.mutant import Applies, Defects, named
+from pytest_attn.mutants.masks import BottomRightTakenForTopLeft
+from pytest_attn.mutants.mutant import Applies, Defects
 from pytest_attn.mutants.reach import (
     all_of,
     cuts_keys,
@@ -34,8 +34,7 @@ def _backward(*conditions: Applies) -> Applies:
     return all_of(in_backward, *conditions)
 
 
-@GRADIENTS("delta-missing", "FA#2756", applies=in_backward)
-@named("d-missing")
+@GRADIENTS("FA#2756", applies=in_backward, faults=("d-missing",))
 class _DeltaMissing(Kernel):
     """dS is P dP: the softmax's own sum is forgotten."""
 
@@ -43,8 +42,7 @@ class _DeltaMissing(Kernel):
         return p * dp
 
 
-@GRADIENTS("delta-of-next-head", "FA@b3f1b6a5", applies=_backward(has_several_heads))
-@named("d-of-next-head")
+@GRADIENTS("FA@b3f1b6a5", applies=_backward(has_several_heads), faults=("d-of-next-head",))
 class _DeltaOfNextHead(Kernel):
     """A head takes the delta of its neighbor."""
 
@@ -52,8 +50,7 @@ class _DeltaOfNextHead(Kernel):
         return super().delta(call, out, dout, dlse).roll(-1, -2)
 
 
-@GRADIENTS("lse-of-first-batch-entry", "TE#3216", applies=_backward(is_dense, lambda w, _: w.batch > 1))
-@named("lse-of-first-batch-entry")
+@GRADIENTS("TE#3216", applies=_backward(is_dense, lambda w, _: w.batch > 1), faults=("lse-of-first-batch-entry",))
 class _LseOfFirstBatchEntry(Kernel):
     """The backward pass takes the lse of the batch's first entry for all."""
 
@@ -61,8 +58,7 @@ class _LseOfFirstBatchEntry(Kernel):
         return lse if call.workload.is_packed else lse[:1].expand_as(lse)
 
 
-@GRADIENTS("null-lse", "PT#188302", applies=in_backward)
-@named("lse-missing-in-backward")
+@GRADIENTS("PT#188302", applies=in_backward, faults=("lse-missing-in-backward",))
 class _NullLse(Kernel):
     """P is computed again as exp(s), as no lse was saved."""
 
@@ -70,8 +66,7 @@ class _NullLse(Kernel):
         return lse.new_zeros(lse.shape)
 
 
-@GRADIENTS("lse-without-sink-again", "cudnn-frontend#421", applies=_backward(lambda w, _: bool(w.sinks)))
-@named("sink-missing-in-lse")
+@GRADIENTS("cudnn-frontend#421", applies=_backward(lambda w, _: bool(w.sinks)), faults=("sink-missing-in-lse",))
 class _LseWithoutSinkAgain(Kernel):
     """P is computed again without the sink's share of the denominator."""
 
@@ -83,8 +78,7 @@ class _LseWithoutSinkAgain(Kernel):
         return lse + (1 - share).clamp_(min=0).log()
 
 
-@GRADIENTS("scale-missing-in-dk", "FA#2651", applies=_backward(lambda w, _: w.softmax_scale != 1))
-@named("gradient-scale-missing")
+@GRADIENTS("FA#2651", applies=_backward(lambda w, _: w.softmax_scale != 1), faults=("gradient-scale-missing",))
 class _ScaleMissingInDk(Kernel):
     """dk is not scaled."""
 
@@ -92,8 +86,11 @@ class _ScaleMissingInDk(Kernel):
         return ds.transpose(-1, -2) @ q
 
 
-@GRADIENTS("dq-scaled-twice", "HKUSTDial/flash-sparse-attention#203", applies=_backward(lambda w, _: w.softmax_scale != 1))
-@named("gradient-scale-applied-twice")
+@GRADIENTS(
+    "HKUSTDial/flash-sparse-attention#203",
+    applies=_backward(lambda w, _: w.softmax_scale != 1),
+    faults=("gradient-scale-applied-twice",),
+)
 class _DqScaledTwice(Kernel):
     """dq is scaled with dS and once more at the end."""
 
@@ -101,8 +98,7 @@ class _DqScaledTwice(Kernel):
         return super().dq(tile, ds, k) * self.scale(tile.seq.call)
 
 
-@GRADIENTS("group-overwritten", "NATTEN#328", applies=_backward(is_grouped))
-@named("group-overwritten")
+@GRADIENTS("NATTEN#328", applies=_backward(is_grouped), faults=("group-overwritten",))
 class _GroupOverwritten(Kernel):
     """Of a group's shares of dk and dv only the last query head's is left."""
 
@@ -110,8 +106,7 @@ class _GroupOverwritten(Kernel):
         return x[tile.workload.group - 1 :: tile.workload.group]
 
 
-@GRADIENTS("group-summed-interleaved", "fla#384", "NATTEN#328", applies=_backward(is_grouped_twice))
-@named("group-summed-interleaved")
+@GRADIENTS("fla#384", "NATTEN#328", applies=_backward(is_grouped_twice), faults=("group-summed-interleaved",))
 class _GroupSummedInterleaved(Kernel):
     """dk and dv of query head h are added to key head h % kv_heads."""
 
@@ -120,8 +115,7 @@ class _GroupSummedInterleaved(Kernel):
         return x.view(w.group, w.kv_heads, *x.shape[1:]).sum(0)
 
 
-@GRADIENTS("row-tiles-overwrite-dk", "NATTEN#328", "xf#381", applies=_backward(has_several_row_tiles))
-@named("row-tiles-overwrite")
+@GRADIENTS("NATTEN#328", "xf#381", applies=_backward(has_several_row_tiles), faults=("row-tiles-overwrite",))
 class _RowTilesOverwriteDk(Kernel):
     """dk and dv are those of the last tile of rows: shares are stored, not added."""
 
@@ -130,9 +124,13 @@ class _RowTilesOverwriteDk(Kernel):
         there.copy_(share[:, : there.shape[1]])
 
 
-@GRADIENTS("mask-missing-in-backward", "FA@a4f148b6", "fla#988", applies=_backward(cuts_keys))
-@named(*recomputed(("mask-ignored", "mask-ignored-within-tiles", "window-left-ignored", "window-right-ignored")))
-class _MaskMissing(Kernel):
+@GRADIENTS(
+    "FA@a4f148b6",
+    "fla#988",
+    applies=_backward(cuts_keys),
+    faults=recomputed(("mask-ignored", "mask-ignored-within-tiles", "window-left-ignored", "window-right-ignored")),
+)
+class _MaskMissingInBackward(Kernel):
     """The backward pass masks no more than the end of the sequence."""
 
     def masked_again(self, tile: Tile, s: Tensor) -> Tensor:
@@ -140,14 +138,13 @@ class _MaskMissing(Kernel):
 
 
 @GRADIENTS(
-    "always-causal-in-backward",
     "triton#4541",
     "triton#5660",
     "triton#7216",
     applies=_backward(lambda w, _: w.mask is None and w.kv_len > 1),
+    faults=("recomputed-causal-not-asked-for", "causal-not-asked-for"),
 )
-@named("recomputed-causal-not-asked-for", "causal-not-asked-for")
-class _AlwaysCausal(Kernel):
+class _AlwaysCausalInBackward(Kernel):
     """The backward pass is causal, also where the forward pass was not."""
 
     def masked_again(self, tile: Tile, s: Tensor) -> Tensor:
@@ -155,29 +152,28 @@ class _AlwaysCausal(Kernel):
         return self.masked(tile, s).masked_fill(~seen, -math.inf)
 
 
-@GRADIENTS("aligned-top-left-in-backward", "ffpa#300", "FA@c65b5106", applies=_backward(is_bottom_right))
-@named(*recomputed(OTHER_ALIGNMENT), *OTHER_ALIGNMENT)
-class _AlignedTopLeft(Kernel):
+@GRADIENTS(
+    "ffpa#300", "FA@c65b5106", applies=_backward(is_bottom_right), faults=(*recomputed(OTHER_ALIGNMENT), *OTHER_ALIGNMENT)
+)
+class _AlignedTopLeftInBackward(Kernel):
     """The backward pass aligns a causal mask to the first key, where the forward pass took the last."""
 
     def masked_again(self, tile: Tile, s: Tensor) -> Tensor:
-        return TopLeft(self.row_tile, self.key_tile).masked(tile, s)
+        return BottomRightTakenForTopLeft(self.row_tile, self.key_tile).masked(tile, s)
 
     def key_tiles_again(self, seq: Sequence, rows: range) -> list[range]:
-        return TopLeft(self.row_tile, self.key_tile).key_tiles(seq, rows)
+        return BottomRightTakenForTopLeft(self.row_tile, self.key_tile).key_tiles(seq, rows)
 
 
-@GRADIENTS("last-key-tile-missing-in-backward", "FA@a4f148b6", applies=_backward(has_key_tail))
-@named(*recomputed(TAIL_MISSING), *TAIL_MISSING)
-class _LastKeyTileMissing(Kernel):
+@GRADIENTS("FA@a4f148b6", applies=_backward(has_key_tail), faults=(*recomputed(TAIL_MISSING), *TAIL_MISSING))
+class _LastKeyTileMissingInBackward(Kernel):
     """The backward pass leaves out the keys after the last full tile."""
 
     def key_tiles_again(self, seq: Sequence, rows: range) -> list[range]:
         return [keys for keys in self.key_tiles(seq, rows) if keys.stop <= seq.kv_len]
 
 
-@GRADIENTS("tail-not-masked-again", "PT#196678", "FA@a4f148b6", applies=_backward(shows_tail), condition="magnitude")
-@named("exp-overflow")
+@GRADIENTS("PT#196678", "FA@a4f148b6", applies=_backward(shows_tail), condition="magnitude", faults=("exp-overflow",))
 class _TailNotMaskedAgain(Kernel):
     """The zeros that fill up the last tile of keys are not masked: they add nothing, unless exp(0 - lse) is infinite."""
 
@@ -185,9 +181,8 @@ class _TailNotMaskedAgain(Kernel):
         return s.masked_fill(~self.unmasked(tile), -math.inf)
 
 
-@GRADIENTS("kv-length-ignored-in-backward", "FA#2315", "FA#2167", applies=_backward(is_padded))
-@named(*recomputed(LENGTHS_MISREAD), *LENGTHS_MISREAD)
-class _KvLengthIgnored(Kernel):
+@GRADIENTS("FA#2315", "FA#2167", applies=_backward(is_padded), faults=(*recomputed(LENGTHS_MISREAD), *LENGTHS_MISREAD))
+class _KvLengthIgnoredInBackward(Kernel):
     """The backward pass sees padded keys."""
 
     def backward(self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> QKV:
@@ -195,17 +190,20 @@ class _KvLengthIgnored(Kernel):
         return super().backward(dataclasses.replace(call, inputs=unpadded), out, lse, dout, dlse)
 
 
-@GRADIENTS("bias-missing-in-backward", "PT#188302", "FA#540", applies=_backward(lambda w, _: bool(w.bias or w.alibi)))
-@named(*recomputed(("bias-ignored", "alibi-ignored")))
-class _BiasMissing(Kernel):
+@GRADIENTS(
+    "PT#188302",
+    "FA#540",
+    applies=_backward(lambda w, _: bool(w.bias or w.alibi)),
+    faults=recomputed(("bias-ignored", "alibi-ignored")),
+)
+class _BiasMissingInBackward(Kernel):
     """P is computed again without bias and ALiBi."""
 
     def modified_again(self, tile: Tile, s: Tensor) -> Tensor:
         return self.capped(tile, s) if tile.workload.score_mod is None else self.modified(tile, s)
 
 
-@GRADIENTS("softcap-slope-missing", "FA#2402", applies=_backward(lambda w, _: w.softcap is not None))
-@named("softcap-slope-missing")
+@GRADIENTS("FA#2402", applies=_backward(lambda w, _: w.softcap is not None), faults=("softcap-slope-missing",))
 class _SoftcapSlopeMissing(Kernel):
     """The derivative of the softcap is taken for 1."""
 
@@ -213,8 +211,7 @@ class _SoftcapSlopeMissing(Kernel):
         return scaled * 0 + 1
 
 
-@GRADIENTS("softcap-slope-of-capped-score", "FA#2402", applies=_backward(lambda w, _: w.softcap is not None))
-@named("softcap-slope-of-capped-score")
+@GRADIENTS("FA#2402", applies=_backward(lambda w, _: w.softcap is not None), faults=("softcap-slope-of-capped-score",))
 class _SoftcapSlopeOfCappedScore(Kernel):
     """The derivative of the softcap is taken at the capped score, not at the score."""
 
@@ -222,8 +219,9 @@ class _SoftcapSlopeOfCappedScore(Kernel):
         return super().softcap_slope(cap * (scaled / cap).tanh(), cap)
 
 
-@GRADIENTS("score-mod-slope-missing", "FA#2402", "PT#146377", applies=_backward(lambda w, _: w.score_mod is not None))
-@named("score-mod-slope-missing")
+@GRADIENTS(
+    "FA#2402", "PT#146377", applies=_backward(lambda w, _: w.score_mod is not None), faults=("score-mod-slope-missing",)
+)
 class _ScoreModSlopeMissing(Kernel):
     """The derivative of score_mod is taken for 1."""
 
@@ -231,16 +229,15 @@ class _ScoreModSlopeMissing(Kernel):
         return s * 0 + 1
 
 
-@GRADIENTS("empty-row-is-nan-in-backward", "PT#125674", "FA#2421", applies=_backward(has_fully_masked_row_in_visited_tile))
-@named(*EMPTY_ROWS)
-class _EmptyRowIsNan(Kernel):
+@GRADIENTS("PT#125674", "FA#2421", applies=_backward(has_fully_masked_row_in_visited_tile), faults=EMPTY_ROWS)
+class _EmptyRowIsNanInBackward(Kernel):
     """P of a row that sees no key is computed again as exp(-inf - -inf)."""
 
     def recomputed(self, s: Tensor, lse: Tensor) -> Tensor:
         return (s - lse[..., None]).exp()
 
 
-@GRADIENTS("dv-columns-misplaced", "FA#2552", applies=_backward(lambda w, _: w.v_head_dim != w.head_dim))
+@GRADIENTS("FA#2552", applies=_backward(lambda w, _: w.v_head_dim != w.head_dim))
 class _DvColumnsMisplaced(Kernel):
     """The last 16 columns of dv are stored in the wrong order where v's head dimension is not k's."""
 
@@ -252,7 +249,7 @@ class _DvColumnsMisplaced(Kernel):
         return share
 
 
-@GRADIENTS("gradient-of-lse-ignored", "FA#404", "FA#889", "FA#1137", applies=in_backward, condition="lse-gradient")
+@GRADIENTS("FA#404", "FA#889", "FA#1137", applies=in_backward, condition="lse-gradient")
 class _GradientOfLseIgnored(Kernel):
     """What flows back through lse is dropped."""
 
@@ -260,7 +257,7 @@ class _GradientOfLseIgnored(Kernel):
         return super().delta(call, out, dout, None)
 
 
-@GRADIENTS("gradient-of-lse-with-wrong-sign", "FA#1137", "NATTEN#299", applies=in_backward, condition="lse-gradient")
+@GRADIENTS("FA#1137", "NATTEN#299", applies=in_backward, condition="lse-gradient")
 class _GradientOfLseWithWrongSign(Kernel):
     """What flows back through lse is added to delta, not taken off."""
 

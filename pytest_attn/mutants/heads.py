@@ -8,15 +8,19 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Kernel, Sequence, Tile, positions
 from pytest_attn.mutants.layout import contiguous_strides, read_with_strides
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, is_dense, is_grouped, is_grouped_twice
 from pytest_attn.workloads.workload import is_interleaved
 
 HEADS = Defects("heads")
 
 
-@HEADS("groups-interleaved", "HipKittens#22", "FI#1148", applies=all_of(is_grouped_twice, lambda w, _: not is_interleaved(w)))
-@named("heads-interleaved")
+@HEADS(
+    "HipKittens#22",
+    "FI#1148",
+    applies=all_of(is_grouped_twice, lambda w, _: not is_interleaved(w)),
+    faults=("heads-interleaved",),
+)
 class _GroupsInterleaved(Kernel):
     """Query head h reads key head h % kv_heads, not h // group."""
 
@@ -24,8 +28,7 @@ class _GroupsInterleaved(Kernel):
         return positions(range(seq.workload.heads), seq.call.q) % seq.workload.kv_heads
 
 
-@HEADS("group-taken-for-number-of-key-heads", "HipKittens#22", applies=lambda w, _: w.kv_heads not in (1, w.group))
-@named("group-taken-for-kv-heads")
+@HEADS("HipKittens#22", applies=lambda w, _: w.kv_heads not in (1, w.group), faults=("group-taken-for-kv-heads",))
 class _GroupTakenForNumberOfKeyHeads(Kernel):
     """Query head h reads key head h // kv_heads, which is right only where groups are as large as they are many."""
 
@@ -35,12 +38,11 @@ class _GroupTakenForNumberOfKeyHeads(Kernel):
 
 
 @HEADS(
-    "group-rounded-to-power-of-two",
     "FI#1148",
     "FI#1614",
     applies=all_of(is_grouped_twice, lambda w, _: bool(w.group & (w.group - 1))),
+    faults=("group-rounded-to-power-of-two",),
 )
-@named("group-rounded-to-power-of-two")
 class _GroupRoundedToPowerOfTwo(Kernel):
     """Groups of 3, 5 or 7 query heads are taken for groups of 4 or 8."""
 
@@ -48,8 +50,7 @@ class _GroupRoundedToPowerOfTwo(Kernel):
         return positions(range(seq.workload.heads), seq.call.q) >> (seq.workload.group - 1).bit_length()
 
 
-@HEADS("groups-ignored", "SageAttention#302", "xf#854", applies=is_grouped_twice)
-@named("groups-ignored")
+@HEADS("SageAttention#302", "xf#854", applies=is_grouped_twice, faults=("groups-ignored",))
 class _GroupsIgnored(Kernel):
     """Query head h reads key head h, as far as there are key heads."""
 
@@ -57,8 +58,7 @@ class _GroupsIgnored(Kernel):
         return positions(range(seq.workload.heads), seq.call.q).clamp_(max=seq.workload.kv_heads - 1)
 
 
-@HEADS("last-odd-head-lost", "PT#193893", applies=lambda w, _: w.heads % 2 == 1)
-@named("zeros-there")
+@HEADS("PT#193893", applies=lambda w, _: w.heads % 2 == 1, faults=("zeros-there",))
 class _LastOddHeadLost(Kernel):
     """Heads are taken two by two, and the last of an odd number stays zero."""
 
@@ -68,8 +68,9 @@ class _LastOddHeadLost(Kernel):
         return out, lse
 
 
-@HEADS("head-dim-tail-not-read", "FA#2591", "FA#2594", applies=lambda w, _: bool(w.head_dim % 16))
-@named("head-dim-tail-unread", "scores-without-effect")
+@HEADS(
+    "FA#2591", "FA#2594", applies=lambda w, _: bool(w.head_dim % 16), faults=("head-dim-tail-unread", "scores-without-effect")
+)
 class _HeadDimTailNotRead(Kernel):
     """Only whole steps of 16 of the head dimension are multiplied."""
 
@@ -79,12 +80,11 @@ class _HeadDimTailNotRead(Kernel):
 
 
 @HEADS(
-    "values-read-with-keys-head-dim",
     "FA@e3b2400a",
     "FA@9e07d6d3",
     applies=all_of(is_dense, lambda w, _: w.v_head_dim != w.head_dim),
+    faults=("v-with-head-dim-of-k",),
 )
-@named("v-with-head-dim-of-k")
 class _ValuesReadWithKeysHeadDim(Kernel):
     """Rows of v are taken to lie head_dim apart, as those of k do."""
 
@@ -94,8 +94,7 @@ class _ValuesReadWithKeysHeadDim(Kernel):
         return q, k, read_with_strides(v, contiguous_strides((*v.shape[:-1], k.shape[-1])))
 
 
-@HEADS("keys-of-first-batch-entry", "TE#3216", "jax#36702", applies=all_of(is_dense, lambda w, _: w.batch > 1))
-@named("keys-of-first-batch-entry")
+@HEADS("TE#3216", "jax#36702", applies=all_of(is_dense, lambda w, _: w.batch > 1), faults=("keys-of-first-batch-entry",))
 class _KeysOfFirstBatchEntry(Kernel):
     """Every batch entry reads the keys of the first: a stride of 0."""
 
@@ -104,8 +103,7 @@ class _KeysOfFirstBatchEntry(Kernel):
         return self.load(seq, seq.call.k, tile.keys)
 
 
-@HEADS("sink-of-key-head", "FI#4525", applies=all_of(is_grouped, lambda w, _: bool(w.sinks)))
-@named("sink-of-key-head")
+@HEADS("FI#4525", applies=all_of(is_grouped, lambda w, _: bool(w.sinks)), faults=("sink-of-key-head",))
 class _SinkOfKeyHead(Kernel):
     """A query head takes the sink with the number of its key head."""
 
@@ -114,8 +112,7 @@ class _SinkOfKeyHead(Kernel):
         return None if sinks is None else sinks[self.kv_head_of(seq)]
 
 
-@HEADS("alibi-slope-of-key-head", "vllm#1938", applies=all_of(is_grouped, lambda w, _: bool(w.alibi)))
-@named("alibi-slope-of-key-head")
+@HEADS("vllm#1938", applies=all_of(is_grouped, lambda w, _: bool(w.alibi)), faults=("alibi-slope-of-key-head",))
 class _AlibiSlopeOfKeyHead(Kernel):
     """A query head takes the slope with the number of its key head."""
 
@@ -123,8 +120,7 @@ class _AlibiSlopeOfKeyHead(Kernel):
         return slopes[self.kv_head_of(tile.seq)]
 
 
-@HEADS("bias-of-first-head", "jax#36702", "xf#788", applies=lambda w, _: w.heads > 1 and "h" in (w.bias or ""))
-@named("bias-of-first-head")
+@HEADS("jax#36702", "xf#788", applies=lambda w, _: w.heads > 1 and "h" in (w.bias or ""), faults=("bias-of-first-head",))
 class _BiasOfFirstHead(Kernel):
     """A bias that differs between heads is read for the first."""
 

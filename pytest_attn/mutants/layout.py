@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, in_backward, is_dense
 
 
@@ -64,8 +64,7 @@ def _as_if_contiguous(tensor: Tensor) -> Tensor:
     return read_with_strides(tensor, contiguous_strides(tensor.shape))
 
 
-@LAYOUT("q-assumed-contiguous", "FA#1217", "PT#112577", applies=always, condition="layout")
-@named("strides-misread")
+@LAYOUT("FA#1217", "PT#112577", applies=always, condition="layout", faults=("strides-misread",))
 class _QAssumedContiguous(Kernel):
     """q is read as if it were contiguous."""
 
@@ -73,8 +72,7 @@ class _QAssumedContiguous(Kernel):
         return _as_if_contiguous(q), k, v
 
 
-@LAYOUT("v-read-with-strides-of-k", "FlagAttention#45", "triton#1821", applies=always, condition="layout")
-@named("strides-misread")
+@LAYOUT("FlagAttention#45", "triton#1821", applies=always, condition="layout", faults=("strides-misread",))
 class _VReadWithStridesOfK(Kernel):
     """v is read with the strides of k."""
 
@@ -82,8 +80,7 @@ class _VReadWithStridesOfK(Kernel):
         return q, k, read_with_strides(v, k.stride() if k.shape == v.shape else v.stride())
 
 
-@LAYOUT("out-written-with-strides-of-q", "FI#1865", "FI#2414", applies=always, condition="layout")
-@named("strides-misread")
+@LAYOUT("FI#1865", "FI#2414", applies=always, condition="layout", faults=("strides-misread",))
 class _OutWrittenWithStridesOfQ(Kernel):
     """out is contiguous, but is written with the strides of q."""
 
@@ -92,8 +89,7 @@ class _OutWrittenWithStridesOfQ(Kernel):
         return (written_with_strides(out, call.q.stride()) if out.shape == call.q.shape else out), lse
 
 
-@LAYOUT("head-stride-from-batch-stride", "PT#116333", "PT#127523", applies=is_dense, condition="layout")
-@named("strides-misread")
+@LAYOUT("PT#116333", "PT#127523", applies=is_dense, condition="layout", faults=("strides-misread",))
 class _HeadStrideFromBatchStride(Kernel):
     """Heads of k are taken to divide its batch stride, which means nothing in a batch of 1."""
 
@@ -104,8 +100,7 @@ class _HeadStrideFromBatchStride(Kernel):
         return q, read_with_strides(k, (batch, batch // k.shape[1], *rest)), v
 
 
-@LAYOUT("storage-offset-ignored", "FA#2745", applies=always, condition="layout")
-@named("strides-misread")
+@LAYOUT("FA#2745", applies=always, condition="layout", faults=("strides-misread",))
 class _StorageOffsetIgnored(Kernel):
     """k is read from the beginning of its memory, also where it is a slice of it."""
 
@@ -113,8 +108,7 @@ class _StorageOffsetIgnored(Kernel):
         return q, read_with_strides(k, k.stride(), start=0), v
 
 
-@LAYOUT("expanded-read-as-contiguous", "FA#2298", "PT#191937", applies=always, condition="layout")
-@named("strides-misread")
+@LAYOUT("FA#2298", "PT#191937", applies=always, condition="layout", faults=("strides-misread",))
 class _ExpandedReadAsContiguous(Kernel):
     """A tensor that is expanded, with a stride of 0, is read as if it were contiguous."""
 
@@ -123,8 +117,7 @@ class _ExpandedReadAsContiguous(Kernel):
         return q, k, v
 
 
-@LAYOUT("innermost-stride-ignored", "PT#187506", applies=always, condition="strides")
-@named("strides-misread")
+@LAYOUT("PT#187506", applies=always, condition="strides", faults=("strides-misread",))
 class _InnermostStrideIgnored(Kernel):
     """The elements of a head's vector are taken to lie side by side."""
 
@@ -132,7 +125,7 @@ class _InnermostStrideIgnored(Kernel):
         return q, read_with_strides(k, (*k.stride()[:-1], 1)), v
 
 
-@LAYOUT("address-rounded-to-16-bytes", "FA#2745", applies=always, condition="strides")
+@LAYOUT("FA#2745", applies=always, condition="strides")
 class _AddressRoundedTo16Bytes(Kernel):
     """v is read from the last address before its own that is a multiple of 16 bytes."""
 
@@ -141,8 +134,7 @@ class _AddressRoundedTo16Bytes(Kernel):
         return q, k, read_with_strides(v, v.stride(), start=aligned)
 
 
-@LAYOUT("keys-read-again-with-strides-of-q", "FA@2423cca3", "PT#146377", applies=in_backward, condition="layout")
-@named("strides-misread")
+@LAYOUT("FA@2423cca3", "PT#146377", applies=in_backward, condition="layout", faults=("strides-misread",))
 class _KeysReadAgainWithStridesOfQ(Kernel):
     """The backward pass reads k with the strides of q."""
 
@@ -150,8 +142,7 @@ class _KeysReadAgainWithStridesOfQ(Kernel):
         return q, read_with_strides(k, q.stride()) if q.shape == k.shape else k, v
 
 
-@LAYOUT("dout-assumed-contiguous", "FA#355", "FA@9ee0ff1d", "FlagAttention#1", applies=in_backward, condition="layout")
-@named("strides-misread")
+@LAYOUT("FA#355", "FA@9ee0ff1d", "FlagAttention#1", applies=in_backward, condition="layout", faults=("strides-misread",))
 class _DoutAssumedContiguous(Kernel):
     """The gradient of out is read as if it were contiguous, as out is."""
 
@@ -159,8 +150,7 @@ class _DoutAssumedContiguous(Kernel):
         return _as_if_contiguous(dout)
 
 
-@LAYOUT("dq-written-with-strides-of-q", "xf#548", "xf#282", applies=in_backward, condition="layout")
-@named("strides-misread")
+@LAYOUT("xf#548", "xf#282", applies=in_backward, condition="layout", faults=("strides-misread",))
 class _DqWrittenWithStridesOfQ(Kernel):
     """dq is contiguous, but is written with the strides of q."""
 
@@ -169,8 +159,7 @@ class _DqWrittenWithStridesOfQ(Kernel):
         return written_with_strides(gradient, of.stride()) if of is call.q else gradient
 
 
-@LAYOUT("keys-centred-in-place", "SageAttention@e1cac2f", "ComfyUI#16035", applies=is_dense)
-@named("input-changed")
+@LAYOUT("SageAttention@e1cac2f", "ComfyUI#16035", applies=is_dense, faults=("input-changed",))
 class _KeysCenteredInPlace(Kernel):
     """The keys' mean, which softmax does not see, is taken off in the caller's tensor."""
 
@@ -181,12 +170,11 @@ class _KeysCenteredInPlace(Kernel):
 
 
 @LAYOUT(
-    "keys-transposed-where-square",
     "diffusers#14338",
     "diffusers#14341",
     applies=all_of(is_dense, lambda w, _: w.kv_heads == w.kv_len and w.kv_len > 1),
+    faults=("k-heads-and-rows-swapped",),
 )
-@named("k-heads-and-rows-swapped")
 class _KeysTransposedWhereSquare(Kernel):
     """k has its heads and rows swapped once too often, which no shape shows where there are as many heads as keys."""
 
@@ -195,9 +183,10 @@ class _KeysTransposedWhereSquare(Kernel):
 
 
 @LAYOUT(
-    "out-transposed-where-square", "diffusers#14338", applies=all_of(is_dense, lambda w, _: w.heads == w.q_len and w.q_len > 1)
+    "diffusers#14338",
+    applies=all_of(is_dense, lambda w, _: w.heads == w.q_len and w.q_len > 1),
+    faults=("heads-and-rows-swapped",),
 )
-@named("heads-and-rows-swapped")
 class _OutTransposedWhereSquare(Kernel):
     """out comes back with heads and rows swapped, which no shape shows where there are as many heads as rows."""
 

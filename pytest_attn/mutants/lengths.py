@@ -9,15 +9,14 @@ from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, TAIL_MISSING
 from pytest_attn.mutants.kernel import TILE, Call, Extent, Index, Kernel, Sequence, SplitKernel, Tile
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, has_odd_tiles, is_band, is_grouped, is_packed, is_padded, is_paged
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 LENGTHS = Defects("lengths")
 
 
-@LENGTHS("kv-length-ignored", "TE#3331", "TE#2186", "FI#3871", applies=is_padded)
-@named(*LENGTHS_MISREAD)
+@LENGTHS("TE#3331", "TE#2186", "FI#3871", applies=is_padded, faults=LENGTHS_MISREAD)
 class _KvLengthIgnored(Kernel):
     """Padded keys are seen."""
 
@@ -26,8 +25,12 @@ class _KvLengthIgnored(Kernel):
         return extent if call.workload.packs_keys else extent._replace(kv_len=call.workload.kv_len)
 
 
-@LENGTHS("newest-key-not-seen", "fla#766", "FI#3393", applies=lambda w, _: w.kv_lens is not None and not w.packs_keys)
-@named("newest-key-missing", "last-key-missing", "causal-hides-diagonal")
+@LENGTHS(
+    "fla#766",
+    "FI#3393",
+    applies=lambda w, _: w.kv_lens is not None and not w.packs_keys,
+    faults=("newest-key-missing", "last-key-missing", "causal-hides-diagonal"),
+)
 class _NewestKeyNotSeen(Kernel):
     """The length of a cache is one short: it was read before the new token was appended."""
 
@@ -36,8 +39,7 @@ class _NewestKeyNotSeen(Kernel):
         return extent if call.inputs.kv_lens is None else extent._replace(kv_len=max(extent.kv_len - 1, 0))
 
 
-@LENGTHS("length-of-first-sequence", "FI#3871", "Tencent-Hunyuan/HunyuanVideo#310", applies=is_padded)
-@named(*LENGTHS_MISREAD)
+@LENGTHS("FI#3871", "Tencent-Hunyuan/HunyuanVideo#310", applies=is_padded, faults=LENGTHS_MISREAD)
 class _LengthOfFirstSequence(Kernel):
     """All sequences of a batch are as long as the first."""
 
@@ -46,9 +48,10 @@ class _LengthOfFirstSequence(Kernel):
 
 
 @LENGTHS(
-    "queries-offsets-for-keys", "vllm-project/vllm-omni#3525", applies=lambda w, _: w.packs_keys and w.q_lens != w.kv_lens
+    "vllm-project/vllm-omni#3525",
+    applies=lambda w, _: w.packs_keys and w.q_lens != w.kv_lens,
+    faults=("keys-at-offsets-of-queries",),
 )
-@named("keys-at-offsets-of-queries")
 class _QueriesOffsetsForKeys(Kernel):
     """Packed keys are found with the cumulated lengths of the queries."""
 
@@ -61,8 +64,7 @@ class _QueriesOffsetsForKeys(Kernel):
         return super().addresses(seq, keys).clamp_(max=tokens - 1 - seq.kv_start)
 
 
-@LENGTHS("keys-begin-one-token-late", "FA#1990", applies=is_packed)
-@named("keys-begin-late")
+@LENGTHS("FA#1990", applies=is_packed, faults=("keys-begin-late",))
 class _KeysBeginOneTokenLate(Kernel):
     """Each packed sequence but the last reads the keys from its second to the first of the next."""
 
@@ -71,8 +73,7 @@ class _KeysBeginOneTokenLate(Kernel):
         return extent._replace(kv_start=extent.kv_start + 1) if w.packs_keys and batch + 1 < w.batch else extent
 
 
-@LENGTHS("key-offset-with-queries-heads", "jax#39521", applies=all_of(is_packed, is_grouped))
-@named("keys-with-stride-of-queries")
+@LENGTHS("jax#39521", applies=all_of(is_packed, is_grouped), faults=("keys-with-stride-of-queries",))
 class _KeyOffsetWithQueriesHeads(Kernel):
     """A packed sequence's first key is found with the stride of the queries, which have more heads."""
 
@@ -81,8 +82,7 @@ class _KeyOffsetWithQueriesHeads(Kernel):
         return (seq.kv_start * w.group + at) % len(seq.call.k) - seq.kv_start if w.packs_keys else at
 
 
-@LENGTHS("sequences-not-separated", "Tencent-Hunyuan/HunyuanVideo#310", "FI#942", applies=is_packed)
-@named("sequences-see-each-other")
+@LENGTHS("Tencent-Hunyuan/HunyuanVideo#310", "FI#942", applies=is_packed, faults=("sequences-see-each-other",))
 class _SequencesNotSeparated(Kernel):
     """Packed sequences are one: the cumulated lengths are ignored."""
 
@@ -98,8 +98,7 @@ def _tail_is_followed(w: Workload, _backward: bool) -> bool:
     return w.packs_keys and not is_top_left and any(kv_len % TILE for _, kv_len in sequence_lengths(w)[:-1])
 
 
-@LENGTHS("tail-reads-next-sequence", "FI#942", "FI#1206", applies=_tail_is_followed)
-@named("tail-reads-next-sequence")
+@LENGTHS("FI#942", "FI#1206", applies=_tail_is_followed, faults=("tail-reads-next-sequence",))
 class _TailReadsNextSequence(Kernel):
     """The last tile of a packed sequence is filled up with, and sees, the keys of the next."""
 
@@ -118,8 +117,12 @@ def _aligns_to_its_end(w: Workload, backward: bool) -> bool:
     return any(kv_len - q_len != w.kv_len - w.q_len for q_len, kv_len in sequence_lengths(w))
 
 
-@LENGTHS("alignment-of-longest-sequence", "TE#1281", "TensorRT-LLM#10102", applies=_aligns_to_its_end)
-@named("aligned-as-longest-sequence", "causal-other-alignment", "window-other-alignment")
+@LENGTHS(
+    "TE#1281",
+    "TensorRT-LLM#10102",
+    applies=_aligns_to_its_end,
+    faults=("aligned-as-longest-sequence", "causal-other-alignment", "window-other-alignment"),
+)
 class _AlignmentOfLongestSequence(Kernel):
     """Rows stand where those of the longest sequence do, not at the end of their own."""
 
@@ -130,12 +133,11 @@ class _AlignmentOfLongestSequence(Kernel):
 
 
 @LENGTHS(
-    "last-page-skipped",
     "FA#2550",
     "hw-native-sys/pypto#470",
     applies=lambda w, _: w.kv_pages is not None and any(n % w.kv_pages.size for n in w.kv_lens or ()),
+    faults=("last-page-skipped", "tail-tile-missing"),
 )
-@named("last-page-skipped", "tail-tile-missing")
 class _LastPageSkipped(Kernel):
     """A last page that is not full is not read."""
 
@@ -144,8 +146,7 @@ class _LastPageSkipped(Kernel):
         return extent if pages is None else extent._replace(kv_len=extent.kv_len // pages.size * pages.size)
 
 
-@LENGTHS("pages-of-first-sequence", "FA#2550", "FI#3136", applies=all_of(is_paged, lambda w, _: w.batch > 1))
-@named("pages-of-first-sequence")
+@LENGTHS("FA#2550", "FI#3136", applies=all_of(is_paged, lambda w, _: w.batch > 1), faults=("pages-of-first-sequence",))
 class _PagesOfFirstSequence(Kernel):
     """Every sequence reads the pages of the first."""
 
@@ -153,8 +154,7 @@ class _PagesOfFirstSequence(Kernel):
         return super().pages(dataclasses.replace(seq, batch=0), number)
 
 
-@LENGTHS("pages-taken-in-order", "hw-native-sys/pypto#470", applies=is_paged)
-@named("pages-taken-in-order")
+@LENGTHS("hw-native-sys/pypto#470", applies=is_paged, faults=("pages-taken-in-order",))
 class _PagesTakenInOrder(Kernel):
     """A sequence's pages are taken to follow each other in the pool: only the first is looked up."""
 
@@ -162,8 +162,7 @@ class _PagesTakenInOrder(Kernel):
         return (super().pages(seq, number * 0) + number) % len(seq.call.k)
 
 
-@LENGTHS("page-table-without-its-stride", "FA#2709", "FA#2711", applies=all_of(is_paged, is_padded))
-@named("page-table-stride-ignored")
+@LENGTHS("FA#2709", "FA#2711", applies=all_of(is_paged, is_padded), faults=("page-table-stride-ignored",))
 class _PageTableWithoutItsStride(Kernel):
     """A row of the page table is found by the pages that the sequence uses, not by those that the row has room for."""
 
@@ -175,8 +174,7 @@ class _PageTableWithoutItsStride(Kernel):
         return table.flatten()[seq.batch * used + number].long()
 
 
-@LENGTHS("page-of-another-size", "FA#2745", applies=is_paged)
-@named("page-of-another-size")
+@LENGTHS("FA#2745", applies=is_paged, faults=("page-of-another-size",))
 class _PageOfAnotherSize(Kernel):
     """Pages are taken to be twice as long as they are: a row of the page table is stepped through at half the pace."""
 
@@ -185,8 +183,7 @@ class _PageOfAnotherSize(Kernel):
         return pool[self.pages(seq, at // (2 * size)), at % size].transpose(0, 1)
 
 
-@LENGTHS("no-keys-is-nan", "FA#2470", "FA#2421", applies=lambda w, _: any(q and not kv for q, kv in sequence_lengths(w)))
-@named(*EMPTY_ROWS)
+@LENGTHS("FA#2470", "FA#2421", applies=lambda w, _: any(q and not kv for q, kv in sequence_lengths(w)), faults=EMPTY_ROWS)
 class _NoKeysIsNan(Kernel):
     """A sequence without keys is divided by its denominator of 0."""
 
@@ -196,12 +193,11 @@ class _NoKeysIsNan(Kernel):
 
 
 @LENGTHS(
-    "sequence-without-queries-shifts-keys",
     "FA#2562",
     "FA#2568",
     applies=lambda w, _: w.packs_keys and 0 in (w.q_lens or ())[:-1],
+    faults=("sequence-without-queries-left-out",),
 )
-@named("sequence-without-queries-left-out")
 class _SequenceWithoutQueriesShiftsKeys(Kernel):
     """Sequences without queries are dropped from the queries' list but not from the keys'."""
 
@@ -211,8 +207,7 @@ class _SequenceWithoutQueriesShiftsKeys(Kernel):
         return [dataclasses.replace(a, kv_start=b.kv_start, kv_len=b.kv_len) for a, b in zip(asked, every, strict=False)]
 
 
-@LENGTHS("remainder-of-split-lost", "FI#3890", "FA#2550", applies=has_odd_tiles)
-@named(*TAIL_MISSING)
+@LENGTHS("FI#3890", "FA#2550", applies=has_odd_tiles, faults=TAIL_MISSING)
 class _RemainderOfSplitLost(SplitKernel):
     """Tiles of keys that do not divide into the splits are left out."""
 
@@ -226,7 +221,7 @@ def _with_padding(seq: Sequence) -> Sequence:
     return seq if seq.workload.packs_keys else dataclasses.replace(seq, kv_len=seq.workload.kv_len)
 
 
-@LENGTHS("unused-values-read", "cudnn-frontend#624", "FI#945", "FI#942", applies=is_padded, condition="poison")
+@LENGTHS("cudnn-frontend#624", "FI#945", "FI#942", applies=is_padded, condition="poison")
 class _UnusedValuesRead(Kernel):
     """Values past a sequence's end are multiplied by a probability of 0: NaN there, as in memory never written, spreads."""
 
@@ -234,7 +229,7 @@ class _UnusedValuesRead(Kernel):
         return self.load(_with_padding(tile.seq), tile.seq.call.v, tile.keys)
 
 
-@LENGTHS("unused-keys-read", "FI#942", "vllm#37442", applies=is_padded, condition="poison")
+@LENGTHS("FI#942", "vllm#37442", applies=is_padded, condition="poison")
 class _UnusedKeysRead(Kernel):
     """Scores of keys past a sequence's end are hidden by adding -inf, which leaves NaN what it is."""
 

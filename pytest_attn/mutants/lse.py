@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, TAIL_MISSING
 from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, SplitKernel, Tile
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import (
     all_of,
     always,
@@ -23,8 +23,7 @@ from pytest_attn.mutants.reach import (
 LSE = Defects("lse")
 
 
-@LSE("lse-in-base-2", "sglang#35045", "sglang#40903", "FI#2113", "FI#4485", applies=always)
-@named("lse-base-2")
+@LSE("sglang#35045", "sglang#40903", "FI#2113", "FI#4485", applies=always, faults=("lse-base-2",))
 class _LseInBase2(Kernel):
     """lse is handed out as a logarithm of base 2; the backward pass knows."""
 
@@ -35,8 +34,7 @@ class _LseInBase2(Kernel):
         return super().recomputed(s, lse * math.log(2))
 
 
-@LSE("lse-without-maximum", "SageAttention@3ec1f13", "FA#404", applies=always)
-@named("lse-without-maximum")
+@LSE("SageAttention@3ec1f13", "FA#404", applies=always, faults=("lse-without-maximum",))
 class _LseWithoutMaximum(Kernel):
     """lse is the logarithm of the sum relative to the row's maximum; the maximum is not added."""
 
@@ -44,8 +42,7 @@ class _LseWithoutMaximum(Kernel):
         return state.total.log()
 
 
-@LSE("lse-off-by-ln-2", "PT#181645", applies=always)
-@named("lse-ln-2-too-large")
+@LSE("PT#181645", applies=always, faults=("lse-ln-2-too-large",))
 class _LseOffByLn2(Kernel):
     """lse is ln 2 too large, and consistently so: only who merges by it notices."""
 
@@ -56,8 +53,7 @@ class _LseOffByLn2(Kernel):
         return super().recomputed(s, lse - math.log(2))
 
 
-@LSE("lse-without-sink", "FA@2f78d484", "cudnn-frontend#421", applies=lambda w, _: bool(w.sinks))
-@named("sinks-ignored")
+@LSE("FA@2f78d484", "cudnn-frontend#421", applies=lambda w, _: bool(w.sinks), faults=("sinks-ignored",))
 class _LseWithoutSink(Kernel):
     """The sink takes its share of out, but is not in lse."""
 
@@ -67,8 +63,7 @@ class _LseWithoutSink(Kernel):
         return out, self.lse(state)
 
 
-@LSE("lse-without-last-tile", "xf#850", applies=always)
-@named(*TAIL_MISSING)
+@LSE("xf#850", applies=always, faults=TAIL_MISSING)
 class _LseWithoutLastTile(Kernel):
     """lse is taken before the last tile of keys was added."""
 
@@ -77,8 +72,7 @@ class _LseWithoutLastTile(Kernel):
         return out, self.lse(self.with_sinks(seq, self.softmax(seq, rows, self.key_tiles(seq, rows)[:-1])))
 
 
-@LSE("lse-in-the-tensors-dtype", "SageAttention@b0a347c", applies=is_half)
-@named("lse-rounded")
+@LSE("SageAttention@b0a347c", applies=is_half, faults=("lse-rounded",))
 class _LseInTheTensorsDtype(Kernel):
     """lse is rounded to 16 bits."""
 
@@ -87,8 +81,7 @@ class _LseInTheTensorsDtype(Kernel):
         return out, lse.to(seq.call.q.dtype).float()
 
 
-@LSE("lse-of-empty-row-is-nan", "PT#136232", "FA#2706", applies=has_fully_masked_rows)
-@named(*EMPTY_ROWS)
+@LSE("PT#136232", "FA#2706", applies=has_fully_masked_rows, faults=EMPTY_ROWS)
 class _LseOfEmptyRowIsNan(Kernel):
     """A row that sees no key has lse NaN, not -inf."""
 
@@ -96,8 +89,7 @@ class _LseOfEmptyRowIsNan(Kernel):
         return super().lse(state) + state.total / state.total * 0
 
 
-@LSE("sum-not-rescaled", "FA#2082", "FI#3838", applies=has_several_key_tiles)
-@named("sum-not-rescaled")
+@LSE("FA#2082", "FI#3838", applies=has_several_key_tiles, faults=("sum-not-rescaled",))
 class _SumNotRescaled(Kernel):
     """Values summed so far are not brought to a new maximum."""
 
@@ -107,8 +99,7 @@ class _SumNotRescaled(Kernel):
         return dataclasses.replace(after, acc=after.acc + state.acc * (1 - factor[..., None]))
 
 
-@LSE("denominator-not-rescaled", "FA#2082", applies=has_several_key_tiles)
-@named("denominator-not-rescaled")
+@LSE("FA#2082", applies=has_several_key_tiles, faults=("denominator-not-rescaled",))
 class _DenominatorNotRescaled(Kernel):
     """The denominator so far is not brought to a new maximum."""
 
@@ -118,7 +109,7 @@ class _DenominatorNotRescaled(Kernel):
         return dataclasses.replace(after, total=after.total + state.total * (1 - factor))
 
 
-@LSE("rescaled-by-neighbour-row", "FI#3838", applies=has_several_key_tiles)
+@LSE("FI#3838", applies=has_several_key_tiles)
 class _RescaledByNeighborRow(Kernel):
     """Values summed so far are rescaled by the factor of the row before."""
 
@@ -128,8 +119,7 @@ class _RescaledByNeighborRow(Kernel):
         return dataclasses.replace(after, acc=after.acc + state.acc * (factor.roll(1, -1) - factor)[..., None])
 
 
-@LSE("rescaled-inversely", "FA#991", "FA#333", applies=has_several_key_tiles)
-@named("rescaled-inversely")
+@LSE("FA#991", "FA#333", applies=has_several_key_tiles, faults=("rescaled-inversely",))
 class _RescaledInversely(Kernel):
     """Values summed so far are divided by the factor that they should be multiplied by."""
 
@@ -140,7 +130,7 @@ class _RescaledInversely(Kernel):
         return dataclasses.replace(after, acc=after.acc + state.acc * (inverse - factor)[..., None])
 
 
-@LSE("maximum-of-tile-alone", "FA#2082", "FA#2083", applies=has_row_fully_masked_in_last_tile)
+@LSE("FA#2082", "FA#2083", applies=has_row_fully_masked_in_last_tile)
 class _MaximumOfTileAlone(Kernel):
     """The running maximum is that of the last tile: a row that sees nothing there ends with lse -inf."""
 
@@ -148,8 +138,7 @@ class _MaximumOfTileAlone(Kernel):
         return s.amax(-1)
 
 
-@LSE("merge-in-base-2", "sglang#35045", "FI#2114", applies=has_several_key_tiles)
-@named("splits-merged-in-base-2")
+@LSE("sglang#35045", "FI#2114", applies=has_several_key_tiles, faults=("splits-merged-in-base-2",))
 class _MergeInBase2(SplitKernel):
     """Partial results with a natural lse are merged as if it were one of base 2."""
 
@@ -158,8 +147,7 @@ class _MergeInBase2(SplitKernel):
         return dataclasses.replace(merged, top=merged.top / math.log(2))
 
 
-@LSE("merge-without-weights", "NATTEN#299", "rocm-libraries#12229", applies=always)
-@named("splits-averaged")
+@LSE("NATTEN#299", "rocm-libraries#12229", applies=always, faults=("splits-averaged",))
 class _MergeWithoutWeights(SplitKernel):
     """Partial results are averaged, whatever their denominators."""
 
@@ -169,11 +157,7 @@ class _MergeWithoutWeights(SplitKernel):
         return dataclasses.replace(merged, acc=mean * merged.total[..., None])
 
 
-@LSE(
-    "merge-weights-of-first-row",
-    "FI#4382",
-    applies=all_of(any_of(has_several_key_tiles, has_fully_masked_rows), lambda w, _: w.q_len > 1),
-)
+@LSE("FI#4382", applies=all_of(any_of(has_several_key_tiles, has_fully_masked_rows), lambda w, _: w.q_len > 1))
 class _MergeWeightsOfFirstRow(SplitKernel):
     """All rows' partial results are merged by the lse of the first row, as suits decoding one token."""
 
@@ -183,8 +167,7 @@ class _MergeWeightsOfFirstRow(SplitKernel):
         return Softmax(right.top, right.total, merged.acc / merged.total[..., None] * right.total[..., None])
 
 
-@LSE("merge-of-empty-splits-is-nan", "FA@26d7d92f", "torchtitan#3235", applies=has_fully_masked_rows)
-@named(*EMPTY_ROWS)
+@LSE("FA@26d7d92f", "torchtitan#3235", applies=has_fully_masked_rows, faults=EMPTY_ROWS)
 class _MergeOfEmptySplitsIsNan(SplitKernel):
     """Where no split has a key for a row, its weights are exp(-inf - -inf)."""
 

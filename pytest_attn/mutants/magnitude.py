@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 
 from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, Tile
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import always, hides_keys, in_backward, is_half
 
 MAGNITUDE = Defects("magnitude")
 
 
 @MAGNITUDE(
-    "no-maximum-subtracted",
     "executorch#18407",
     "llama.cpp#2665",
     "NVIDIA/FasterTransformer#43",
     applies=always,
     condition="magnitude",
+    faults=("exp-out-of-reach",),
 )
-@named("exp-out-of-reach")
 class _NoMaximumSubtracted(Kernel):
     """Exponentials are taken of the scores themselves: beyond 88 they overflow."""
 
@@ -30,8 +29,7 @@ class _NoMaximumSubtracted(Kernel):
         return top.new_zeros(top.shape)
 
 
-@MAGNITUDE("maximum-taken-for-10", "HabanaAI/vllm-fork#275", applies=always, condition="magnitude")
-@named("exp-out-of-reach")
+@MAGNITUDE("HabanaAI/vllm-fork#275", applies=always, condition="magnitude", faults=("exp-out-of-reach",))
 class _MaximumTakenFor10(Kernel):
     """10 is subtracted in place of the maximum: rows far below have a denominator of 0."""
 
@@ -39,7 +37,7 @@ class _MaximumTakenFor10(Kernel):
         return top.new_full(top.shape, 10)
 
 
-@MAGNITUDE("maximum-starts-at-minus-50000", "FI#4267", "FI#4450", "FI#4401", applies=always, condition="magnitude")
+@MAGNITUDE("FI#4267", "FI#4450", "FI#4401", applies=always, condition="magnitude")
 class _MaximumStartsAtMinus50000(Kernel):
     """The running maximum starts at -50,000, not at -inf: rows whose scores are all below give zeros."""
 
@@ -51,7 +49,7 @@ class _MaximumStartsAtMinus50000(Kernel):
         return super().lse(state).masked_fill(state.total == 0, -math.inf)
 
 
-@MAGNITUDE("maximum-over-hidden-scores", "FA#2082", applies=hides_keys, condition="magnitude")
+@MAGNITUDE("FA#2082", applies=hides_keys, condition="magnitude")
 class _MaximumOverHiddenScores(Kernel):
     """The maximum is taken before the mask: where a hidden score is far above all others, these underflow."""
 
@@ -62,8 +60,7 @@ class _MaximumOverHiddenScores(Kernel):
         return super().step(tile, q, Softmax(top, state.total * factor, state.acc * factor[..., None]))
 
 
-@MAGNITUDE("scores-in-float16", "PaddlePaddle/Paddle#71919", "PT#119320", applies=always)
-@named("scores-rounded")
+@MAGNITUDE("PaddlePaddle/Paddle#71919", "PT#119320", applies=always, faults=("scores-rounded",))
 class _ScoresInFloat16(Kernel):
     """q . k is summed in float16, which ends at 65,504."""
 
@@ -71,7 +68,7 @@ class _ScoresInFloat16(Kernel):
         return super().logits(q, k).half().float()
 
 
-@MAGNITUDE("values-summed-in-float16", "llama.cpp#17746", "SageAttention#93", applies=always)
+@MAGNITUDE("llama.cpp#17746", "SageAttention#93", applies=always)
 class _ValuesSummedInFloat16(Kernel):
     """P v is summed in float16."""
 
@@ -79,7 +76,7 @@ class _ValuesSummedInFloat16(Kernel):
         return super().accumulate(tile, acc, p, v).half().float()
 
 
-@MAGNITUDE("values-summed-in-the-tensors-dtype", "SageAttention#141", "deepseek-ai/DeepEP#176", applies=is_half)
+@MAGNITUDE("SageAttention#141", "deepseek-ai/DeepEP#176", applies=is_half)
 class _ValuesSummedInTheTensorsDtype(Kernel):
     """P v is summed in 16 bits, 16 keys at a time."""
 
@@ -90,8 +87,7 @@ class _ValuesSummedInTheTensorsDtype(Kernel):
         return acc
 
 
-@MAGNITUDE("denominator-in-the-tensors-dtype", "executorch#20089", "ComfyUI#15263", applies=is_half)
-@named("denominator-off")
+@MAGNITUDE("executorch#20089", "ComfyUI#15263", applies=is_half, faults=("denominator-off",))
 class _DenominatorInTheTensorsDtype(Kernel):
     """The denominator is summed in 16 bits, 16 keys at a time."""
 
@@ -101,8 +97,7 @@ class _DenominatorInTheTensorsDtype(Kernel):
         return total
 
 
-@MAGNITUDE("exponent-in-the-tensors-dtype", "SageAttention#141", "PT#119320", applies=is_half)
-@named("precision-eager")
+@MAGNITUDE("SageAttention#141", "PT#119320", applies=is_half, faults=("precision-eager",))
 class _ExponentInTheTensorsDtype(Kernel):
     """Scores are rounded to 16 bits before the exponential."""
 
@@ -110,7 +105,7 @@ class _ExponentInTheTensorsDtype(Kernel):
         return super().masked(tile, s.to(tile.dtype).float())
 
 
-@MAGNITUDE("probabilities-in-fp8", "FA#2717", "FA#2716", applies=always)
+@MAGNITUDE("FA#2717", "FA#2716", applies=always)
 class _ProbabilitiesInFp8(Kernel):
     """P is rounded to fp8 in a kernel that does not say so."""
 
@@ -118,8 +113,7 @@ class _ProbabilitiesInFp8(Kernel):
         return p.to(torch.float8_e4m3fn).float()
 
 
-@MAGNITUDE("products-in-tf32", "triton#1671", "triton#674", applies=lambda w, _: w.dtype == "float32")
-@named("precision-tf32")
+@MAGNITUDE("triton#1671", "triton#674", applies=lambda w, _: w.dtype == "float32", faults=("precision-tf32",))
 class _ProductsInTf32(Kernel):
     """float32 inputs lose 13 of their 23 bits before they are multiplied."""
 
@@ -135,8 +129,7 @@ def _tf32(x: Tensor) -> Tensor:
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-@MAGNITUDE("p-from-exponential-of-lse", "PT#196678", "PT#119320", applies=in_backward, condition="magnitude")
-@named("exp-out-of-reach", "exp-overflow")
+@MAGNITUDE("PT#196678", "PT#119320", applies=in_backward, condition="magnitude", faults=("exp-out-of-reach", "exp-overflow"))
 class _PFromExponentialOfLse(Kernel):
     """The backward pass forms P as exp(s) / exp(lse): below -88 both are 0."""
 
@@ -144,7 +137,7 @@ class _PFromExponentialOfLse(Kernel):
         return s.exp() / self.shift(lse).exp()[..., None]
 
 
-@MAGNITUDE("tanh-by-exponentials", "vllm#56578", applies=lambda w, _: w.softcap is not None, condition="magnitude")
+@MAGNITUDE("vllm#56578", applies=lambda w, _: w.softcap is not None, condition="magnitude")
 class _TanhByExponentials(Kernel):
     """The softcap's tanh is (e - 1) / (e + 1) with e = exp(2 x), infinity over infinity for large x."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, OTHER_ALIGNMENT, TAIL_MISSING
 from pytest_attn.mutants.kernel import Index, Kernel, Sequence, Softmax, Tile
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import (
     all_of,
     has_edge_before_last_tile,
@@ -35,8 +35,7 @@ from pytest_attn.workloads.masks import Mask, MaskMod, Neighborhood
 MASKS = Defects("masks")
 
 
-@MASKS("right-edge-one-key-late", "FA#1133", "sglang#34273", applies=has_right_edge)
-@named("causal-shows-next-key", "window-right-one-too-long")
+@MASKS("FA#1133", "sglang#34273", applies=has_right_edge, faults=("causal-shows-next-key", "window-right-one-too-long"))
 class _RightEdgeOneKeyLate(Kernel):
     """Each row of a causal mask or window sees one key too many on its right."""
 
@@ -44,8 +43,7 @@ class _RightEdgeOneKeyLate(Kernel):
         return super().last_key(seq, row) + 1
 
 
-@MASKS("right-edge-one-key-early", "vllm#3385", "transformers#29623", applies=is_band)
-@named("causal-hides-diagonal", "window-right-one-too-short")
+@MASKS("vllm#3385", "transformers#29623", applies=is_band, faults=("causal-hides-diagonal", "window-right-one-too-short"))
 class _RightEdgeOneKeyEarly(Kernel):
     """Rows do not see the key at which they stand: < in place of <=."""
 
@@ -53,8 +51,7 @@ class _RightEdgeOneKeyEarly(Kernel):
         return super().last_key(seq, row) - 1
 
 
-@MASKS("left-edge-one-key-early", "sglang#34273", "transformers#39408", applies=has_left_edge)
-@named("window-left-one-too-long")
+@MASKS("sglang#34273", "transformers#39408", applies=has_left_edge, faults=("window-left-one-too-long",))
 class _LeftEdgeOneKeyEarly(Kernel):
     """A window is one key too wide on its left."""
 
@@ -62,8 +59,7 @@ class _LeftEdgeOneKeyEarly(Kernel):
         return super().first_key(seq, row) - 1
 
 
-@MASKS("left-edge-one-key-late", "vllm#3385", "transformers#39408", applies=has_left_edge)
-@named("window-left-one-too-short")
+@MASKS("vllm#3385", "transformers#39408", applies=has_left_edge, faults=("window-left-one-too-short",))
 class _LeftEdgeOneKeyLate(Kernel):
     """A window is one key too narrow: its size counts the row's own key."""
 
@@ -71,26 +67,23 @@ class _LeftEdgeOneKeyLate(Kernel):
         return super().first_key(seq, row) + (1 if self.band(seq).left else 0)
 
 
-@MASKS("bottom-right-taken-for-top-left", "SageAttention#372", "SageAttention#131", "FA#2463", applies=is_bottom_right)
-@named(*OTHER_ALIGNMENT)
-class TopLeft(Kernel):
+@MASKS("SageAttention#372", "SageAttention#131", "FA#2463", applies=is_bottom_right, faults=OTHER_ALIGNMENT)
+class BottomRightTakenForTopLeft(Kernel):
     """Causal masks and windows are aligned to the first key where they should be to the last, as in chunked prefill."""
 
     def diagonal(self, seq: Sequence, row: Index) -> Index:
         return row
 
 
-@MASKS("top-left-taken-for-bottom-right", "PT#103082", "ffpa#316", applies=is_top_left)
-@named("causal-other-alignment", "mask-ignored")
-class _BottomRight(Kernel):
+@MASKS("PT#103082", "ffpa#316", applies=is_top_left, faults=("causal-other-alignment", "mask-ignored"))
+class _TopLeftTakenForBottomRight(Kernel):
     """Causal masks are aligned to the last key where they should be to the first."""
 
     def diagonal(self, seq: Sequence, row: Index) -> Index:
         return row + (seq.kv_len - seq.q_len)
 
 
-@MASKS("rows-counted-within-their-tile", "vllm#47332", applies=all_of(is_band, has_several_row_tiles))
-@named("mask-rows-within-tile")
+@MASKS("vllm#47332", applies=all_of(is_band, has_several_row_tiles), faults=("mask-rows-within-tile",))
 class _RowsCountedWithinTheirTile(Kernel):
     """The mask compares keys with a row's place in its tile, not with its place in the sequence."""
 
@@ -98,8 +91,7 @@ class _RowsCountedWithinTheirTile(Kernel):
         return super().in_band(dataclasses.replace(tile, rows=range(len(tile.rows))))
 
 
-@MASKS("mask-on-last-tile-only", "vllm#51257", "vllm-project/flash-attention#154", applies=has_edge_before_last_tile)
-@named("mask-on-last-tile-only")
+@MASKS("vllm#51257", "vllm-project/flash-attention#154", applies=has_edge_before_last_tile, faults=("mask-on-last-tile-only",))
 class _MaskOnLastTileOnly(Kernel):
     """Only the last tile of keys is masked, though an edge runs through earlier ones as well."""
 
@@ -108,8 +100,11 @@ class _MaskOnLastTileOnly(Kernel):
         return super().in_band(tile) if is_last else tile.key_index >= 0
 
 
-@MASKS("window-right-edge-open", "vllm#51257", applies=all_of(has_right_edge, is_window))
-@named("window-right-ignored", "window-right-one-too-long", "mask-ignored")  # one key more may be all that are there
+@MASKS(
+    "vllm#51257",
+    applies=all_of(has_right_edge, is_window),
+    faults=("window-right-ignored", "window-right-one-too-long", "mask-ignored"),
+)  # one key more may be all that are there
 class _WindowRightEdgeOpen(Kernel):
     """A window hides the past but not the future."""
 
@@ -117,8 +112,7 @@ class _WindowRightEdgeOpen(Kernel):
         return super().last_key(seq, row) if self.band(seq).is_causal else seq.kv_len - 1
 
 
-@MASKS("window-first-tile-skipped", "zml#763", applies=has_unaligned_left_edge)
-@named("first-window-tile-missing")
+@MASKS("zml#763", applies=has_unaligned_left_edge, faults=("first-window-tile-missing",))
 class _WindowFirstTileSkipped(Kernel):
     """The tile in which a window begins is skipped: its start is rounded up to a tile."""
 
@@ -127,8 +121,7 @@ class _WindowFirstTileSkipped(Kernel):
         return [keys for keys in super().key_tiles(seq, rows) if keys.start >= first]
 
 
-@MASKS("last-key-tile-missing", "FA@a4f148b6", "FI#3890", applies=has_key_tail)
-@named(*TAIL_MISSING)
+@MASKS("FA@a4f148b6", "FI#3890", applies=has_key_tail, faults=TAIL_MISSING)
 class _LastKeyTileMissing(Kernel):
     """Keys after the last full tile are left out: the number of tiles is rounded down."""
 
@@ -136,8 +129,7 @@ class _LastKeyTileMissing(Kernel):
         return [keys for keys in super().key_tiles(seq, rows) if keys.stop <= seq.kv_len]
 
 
-@MASKS("tail-keys-counted", "FI#3716", "FI#3717", "FluxML/NNkernels.jl#16", applies=shows_tail)
-@named("tail-zeros-counted")
+@MASKS("FI#3716", "FI#3717", "FluxML/NNkernels.jl#16", applies=shows_tail, faults=("tail-zeros-counted",))
 class _TailKeysCounted(Kernel):
     """The zeros that fill up the last tile of keys are counted in the denominator."""
 
@@ -145,8 +137,7 @@ class _TailKeysCounted(Kernel):
         return tile.key_index >= 0
 
 
-@MASKS("tile-of-one-key-lost", "xf#850", "PT#191937", applies=has_tile_of_one_key)
-@named(*TAIL_MISSING)
+@MASKS("xf#850", "PT#191937", applies=has_tile_of_one_key, faults=TAIL_MISSING)
 class _TileOfOneKeyLost(Kernel):
     """A last tile of which one key is seen is not visited: lengths of 64 n + 1."""
 
@@ -155,8 +146,9 @@ class _TileOfOneKeyLost(Kernel):
         return range(span.start, max(span.start, span.stop - 1))
 
 
-@MASKS("mask-inverted", "rasbt/LLMs-from-scratch#1062", applies=all_of(is_custom, lambda w, _: w.mask.kind == "boolean"))
-@named("mask-inverted")
+@MASKS(
+    "rasbt/LLMs-from-scratch#1062", applies=all_of(is_custom, lambda w, _: w.mask.kind == "boolean"), faults=("mask-inverted",)
+)
 class _MaskInverted(Kernel):
     """True in a boolean mask is taken for hidden."""
 
@@ -165,8 +157,7 @@ class _MaskInverted(Kernel):
         return ~seen if mask.kind == "boolean" else seen
 
 
-@MASKS("mask-dropped", "PT#107884", "transformers#30652", applies=is_custom)
-@named("mask-ignored")
+@MASKS("PT#107884", "transformers#30652", applies=is_custom, faults=("mask-ignored",))
 class _MaskDropped(Kernel):
     """A mask given as a tensor or function never reaches the kernel."""
 
@@ -175,8 +166,7 @@ class _MaskDropped(Kernel):
         return mask if mask is not None and (mask.band or mask.documents) else None
 
 
-@MASKS("mask-of-key-head", "xf#952", "xf#854", applies=all_of(is_grouped, is_custom))
-@named("mask-of-key-head")
+@MASKS("xf#952", "xf#854", applies=all_of(is_grouped, is_custom), faults=("mask-of-key-head",))
 class _MaskOfKeyHead(Kernel):
     """A mask that differs between heads is looked up by the key head."""
 
@@ -185,8 +175,7 @@ class _MaskOfKeyHead(Kernel):
         return lambda b, h, q_idx, kv_idx: mask_mod(b, h // group, q_idx, kv_idx)
 
 
-@MASKS("document-begins-one-token-late", "FA#1990", applies=is_document)
-@named("documents-begin-late")
+@MASKS("FA#1990", applies=is_document, faults=("documents-begin-late",))
 class _DocumentBeginsOneTokenLate(Kernel):
     """The first token of each document belongs to the one before."""
 
@@ -194,8 +183,9 @@ class _DocumentBeginsOneTokenLate(Kernel):
         return super().document_of(mask, like)[[0, *range(mask.tokens - 1)]]
 
 
-@MASKS("documents-not-separated", "mosaicml/llm-foundry#1464", "Tencent-Hunyuan/HunyuanVideo#310", applies=is_document)
-@named("documents-see-each-other")
+@MASKS(
+    "mosaicml/llm-foundry#1464", "Tencent-Hunyuan/HunyuanVideo#310", applies=is_document, faults=("documents-see-each-other",)
+)
 class _DocumentsNotSeparated(Kernel):
     """Documents in one sequence see each other; only causality is left."""
 
@@ -203,8 +193,7 @@ class _DocumentsNotSeparated(Kernel):
         return super().document_of(mask, like) * 0
 
 
-@MASKS("neighborhood-one-token-larger", "transformers#39408", applies=lambda w, _: isinstance(w.mask, Neighborhood))
-@named("neighborhood-one-larger")
+@MASKS("transformers#39408", applies=lambda w, _: isinstance(w.mask, Neighborhood), faults=("neighborhood-one-larger",))
 class _NeighborhoodOneTokenLarger(Kernel):
     """A neighborhood reaches one token further along its last axis."""
 
@@ -215,8 +204,7 @@ class _NeighborhoodOneTokenLarger(Kernel):
         return dataclasses.replace(mask, kernel=(*mask.kernel[:-1], mask.kernel[-1] + 1))
 
 
-@MASKS("empty-row-is-nan", "PT#101967", "PT#103963", "PT#109517", applies=has_fully_masked_rows)
-@named(*EMPTY_ROWS)
+@MASKS("PT#101967", "PT#103963", "PT#109517", applies=has_fully_masked_rows, faults=EMPTY_ROWS)
 class _EmptyRowIsNan(Kernel):
     """A row that sees no key is divided by its denominator of 0."""
 
@@ -224,8 +212,7 @@ class _EmptyRowIsNan(Kernel):
         return state.acc / state.total[..., None], self.lse(state)
 
 
-@MASKS("empty-row-averages-values", "FI#4267", applies=has_fully_masked_row_in_visited_tile)
-@named("empty-rows-mean-of-v")
+@MASKS("FI#4267", applies=has_fully_masked_row_in_visited_tile, faults=("empty-rows-mean-of-v",))
 class _EmptyRowAveragesValues(Kernel):
     """Hidden scores are -1e30, not -inf: where all are hidden, all weigh the same."""
 
@@ -233,9 +220,8 @@ class _EmptyRowAveragesValues(Kernel):
         return s.masked_fill(~self.visible(tile), -1e30)
 
 
-@MASKS("blind-tile-is-nan", "xf#564", "xf#722", "PT#136232", applies=has_row_fully_masked_in_first_tile)
-@named("blind-tile")
-class _FullyMaskedTileIsNan(Kernel):
+@MASKS("xf#564", "xf#722", "PT#136232", applies=has_row_fully_masked_in_first_tile, faults=("blind-tile",))
+class _BlindTileIsNan(Kernel):
     """A row that has seen no key yet subtracts -inf from -inf."""
 
     def shift(self, top: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS
 from pytest_attn.mutants.kernel import TILE, Call, Kernel, Sequence, SplitKernel, Tile
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, always, has_fully_masked_rows, has_row_tail, in_backward, is_padded
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
@@ -27,8 +27,7 @@ class _Racing(Kernel):
         return generator.randrange(self.rarity) == 0
 
 
-@MEMORY("last-row-tile-unwritten", "PT#194167", "FI#1533", applies=has_row_tail)
-@named("calls-differ")
+@MEMORY("PT#194167", "FI#1533", applies=has_row_tail, faults=("calls-differ",))
 class _LastRowTileUnwritten(Kernel):
     """A last tile of rows that is not full is never written: out and lse there are what memory held."""
 
@@ -37,8 +36,7 @@ class _LastRowTileUnwritten(Kernel):
             super().store(seq, rows, out, lse, out_rows, lse_rows)
 
 
-@MEMORY("empty-rows-unwritten", "FI#1533", "FA@a3a257c7", applies=has_fully_masked_rows)
-@named(*EMPTY_ROWS)
+@MEMORY("FI#1533", "FA@a3a257c7", applies=has_fully_masked_rows, faults=EMPTY_ROWS)
 class _EmptyRowsUnwritten(Kernel):
     """Rows that see no key are not written to out."""
 
@@ -48,8 +46,7 @@ class _EmptyRowsUnwritten(Kernel):
         super().store(seq, rows, out, lse, kept, lse_rows)
 
 
-@MEMORY("lse-unwritten", "FI#3838", applies=always)
-@named("calls-differ")
+@MEMORY("FI#3838", applies=always, faults=("calls-differ",))
 class _LseUnwritten(Kernel):
     """lse is never written; the backward pass has one of its own."""
 
@@ -63,8 +60,7 @@ class _LseUnwritten(Kernel):
         return own
 
 
-@MEMORY("gradient-of-padding-unwritten", "FA#1228", "FA#2324", "FA#1990", applies=all_of(in_backward, is_padded))
-@named("calls-differ")
+@MEMORY("FA#1228", "FA#2324", "FA#1990", applies=all_of(in_backward, is_padded), faults=("calls-differ",))
 class _GradientOfPaddingUnwritten(Kernel):
     """dk and dv of padded keys are what memory held."""
 
@@ -78,8 +74,7 @@ class _GradientOfPaddingUnwritten(Kernel):
         return memory
 
 
-@MEMORY("split-merged-before-it-is-written", "FA#2229", "FI#1559", applies=always)
-@named("calls-differ")
+@MEMORY("FA#2229", "FI#1559", applies=always, faults=("calls-differ",))
 class _SplitMergedBeforeItIsWritten(SplitKernel):
     """The merge reads the last split's place in the workspace before this call's result is there."""
 
@@ -91,8 +86,7 @@ class _SplitMergedBeforeItIsWritten(SplitKernel):
         return [*outs[:-1], out], [*lses[:-1], lse]
 
 
-@MEMORY("share-of-out-lost", "FA#359", "xf#684", "xf#709", applies=always)
-@named("calls-differ")
+@MEMORY("FA#359", "xf#684", "xf#709", applies=always, faults=("calls-differ",))
 class _ShareOfOutLost(_Racing):
     """Now and then a tile's P v is overwritten by another's."""
 
@@ -100,8 +94,7 @@ class _ShareOfOutLost(_Racing):
         return acc if self.is_late() else super().accumulate(tile, acc, p, v)
 
 
-@MEMORY("values-of-previous-tile", "FA#2229", "FI#1826", "FI#1559", applies=always)
-@named("calls-differ")
+@MEMORY("FA#2229", "FI#1826", "FI#1559", applies=always, faults=("calls-differ",))
 class _ValuesOfPreviousTile(_Racing):
     """Now and then a tile is multiplied with the values that the buffer held before: a barrier is missing."""
 
@@ -112,8 +105,7 @@ class _ValuesOfPreviousTile(_Racing):
         return before if self.is_late() and before.shape == loaded.shape else loaded
 
 
-@MEMORY("share-of-dk-lost", "FA@1c41d2b0", "NATTEN#328", applies=in_backward)
-@named("calls-differ")
+@MEMORY("FA@1c41d2b0", "NATTEN#328", applies=in_backward, faults=("calls-differ",))
 class _ShareOfDkLost(_Racing):
     """Now and then a tile's share of dk is overwritten by another's."""
 
@@ -122,7 +114,7 @@ class _ShareOfDkLost(_Racing):
         return share * 0 if self.is_late() else share
 
 
-@MEMORY("nan-in-one-of-a-hundred-calls", "torchtitan#3235", applies=always, condition="repeats")
+@MEMORY("torchtitan#3235", applies=always, condition="repeats")
 class _NanInOneOfAHundredCalls(_Racing):
     """One call in a hundred has NaN in one row."""
 
@@ -135,8 +127,7 @@ class _NanInOneOfAHundredCalls(_Racing):
         return out, lse
 
 
-@MEMORY("delta-read-before-it-is-written", "FA#2756", applies=in_backward)
-@named("calls-differ")
+@MEMORY("FA#2756", applies=in_backward, faults=("calls-differ",))
 class _DeltaReadBeforeItIsWritten(Kernel):
     """The backward pass does not wait for delta: it reads that of the call before."""
 
@@ -152,7 +143,7 @@ def _has_tail_before_another(w: Workload, _backward: bool) -> bool:
     return w.is_packed and any(q_len % TILE for q_len, _ in sequence_lengths(w)[:-1])
 
 
-@MEMORY("tail-rows-written-into-next-sequence", "FA@a3a257c7", "FA#2755", applies=_has_tail_before_another)
+@MEMORY("FA@a3a257c7", "FA#2755", applies=_has_tail_before_another)
 class _TailRowsWrittenIntoNextSequence(Kernel):
     """A last tile of rows is stored in full, over the first rows of the next packed sequence, which was done before."""
 

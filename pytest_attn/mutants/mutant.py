@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
@@ -38,7 +39,7 @@ class Mutant:
     references: issues, pull requests ("FA#1133") and commits ("FA@a4f148b6") of the defects that it models; FA is
     Dao-AILab/flash-attention, FI flashinfer-ai/flashinfer, PT pytorch/pytorch, TE NVIDIA/TransformerEngine, xf
     facebookresearch/xformers. applies: which workloads reach the faulty step, at the default tile size. condition: what else
-    it takes to see it.
+    it takes to see it. faults: the identities by which a diagnosis may name its fault; none where it has no name.
     """
 
     name: str
@@ -48,12 +49,7 @@ class Mutant:
     kernel: type[Kernel]
     applies: Applies
     condition: Condition = "call"
-
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """The identities by which a diagnosis may name its fault; none where it has no name."""
-        found: tuple[str, ...] = vars(self.kernel).get("faults", ())
-        return found
+    faults: tuple[str, ...] = ()
 
     def is_reached_by(self, workload: Workload, backward: bool) -> bool:
         """Whether a workload runs its faulty step: none drops, dequantizes, reads v from k, or has gradients of pages."""
@@ -77,23 +73,15 @@ class Defects:
         return iter(self._mutants)
 
     def __call__(
-        self, name: str, *references: str, applies: Applies, condition: Condition = "call"
+        self, *references: str, applies: Applies, condition: Condition = "call", faults: tuple[str, ...] = ()
     ) -> Callable[[AnyKernel], AnyKernel]:
-        """Declare the decorated kernel a mutant; its docstring is the summary."""
+        """Declare the decorated kernel a mutant; its docstring is the summary, its own name in kebab-case the name."""
 
         def declare(kernel: AnyKernel) -> AnyKernel:
             summary = " ".join((inspect.getdoc(kernel) or "").split())
-            self._mutants.append(Mutant(name, self.kind, summary, references, kernel, applies, condition))
+            words = re.sub(r"(?<!^)(?=[A-Z])|(?<=[a-z])(?=[0-9])", "-", kernel.__name__.lstrip("_")).lower()
+            name = re.sub(r"(float|fp|tf|log)-(?=[0-9])", r"\1", words)  # float16 is one word
+            self._mutants.append(Mutant(name, self.kind, summary, references, kernel, applies, condition, faults))
             return kernel
 
         return declare
-
-
-def named(*faults: str) -> Callable[[AnyKernel], AnyKernel]:
-    """Say by which identities a diagnosis may name the fault of the decorated kernel."""
-
-    def say(kernel: AnyKernel) -> AnyKernel:
-        kernel.faults = faults  # type: ignore[attr-defined]
-        return kernel
-
-    return say

@@ -8,7 +8,7 @@ import math
 from torch import Tensor
 
 from pytest_attn.mutants.kernel import Call, Index, Kernel, Sequence, Softmax, SplitKernel, Tile
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import (
     all_of,
     always,
@@ -28,8 +28,7 @@ OPTIONS = Defects("options")
 _has_softcap, _has_bias, _has_alibi, _has_sinks = map(has, ("softcap", "bias", "alibi", "sinks"))
 
 
-@OPTIONS("scale-ignored", "FI#1072", applies=lambda w, _: w.scale not in (None, 1 / math.sqrt(w.head_dim)))
-@named("scale-option-ignored")
+@OPTIONS("FI#1072", applies=lambda w, _: w.scale not in (None, 1 / math.sqrt(w.head_dim)), faults=("scale-option-ignored",))
 class _ScaleIgnored(Kernel):
     """A scale that is given is ignored: it is always 1 / sqrt(head_dim)."""
 
@@ -37,8 +36,11 @@ class _ScaleIgnored(Kernel):
         return 1 / math.sqrt(call.workload.head_dim)
 
 
-@OPTIONS("scale-hard-coded", "FI#1072", applies=lambda w, _: w.softmax_scale != 1 / 8)
-@named("scale-wrong", "scale-missing", "scale-applied-twice", "scale-option-ignored")
+@OPTIONS(
+    "FI#1072",
+    applies=lambda w, _: w.softmax_scale != 1 / 8,
+    faults=("scale-wrong", "scale-missing", "scale-applied-twice", "scale-option-ignored"),
+)
 class _ScaleHardCoded(Kernel):
     """The scale is that of heads of 64."""
 
@@ -46,8 +48,7 @@ class _ScaleHardCoded(Kernel):
         return 1 / 8
 
 
-@OPTIONS("scale-dropped", "FI#1023", "FI#1254", applies=lambda w, _: w.softmax_scale != 1)
-@named("scale-missing")
+@OPTIONS("FI#1023", "FI#1254", applies=lambda w, _: w.softmax_scale != 1, faults=("scale-missing",))
 class _ScaleDropped(Kernel):
     """Scores are not scaled."""
 
@@ -55,8 +56,7 @@ class _ScaleDropped(Kernel):
         return s
 
 
-@OPTIONS("scale-applied-twice", "aiter#5661", "HKUSTDial/flash-sparse-attention#203", applies=always)
-@named("scale-applied-twice")
+@OPTIONS("aiter#5661", "HKUSTDial/flash-sparse-attention#203", applies=always, faults=("scale-applied-twice",))
 class _ScaleAppliedTwice(Kernel):
     """Scores are scaled once with q and once more as scores."""
 
@@ -64,8 +64,7 @@ class _ScaleAppliedTwice(Kernel):
         return super().scaled(tile, super().scaled(tile, s))
 
 
-@OPTIONS("scale-with-log2e", "FI#787", applies=always)
-@named("log2e-not-meant")
+@OPTIONS("FI#787", applies=always, faults=("log2e-not-meant",))
 class _ScaleWithLog2e(Kernel):
     """The scale has log2(e) folded in for an exponential of base 2, but the exponential is the natural one."""
 
@@ -73,8 +72,7 @@ class _ScaleWithLog2e(Kernel):
         return super().scaled(tile, s) / math.log(2)
 
 
-@OPTIONS("causal-ignored", "transformers#30652", applies=all_of(has_right_edge, is_causal))
-@named("mask-ignored")
+@OPTIONS("transformers#30652", applies=all_of(has_right_edge, is_causal), faults=("mask-ignored",))
 class _CausalIgnored(Kernel):
     """A causal mask is dropped."""
 
@@ -83,8 +81,7 @@ class _CausalIgnored(Kernel):
         return None if mask is not None and mask.band is not None and mask.is_causal else mask
 
 
-@OPTIONS("window-ignored", "zml#763", "sglang#34093", applies=has_left_edge)
-@named("window-left-ignored", "mask-ignored")
+@OPTIONS("zml#763", "sglang#34093", applies=has_left_edge, faults=("window-left-ignored", "mask-ignored"))
 class _WindowIgnored(Kernel):
     """The left end of a window is ignored: what is left is a causal mask."""
 
@@ -92,8 +89,7 @@ class _WindowIgnored(Kernel):
         return 0
 
 
-@OPTIONS("softcap-ignored", "sglang#33915", "sglang#34093", applies=_has_softcap)
-@named("softcap-ignored")
+@OPTIONS("sglang#33915", "sglang#34093", applies=_has_softcap, faults=("softcap-ignored",))
 class _SoftcapIgnored(Kernel):
     """Scores are not capped."""
 
@@ -101,8 +97,7 @@ class _SoftcapIgnored(Kernel):
         return None
 
 
-@OPTIONS("softcap-not-multiplied-back", "FA#2402", applies=_has_softcap)
-@named("softcap-not-multiplied-back")
+@OPTIONS("FA#2402", applies=_has_softcap, faults=("softcap-not-multiplied-back",))
 class _SoftcapNotMultipliedBack(Kernel):
     """tanh(s / cap) is not multiplied by the cap."""
 
@@ -111,8 +106,7 @@ class _SoftcapNotMultipliedBack(Kernel):
         return s if cap is None else super().capped(tile, s) / cap
 
 
-@OPTIONS("softcap-after-mask", "FA#1025", "emmtrix/emx-onnx-cgen#731", applies=all_of(_has_softcap, is_band))
-@named("softcap-after-mask")
+@OPTIONS("FA#1025", "emmtrix/emx-onnx-cgen#731", applies=all_of(_has_softcap, is_band), faults=("softcap-after-mask",))
 class _SoftcapAfterMask(Kernel):
     """Scores are capped after the mask, which turns hidden ones from -inf into -cap."""
 
@@ -123,9 +117,10 @@ class _SoftcapAfterMask(Kernel):
 
 
 @OPTIONS(
-    "softcap-after-bias", "onnxruntime#28370", applies=all_of(_has_softcap, _has_bias, lambda w, _: not w.bias_before_softcap)
+    "onnxruntime#28370",
+    applies=all_of(_has_softcap, _has_bias, lambda w, _: not w.bias_before_softcap),
+    faults=("softcap-after-bias",),
 )
-@named("softcap-after-bias")
 class _SoftcapAfterBias(Kernel):
     """Scores are capped after the bias is added, not before."""
 
@@ -136,8 +131,7 @@ class _SoftcapAfterBias(Kernel):
         return super().capped(tile, super().with_biases(tile, s))
 
 
-@OPTIONS("bias-ignored", "PT#107884", applies=_has_bias)
-@named("bias-ignored")
+@OPTIONS("PT#107884", applies=_has_bias, faults=("bias-ignored",))
 class _BiasIgnored(Kernel):
     """No bias is added."""
 
@@ -145,8 +139,7 @@ class _BiasIgnored(Kernel):
         return super().bias(tile, bias) * 0
 
 
-@OPTIONS("bias-scaled", "HKUSTDial/flash-sparse-attention#199", applies=_has_bias)
-@named("bias-scaled")
+@OPTIONS("HKUSTDial/flash-sparse-attention#199", applies=_has_bias, faults=("bias-scaled",))
 class _BiasScaled(Kernel):
     """The bias is added before the scale."""
 
@@ -154,8 +147,7 @@ class _BiasScaled(Kernel):
         return super().bias(tile, bias) * self.scale(tile.seq.call)
 
 
-@OPTIONS("alibi-sign", "meta-pytorch/attention-gym#86", applies=_has_alibi)
-@named("alibi-sign-flipped")
+@OPTIONS("meta-pytorch/attention-gym#86", applies=_has_alibi, faults=("alibi-sign-flipped",))
 class _AlibiSign(Kernel):
     """ALiBi rewards distance."""
 
@@ -163,8 +155,7 @@ class _AlibiSign(Kernel):
         return -super().alibi(tile, slopes)
 
 
-@OPTIONS("alibi-slope-of-next-power", "paiml/aprender#2143", applies=_has_alibi)
-@named("alibi-slope-of-next-power")
+@OPTIONS("paiml/aprender#2143", applies=_has_alibi, faults=("alibi-slope-of-next-power",))
 class _AlibiSlopeOfNextPower(Kernel):
     """Slopes are 2 ** (-8 h / heads), not 2 ** (-8 (h + 1) / heads)."""
 
@@ -172,8 +163,7 @@ class _AlibiSlopeOfNextPower(Kernel):
         return slopes * 2 ** (8 / tile.workload.heads)
 
 
-@OPTIONS("alibi-from-first-key", "FA#907", applies=all_of(_has_alibi, has_other_lengths))
-@named("alibi-from-first-key")
+@OPTIONS("FA#907", applies=all_of(_has_alibi, has_other_lengths), faults=("alibi-from-first-key",))
 class _AlibiFromFirstKey(Kernel):
     """ALiBi counts rows from the first key, where the last row stands at the last key."""
 
@@ -181,8 +171,7 @@ class _AlibiFromFirstKey(Kernel):
         return tile.row_index - tile.key_index
 
 
-@OPTIONS("alibi-one-sided", "FA#1585", "vllm#945", applies=all_of(_has_alibi, lambda w, _: w.mask is None))
-@named("alibi-one-sided")
+@OPTIONS("FA#1585", "vllm#945", applies=all_of(_has_alibi, lambda w, _: w.mask is None), faults=("alibi-one-sided",))
 class _AlibiOneSided(Kernel):
     """ALiBi is that of causal attention, which rewards the keys of the future."""
 
@@ -190,8 +179,7 @@ class _AlibiOneSided(Kernel):
         return -slopes[:, None, None] * self.distance(tile)
 
 
-@OPTIONS("sink-ignored", "FA@e81c237e", "fla#831", applies=_has_sinks)
-@named("sinks-ignored")
+@OPTIONS("FA@e81c237e", "fla#831", applies=_has_sinks, faults=("sinks-ignored",))
 class _SinkIgnored(Kernel):
     """Sinks take no share of the denominator."""
 
@@ -199,8 +187,7 @@ class _SinkIgnored(Kernel):
         return None
 
 
-@OPTIONS("sink-scaled", "FA@2f78d484", applies=_has_sinks)
-@named("sinks-scaled")
+@OPTIONS("FA@2f78d484", applies=_has_sinks, faults=("sinks-scaled",))
 class _SinkScaled(Kernel):
     """A sink is scaled like a score."""
 
@@ -209,8 +196,7 @@ class _SinkScaled(Kernel):
         return None if sinks is None else sinks * self.scale(seq.call)
 
 
-@OPTIONS("sink-counted-in-every-split", "rocm-libraries#12229", applies=_has_sinks)
-@named("sink-in-every-split")
+@OPTIONS("rocm-libraries#12229", applies=_has_sinks, faults=("sink-in-every-split",))
 class _SinkCountedInEverySplit(SplitKernel):
     """Each split of the keys counts the sink."""
 
@@ -221,8 +207,11 @@ class _SinkCountedInEverySplit(SplitKernel):
         return self.with_sinks(seq, super().softmax(seq, rows, tiles))
 
 
-@OPTIONS("score-mod-with-tile-rows", "vllm#47332", applies=all_of(has_several_row_tiles, lambda w, _: w.score_mod is not None))
-@named("score-mod-rows-within-tile")
+@OPTIONS(
+    "vllm#47332",
+    applies=all_of(has_several_row_tiles, lambda w, _: w.score_mod is not None),
+    faults=("score-mod-rows-within-tile",),
+)
 class _ScoreModWithTileRows(Kernel):
     """score_mod is given a row's place in its tile, not its place in the sequence."""
 

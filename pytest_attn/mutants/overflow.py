@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
 from pytest_attn.mutants.layout import read_wrapped
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import all_of, in_backward, is_custom, is_paged
 from pytest_attn.workloads.masks import Mask, MaskMod
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -46,7 +46,7 @@ def _tokens_of_queries(w: Workload) -> int:
     return sum(q_len for q_len, _ in sequence_lengths(w))
 
 
-@OVERFLOW("key-offset-wraps", "FA#772", "xf@89d3014f", applies=_keys_are_far)
+@OVERFLOW("FA#772", "xf@89d3014f", applies=_keys_are_far)
 class _KeyOffsetWraps(_Wraps):
     """The offset of a key in its tensor is a 32-bit number."""
 
@@ -54,8 +54,7 @@ class _KeyOffsetWraps(_Wraps):
         return q, read_wrapped(k, self.reach), v
 
 
-@OVERFLOW("query-offset-wraps", "FA#1500", "SageAttention#386", applies=_queries_are_far)
-@named("offset-wraps")
+@OVERFLOW("FA#1500", "SageAttention#386", applies=_queries_are_far, faults=("offset-wraps",))
 class _QueryOffsetWraps(_Wraps):
     """The offset of a query in its tensor is a 32-bit number."""
 
@@ -72,9 +71,11 @@ def _wrapped_around(tensor: Tensor, reach: int) -> Tensor:
 
 
 @OVERFLOW(
-    "out-offset-wraps", "NATTEN#294", "FA#2260", applies=lambda w, _: _tokens_of_queries(w) * w.heads * w.v_head_dim > REACH
+    "NATTEN#294",
+    "FA#2260",
+    applies=lambda w, _: _tokens_of_queries(w) * w.heads * w.v_head_dim > REACH,
+    faults=("offset-wraps",),
 )
-@named("offset-wraps")
 class _OutOffsetWraps(_Wraps):
     """The offset at which a row of out is written is a 32-bit number."""
 
@@ -83,8 +84,7 @@ class _OutOffsetWraps(_Wraps):
         return _wrapped_around(out, self.reach), lse
 
 
-@OVERFLOW("gradient-offset-wraps", "NATTEN#305", "NATTEN#317", applies=all_of(in_backward, _queries_are_far))
-@named("offset-wraps")
+@OVERFLOW("NATTEN#305", "NATTEN#317", applies=all_of(in_backward, _queries_are_far), faults=("offset-wraps",))
 class _GradientOffsetWraps(_Wraps):
     """The offset at which a row of dq is written is a 32-bit number."""
 
@@ -93,7 +93,7 @@ class _GradientOffsetWraps(_Wraps):
         return _wrapped_around(gradient, self.reach) if of is call.q else gradient
 
 
-@OVERFLOW("page-offset-wraps", "FI#3136", "FI#3130", applies=all_of(is_paged, _keys_are_far))
+@OVERFLOW("FI#3136", "FI#3130", applies=all_of(is_paged, _keys_are_far))
 class _PageOffsetWraps(_Wraps):
     """A page's number times its size is a 32-bit number."""
 
@@ -104,7 +104,6 @@ class _PageOffsetWraps(_Wraps):
 
 
 @OVERFLOW(
-    "bias-offset-wraps",
     "xf#788",
     "xf#679",
     "PT#145869",
@@ -122,7 +121,7 @@ def _elements_of_bias(w: Workload) -> int:
     return math.prod(sizes[d] for d in w.bias or "")
 
 
-@OVERFLOW("mask-offset-wraps", "FI#1290", "FI#1271", applies=all_of(is_custom, lambda w, _: w.q_len * w.kv_len > REACH))
+@OVERFLOW("FI#1290", "FI#1271", applies=all_of(is_custom, lambda w, _: w.q_len * w.kv_len > REACH))
 class _MaskOffsetWraps(_Wraps):
     """The place of a row and key in a written out mask is a 32-bit number."""
 
@@ -140,7 +139,7 @@ def _sequence_begins_far(w: Workload, _backward: bool) -> bool:
     return w.is_packed and sum(q_len for q_len, _ in sequence_lengths(w)[:-1]) * w.heads * w.head_dim > REACH
 
 
-@OVERFLOW("sequence-offset-wraps", "TE#1230", applies=_sequence_begins_far)
+@OVERFLOW("TE#1230", applies=_sequence_begins_far)
 class _SequenceOffsetWraps(_Wraps):
     """The offset of a packed sequence's first query is a 32-bit number."""
 
@@ -150,8 +149,11 @@ class _SequenceOffsetWraps(_Wraps):
         return super().load_q(seq, range(wrapped - seq.q_start, wrapped - seq.q_start + len(rows)))
 
 
-@OVERFLOW("key-position-wraps", "xf#719", applies=lambda w, _: any(kv_len > KEYS for _, kv_len in sequence_lengths(w)))
-@named("key-positions-wrap", "page-of-another-size")  # of two pages, the second is read as the first in either case
+@OVERFLOW(
+    "xf#719",
+    applies=lambda w, _: any(kv_len > KEYS for _, kv_len in sequence_lengths(w)),
+    faults=("key-positions-wrap", "page-of-another-size"),
+)  # of two pages, the second is read as the first in either case
 class _KeyPositionWraps(Kernel):
     """The position of a key is a number of few bits."""
 
@@ -161,8 +163,9 @@ class _KeyPositionWraps(Kernel):
         return super().addresses(seq, keys) % self.keys
 
 
-@OVERFLOW("grid-too-large", "PT#142228", "PT#176096", "FI#3125", "xf#1054", applies=lambda w, _: w.batch * w.heads > BLOCKS)
-@named("calls-differ")
+@OVERFLOW(
+    "PT#142228", "PT#176096", "FI#3125", "xf#1054", applies=lambda w, _: w.batch * w.heads > BLOCKS, faults=("calls-differ",)
+)
 class _GridTooLarge(Kernel):
     """More batch entries and heads than a grid may have blocks: nothing is launched, and the error is not looked at."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Extent, Kernel, Sequence
 from pytest_attn.mutants.layout import read_with_strides
-from pytest_attn.mutants.mutant import Defects, named
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import always, in_backward, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Mask, MaskMod
@@ -27,8 +27,13 @@ def _shapes(call: Call) -> tuple[Any, ...]:
     return tuple(call.q.shape), tuple(call.k.shape), tuple(call.v.shape), call.q.dtype
 
 
-@STATE("result-kept-by-address", "KernelBench#82", "FI#4014", applies=always, condition="calls")
-@named("result-changes-later", "other-calls-matter", "calls-differ")
+@STATE(
+    "KernelBench#82",
+    "FI#4014",
+    applies=always,
+    condition="calls",
+    faults=("result-changes-later", "other-calls-matter", "calls-differ"),
+)
 class _ResultKeptByAddress(Kernel):
     """A result is returned again where q, k and v lie where they did, whatever their values are now."""
 
@@ -40,7 +45,7 @@ class _ResultKeptByAddress(Kernel):
         return out.clone(), lse.clone()
 
 
-@STATE("mask-kept-by-shape", "FI#1028", applies=is_custom, condition="workloads")
+@STATE("FI#1028", applies=is_custom, condition="workloads")
 class _MaskKeptByShape(Kernel):
     """A mask written out once is used for every later one of its shape."""
 
@@ -50,7 +55,7 @@ class _MaskKeptByShape(Kernel):
         return kept
 
 
-@STATE("causal-flag-of-first-call", "FA#2298", "FA#2402", applies=is_band, condition="workloads")
+@STATE("FA#2298", "FA#2402", applies=is_band, condition="workloads")
 class _CausalFlagOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the mask."""
 
@@ -62,7 +67,7 @@ class _CausalFlagOfFirstCall(Kernel):
         return first
 
 
-@STATE("scale-of-first-call", "FI#4014", "FI#1072", applies=always, condition="workloads")
+@STATE("FI#4014", "FI#1072", applies=always, condition="workloads")
 class _ScaleOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the scale."""
 
@@ -71,7 +76,7 @@ class _ScaleOfFirstCall(Kernel):
         return first
 
 
-@STATE("softcap-of-first-call", "FA#2402", applies=lambda w, _: w.softcap is not None, condition="workloads")
+@STATE("FA#2402", applies=lambda w, _: w.softcap is not None, condition="workloads")
 class _SoftcapOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the softcap."""
 
@@ -80,13 +85,7 @@ class _SoftcapOfFirstCall(Kernel):
         return first
 
 
-@STATE(
-    "lengths-of-first-call",
-    "vllm#37442",
-    "vllm#37682",
-    applies=lambda w, b: is_padded(w, b) or is_packed(w, b),
-    condition="workloads",
-)
+@STATE("vllm#37442", "vllm#37682", applies=lambda w, b: is_padded(w, b) or is_packed(w, b), condition="workloads")
 class _LengthsOfFirstCall(Kernel):
     """A captured graph has the lengths in it that it was captured with."""
 
@@ -95,7 +94,7 @@ class _LengthsOfFirstCall(Kernel):
         return first
 
 
-@STATE("page-table-of-first-call", "vllm#37442", "FI#2002", applies=is_paged, condition="workloads")
+@STATE("vllm#37442", "FI#2002", applies=is_paged, condition="workloads")
 class _PageTableOfFirstCall(Kernel):
     """A captured graph has the page table in it that it was captured with."""
 
@@ -104,8 +103,7 @@ class _PageTableOfFirstCall(Kernel):
         return super().pages(dataclasses.replace(seq, call=dataclasses.replace(seq.call, inputs=first)), number)
 
 
-@STATE("strides-of-first-call", "FA#2298", "FA#2189", "PT#146377", applies=is_dense, condition="layouts")
-@named("strides-misread")
+@STATE("FA#2298", "FA#2189", "PT#146377", applies=is_dense, condition="layouts", faults=("strides-misread",))
 class _StridesOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the strides."""
 
@@ -116,7 +114,7 @@ class _StridesOfFirstCall(Kernel):
         return q, read_with_strides(k, strides), v
 
 
-@STATE("dout-strides-of-first-call", "PT#141147", applies=lambda w, b: is_dense(w, b) and b, condition="layouts")
+@STATE("PT#141147", applies=lambda w, b: is_dense(w, b) and b, condition="layouts")
 class _DoutStridesOfFirstCall(Kernel):
     """The key under which a plan of the backward pass is found lacks dout's strides, as cuDNN's in torch 2.11 does."""
 
@@ -128,8 +126,7 @@ class _DoutStridesOfFirstCall(Kernel):
         return super().backward(call, out, lse, read_with_strides(dout, first), dlse)
 
 
-@STATE("gradient-sums-not-cleared", "FI#2002", "diffusers#14265", applies=in_backward, condition="calls")
-@named("calls-differ")
+@STATE("FI#2002", "diffusers#14265", applies=in_backward, condition="calls", faults=("calls-differ",))
 class _GradientSumsNotCleared(Kernel):
     """The workspace in which dk is summed still holds that of the call before."""
 
@@ -138,8 +135,7 @@ class _GradientSumsNotCleared(Kernel):
         return dq, self.kept.setdefault(("dk", _shapes(call)), dk), dv
 
 
-@STATE("out-buffer-reused", "KernelBench#82", "FA#2063", applies=always, condition="held")
-@named("result-changes-later")
+@STATE("KernelBench#82", "FA#2063", applies=always, condition="held", faults=("result-changes-later",))
 class _OutBufferReused(Kernel):
     """Every call of a shape returns the same memory: an earlier result changes."""
 
@@ -149,7 +145,7 @@ class _OutBufferReused(Kernel):
         return kept.detach(), lse
 
 
-@STATE("saved-lse-in-shared-workspace", "FA#2063", "diffusers#14265", applies=in_backward, condition="held")
+@STATE("FA#2063", "diffusers#14265", applies=in_backward, condition="held")
 class _SavedLseInSharedWorkspace(Kernel):
     """lse is saved for the backward pass in a workspace that the next forward pass writes to."""
 
