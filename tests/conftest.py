@@ -40,8 +40,21 @@ class _Installed(metadata.PathDistribution):
 
 
 @functools.cache
-def _installed(found=metadata.distributions):
-    return [_Installed(one._path) for one in found()]
+def _installed_in(folder, found=metadata.distributions):
+    return [_Installed(one._path) for one in found(path=[folder])]
+
+
+_AHEAD = frozenset(sys.path)
+
+
+def _distributions(found=metadata.distributions, **where):
+    """Return what is installed: what pytest and the plugin ask for in hundreds of runs, and a test adds a folder at most."""
+    if where:
+        return found(**where)
+    return [one for folder in sys.path for one in (_installed_in(folder) if folder in _AHEAD else found(path=[folder]))]
+
+
+metadata.distributions = _distributions
 
 
 def pytest_collectstart():
@@ -101,13 +114,11 @@ def _is_told_again(item):
 
 
 @pytest.fixture(autouse=True)
-def _anywhere(request, monkeypatch):
-    """Let a test see the same everywhere, and draw the same numbers whatever ran before it.
-
-    What is installed is the same as well: each of hundreds of runs of pytest looks for plugins in it twice.
-    """
-    if "pytester" in request.fixturenames:
-        monkeypatch.setattr(metadata, "distributions", _installed)
-    sys.modules["torch"].manual_seed(0)
+def _anywhere(monkeypatch):
+    """Let a test see the same everywhere, and draw the same numbers whatever ran before it."""
+    torch = sys.modules["torch"]
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes the stack for each kind of device, which takes longer
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     for name in _OF_THE_HOST:
         monkeypatch.delenv(name, raising=False)

@@ -201,7 +201,8 @@ def installed_packages() -> list[str]:
     found = []
     for distribution in metadata.distributions():
         with contextlib.suppress(Exception):  # a folder that an uninstallation left has no name
-            found.append(f"{distribution.name} {distribution.version}")
+            said = distribution.metadata  # which is read from its file each time
+            found.append(f"{said['Name']} {said['Version']}")
     return sorted(found)
 
 
