@@ -342,8 +342,7 @@ def test_importing_the_plugin_loads_nothing_heavy():
 
 
 def test_collecting_attention_tests_loads_nothing_heavy(tmp_path):
-    (tmp_path / "test_cases.py").write_text(
-        """
+    (tmp_path / "test_cases.py").write_text("""
 import pytest
 from pytest_attn import Document, Neighborhood, Pages, Window, Workload
 @pytest.mark.attention("smoke", Workload(64, mask=Window(3, 0)), backward=True, returns=("out", "lse"))
@@ -355,8 +354,7 @@ def test_ranks(attn):
 @pytest.mark.attention_model
 def test_model(attn_model, attn_backend):
     pass
-"""
-    )
+""")
     options = ["-q", "--collect-only", "-p", "no:cacheprovider", "--attn-backends=all", str(tmp_path)]
     loaded = loaded_after(f"import pytest\nassert pytest.main({options!r}) == 0")
     assert "pytest_attn.session.collection" in loaded

@@ -123,8 +123,7 @@ def kernel_test(pytester):
 
     def write(body, marker='Workload(32, heads=2, head_dim=32), device="cpu"', fixtures="attn", before=""):
         lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
-        pytester.makepyfile(
-            f"""
+        pytester.makepyfile(f"""
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -134,8 +133,7 @@ from pytest_attn import Workload, Window, Pages
 @pytest.mark.attention({marker})
 def test_kernel({fixtures}):
 {lines}
-"""
-        )
+""")
 
     return write
 

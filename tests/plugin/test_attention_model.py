@@ -71,14 +71,12 @@ def test_it(attn_model, attn_backend, model, step):
 
 
 def test_backends_of_the_marker_and_a_forward_pass_only(run):
-    result = run(
-        """
+    result = run("""
 @pytest.mark.attention_model(backends=["math", "kv_cache"], backward=False)
 def test_it(attn_model, attn_backend, model, step):
     found = attn_model.check(model, step, attn_backend)
     assert {row.name for call in found.calls for row in call.comparison.tensors} == {"out"}
-"""
-    )
+""")
 
     result.assert_outcomes(passed=2)
 
@@ -116,15 +114,13 @@ def test_it(attn_model, model, step):
 
 
 def test_one_refused_call_fails_and_does_not_skip(run, pytester):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
 def pytest_attn_backends(registry):
     def mine(q, k, v, workload):
         return q.new_zeros(q.shape) + v
 
     registry.add_function("mine", mine, unsupported_because=lambda w: ["takes no mask"] if w.mask else [])
-"""
-    )
+""")
     result = run(
         """
 @pytest.mark.attention_model
@@ -195,13 +191,11 @@ def test_it(attn_model, attn_backend, name): pass
 
 
 def test_a_step_that_returns_nothing_to_judge_is_named_without_a_workload(run):
-    result = run(
-        """
+    result = run("""
 @pytest.mark.attention_model
 def test_it(attn_model, model):
     attn_model.check(model, lambda: 3)
-"""
-    )
+""")
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["raised * on model: TypeError: the step returned int; expected a tensor of *"])
@@ -261,8 +255,7 @@ def test_who_knows(attn_model):
 
 
 def test_warnings_of_libraries_fail_no_model_of_the_suite(pytester):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
 import warnings
 
 import pytest
@@ -279,8 +272,7 @@ def old_library(monkeypatch):
         return made(*args)
 
     monkeypatch.setattr(models, "torch_model", with_a_warning)
-"""
-    )
+""")
     pytester.makeini("[pytest]\nfilterwarnings = error")
 
     result = pytester.runpytest(
@@ -292,8 +284,7 @@ def old_library(monkeypatch):
 
 
 def test_a_known_defect_of_a_backend_is_an_expected_failure_with_its_layers(run, pytester):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
 import pytest_attn
 
 
@@ -307,8 +298,7 @@ def pytest_attn_backends(registry):
     registry["known"].known_defects = (
         pytest_attn.KnownDefect("lib#1", "out is a tenth too large", lambda w, m: True, ("out", "dq", "dk", "dv")),
     )
-"""
-    )
+""")
     result = run(
         """
 @pytest.mark.attention_model
@@ -384,8 +374,7 @@ def test_an_excuse_that_is_none_is_refused(run):
 @pytest.mark.parametrize(("excused", "outcome"), [("()", "failed"), ("['known defects']", "xfailed")])
 def test_a_known_defect_of_what_the_model_chose_fails_unless_it_is_excused(run, pytester, monkeypatch, excused, outcome):
     monkeypatch.setattr("pytest_attn.models.check.known_defect_of", lambda *_: "lib#1: out is a tenth too large")
-    result = run(
-        f"""
+    result = run(f"""
 def tenth_too_large(q, k, v):
     return F.scaled_dot_product_attention(q, k, v) * 1.1
 
@@ -397,8 +386,7 @@ class Own(nn.Module):
 def test_it(attn_model):
     model, x = nn.Sequential(Own()), torch.randn(2, 24, 32, dtype=torch.bfloat16)
     attn_model.check(model, lambda: model(x), functions=[tenth_too_large], scatter=0, excused={excused})
-"""
-    )
+""")
     result.assert_outcomes(**{outcome: 1})
 
 

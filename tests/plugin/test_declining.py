@@ -59,15 +59,13 @@ def test_an_invariant_whose_variant_is_declined_does_not_apply(run, kernel_test)
 
 
 def test_a_function_that_is_registered_declines_as_well(run, kernel_test, pytester):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
 def mine(q, k, v, workload):
     raise NotImplementedError("no window")
 
 def pytest_attn_backends(registry):
     registry.add_function("mine", mine)
-"""
-    )
+""")
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
     result = run("--attn-backends=mine", "-rs")
     result.assert_outcomes(skipped=1)
@@ -104,8 +102,7 @@ def test_what_torch_raises_is_a_fault(fault):
 
 
 def test_a_group_that_has_dropout_skips_callables_that_say_not_what_they_dropped(pytester):
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import pytest
         import torch
         from pytest_attn import Workload
@@ -120,8 +117,7 @@ def test_a_group_that_has_dropout_skips_callables_that_say_not_what_they_dropped
         @pytest.mark.attention(Workload(64, heads=2, dropout=0.2), device="cpu")
         def test_of_its_own(attn):
             attn.check(attention)
-        """
-    )
+        """)
     result = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1, skipped=1, failed=1)
     result.stdout.fnmatch_lines(["*has dropout: needs a callable that returns which weights it kept*"])

@@ -142,8 +142,7 @@ def test_in_a_profile(in_process, kernel_test):
 
 
 def test_in_a_model_and_in_what_takes_its_place(in_process, pytester):
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import pytest
         import torch
         from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -178,8 +177,7 @@ def test_in_a_model_and_in_what_takes_its_place(in_process, pytester):
         def test_without_the_fixture(look):
             model = Model(True)
             look(model, lambda: model(torch.randn(1, 8, 16)))
-        """
-    )
+        """)
     result = in_process()
     result.assert_outcomes(failed=5)
     result.stdout.fnmatch_lines(
@@ -213,8 +211,7 @@ def test_without_pytest(target):
 
 
 def test_a_registered_function_and_a_prepared_backend(in_process, kernel_test, pytester):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
         import pytest
         from pytest_attn import Backend
 
@@ -230,8 +227,7 @@ def test_a_registered_function_and_a_prepared_backend(in_process, kernel_test, p
         def pytest_attn_backends(registry):
             registry.add_function("mine", registered)
             registry.add(Mine())
-        """
-    )
+        """)
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
     result = in_process("--attn-backends=mine,lazy")
     result.assert_outcomes(failed=2)

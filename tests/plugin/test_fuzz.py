@@ -155,8 +155,7 @@ def pytest_attn_backends(registry):
     registry.add_function("broken", broken, unsupported_because=lambda w: ["only plain"] if w.mask or w.kv_lens else [])
 """
     )
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import pytest
 
         class TestBackends:
@@ -165,8 +164,7 @@ def pytest_attn_backends(registry):
             def test_it(self, attn, times, attn_backend):
                 for _ in range(times):
                     attn.check(attn_backend)
-        """
-    )
+        """)
     result = fuzz("--attn-backends=broken,math", number=100)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
@@ -206,8 +204,7 @@ def test_a_failure_is_replayed_first_the_next_time(conftest, kernel_test, pytest
 
 def test_each_item_replays_its_own_failure(conftest, pytester):
     conftest(before=KEPT)
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import pytest
         from torch.nn.functional import scaled_dot_product_attention as sdpa
         from pytest_attn import Workload
@@ -218,8 +215,7 @@ def test_each_item_replays_its_own_failure(conftest, pytester):
         @pytest.mark.parametrize("fault", FAULTS)
         def test_it(attn, fault):
             attn.check(lambda q, k, v: sdpa(q, k, v) * (2 if FAULTS[fault](q) else 1))
-        """
-    )
+        """)
     args = ("-k", "fuzz", "--attn-fuzz=100")
     pytester.runpytest_inprocess(*args).assert_outcomes(failed=2, deselected=2)
     again = pytester.runpytest_inprocess(*args).stdout.str()

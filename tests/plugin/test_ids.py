@@ -86,8 +86,7 @@ def test_k_takes_ids_as_people_guess_them(pytester, words, selected):
     "workload", ["h2-s33-d32-window31.0", "packed7.64.33-d64-causal", "h4-kv2-q70-k150-d32-softcap5-bias.hqk"]
 )
 def test_k_takes_the_ids_of_shapes(pytester, workload):
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
 import pytest
 from pytest_attn import Workload, Window
 
@@ -98,8 +97,7 @@ from pytest_attn import Workload, Window
 )
 def test_case(attn):
     pass
-"""
-    )
+""")
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--collect-only", "-q", "-k", workload)
     assert re.findall(r"test_case\[(.+)\]", result.stdout.str()) == [workload]
 
@@ -117,8 +115,7 @@ LOADGROUP = ("-n", "1", "--dist", "loadgroup")
     ids=["serial", "loadgroup", "loadgroup-serial"],
 )
 def test_lf_runs_what_failed_and_nothing_else(pytester, options, again):
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
 import pytest
 
 @pytest.mark.attention("smoke-half", "smoke-full", device="cpu")
@@ -127,8 +124,7 @@ def test_case(attn, attn_backend):
     case = attn.workload.name, attn_backend.name
     if case == ("smoke-full", "eager"):
         raise AssertionError(f"not this one: {', '.join(case)}")
-"""
-    )
+""")
     backends = "--attn-backends=math,eager"
 
     def run(*arguments):

@@ -85,8 +85,7 @@ def test_listing_for_a_device_that_is_not_there_says_so(pytester):
 
 
 def test_fixtures_asked_for_later_are_refused(run, pytester):
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import unittest
 
         import pytest
@@ -103,8 +102,7 @@ def test_fixtures_asked_for_later_are_refused(run, pytester):
 
             def test_it(self):
                 pass
-        """
-    )
+        """)
     result = run()
     result.assert_outcomes(failed=1, errors=1)
     text = "::test_it: the attention fixtures must be arguments of the test, not asked for later; a unittest.TestCase"

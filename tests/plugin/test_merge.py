@@ -123,16 +123,14 @@ def test_workers_that_crash_are_no_whole_run(run, merge, pytester):
 
 
 def test_what_k_and_m_leave_out_of_all_files_need_not_run(run, merge, pytester):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
         import pytest
 
         def pytest_collection_modifyitems(items):
             for item in items:
                 if "sdpa" in item.name:
                     item.add_marker("slow")
-        """
-    )
+        """)
     pytester.makeini("[pytest]\nmarkers = slow")
     choice = "-m", "not slow", "-k", "not gqa", "--deselect=test_it.py::test_plain[0]"
     for number in (1, 2):
@@ -158,14 +156,12 @@ def test_k_may_divide_a_run(run, merge):
 
 def test_a_plugin_of_any_kind_may_divide_a_run(run, merge, pytester):
     """As pytest-shard does: before -k is asked, and with no options that anybody else knows."""
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
         import os
 
         def pytest_collection_modifyitems(items):
             items[:] = [item for number, item in enumerate(items) if number % 2 == int(os.environ["HALF"])]
-        """
-    )
+        """)
     with pytest.MonkeyPatch.context() as patch:
         for half in "01":
             patch.setenv("HALF", half)

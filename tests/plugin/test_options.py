@@ -84,8 +84,7 @@ def test_a_random_seed_is_said_in_the_header_and_repeats_what_it_drew(run, kerne
 
 
 def test_the_workers_of_xdist_share_a_random_seed(pytester):
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
 import pytest
 from pytest_attn import Workload
 
@@ -94,8 +93,7 @@ from pytest_attn import Workload
 def test_kernel(attn, worker_id, number):
     print("drew", worker_id, attn._session.settings.seed)
     attn.check("math")
-"""
-    )
+""")
     shown = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "2", "--attn-seed=random", "-rA").stdout.str()
     drawn = re.findall(r"drew (gw\d) (\d+)", shown)
     assert {worker for worker, _ in drawn} == {"gw0", "gw1"}
@@ -265,8 +263,7 @@ def test_xdist_says_how_many_workers_there_are(pytester, kernel_test, monkeypatc
 
 
 def test_a_refusal_at_the_first_call_is_a_skip(run, kernel_test, pytester):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
 from pytest_attn import Backend
 
 
@@ -285,8 +282,7 @@ class Late(Backend):
 
 def pytest_attn_backends(registry):
     registry.add(Late())
-"""
-    )
+""")
     kernel_test(**BACKENDS, marker='Workload(32), Workload(33), device="cpu"')
     result = run("--attn-backends=late", "-rs")
     result.assert_outcomes(skipped=1, failed=1)

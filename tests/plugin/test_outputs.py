@@ -66,8 +66,7 @@ def test_a_line_for_each_judgment_with_every_field(pytester, workers):
 
 
 def test_what_was_judged_before_a_crash_is_in_the_file(pytester):
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import os
         import pytest
         import torch
@@ -78,25 +77,21 @@ def test_what_was_judged_before_a_crash_is_in_the_file(pytester):
 
         def test_then_the_process_dies():
             os._exit(9)
-        """
-    )
+        """)
     pytester.runpytest_subprocess("--attn-json=run.jsonl", *OPTIONS)
     (record,) = read_records(pytester.path / "run.jsonl")
     assert record["verdict"] == "passed"
 
 
 def test_aliases_name_the_same_workload(pytester):
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import pytest
 
         @pytest.mark.attention("cuda_attn_L128_bfloat16", device="cpu")
         def test_it(attn):
             pytest.skip("only its name is asked for")
-        """
-    )
-    pytester.makeconftest(
-        """
+        """)
+    pytester.makeconftest("""
         import pytest
         from pytest_attn.cases.records import facts_of
         from pytest_attn.session.session import SESSION
@@ -105,8 +100,7 @@ def test_aliases_name_the_same_workload(pytester):
             attention = session.config.stash[SESSION]
             (workload,) = attention.registrations.catalog.select("flux-L128")
             print(facts_of(attention, workload, "sdpa", "cpu"))
-        """
-    )
+        """)
     result = pytester.runpytest_inprocess("-s", *OPTIONS)
     result.stdout.fnmatch_lines(["*'group': 'flux', 'aliases': ('cuda_attn_L128_bfloat16',)*"])
 
@@ -149,8 +143,7 @@ def test_nothing_is_annotated_elsewhere(pytester, monkeypatch):
 
 def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):
     pytester.makepyfile(TESTS)
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
         import json
 
         def pytest_runtest_logreport(report):
@@ -158,8 +151,7 @@ def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):
                 assert type(record["machine"]["torch"]) is str
                 json.dumps(record)
                 print("traveled:", record["verdict"])
-        """
-    )
+        """)
     result = pytester.runpytest_inprocess("-s", *OPTIONS)
     result.assert_outcomes(passed=4, failed=2)
     traveled = [line.partition("traveled: ")[2] for line in result.outlines if "traveled: " in line]
@@ -170,8 +162,7 @@ def test_what_a_failure_says_is_the_same_in_every_output(pytester, monkeypatch):
     """In the terminal, the record, the page, Markdown, annotations and JUnit: each line, and one z."""
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "step.md"))
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
 import html
 import json
 
@@ -183,8 +174,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 @pytest.mark.attention(Workload(64, heads=4, kv_heads=2, head_dim=32, name="decoder"), device="cpu", backward=True)
 def test_it(attn):
     attn.check(lambda q, k, v: sdpa(q, k, v, scale=0.13, enable_gqa=True), name="mine")
-"""
-    )
+""")
     outputs = [f"--attn-output=run.{suffix}" for suffix in ("jsonl", "html", "md")]
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *outputs, "--junitxml=run.xml", "-v")
     said = [

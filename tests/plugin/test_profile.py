@@ -124,8 +124,7 @@ def test_assert_launched_takes_a_backends_name(run, kernel_test):
 
 
 def test_what_raises_while_it_is_profiled_is_no_right_case(run, kernel_test):
-    kernel_test(
-        """
+    kernel_test("""
 calls = []
 
 def flaky(q, k, v):
@@ -135,8 +134,7 @@ def flaky(q, k, v):
     return sdpa(q, k, v)
 
 attn.check(flaky)
-"""
-    )
+""")
     result = run("--attn-profile")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["raised * flaky on *: while it was profiled, RuntimeError: fourth call"])

@@ -95,8 +95,7 @@ def test_a_test_file(pytester):
 
 
 def test_dtypes_of_the_command_line(pytester):
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import pytest
 
         @pytest.mark.attention("smoke-full")
@@ -106,8 +105,7 @@ def test_dtypes_of_the_command_line(pytester):
         @pytest.mark.attention("smoke-full", backward=True)
         def test_backward(attn, attn_backend):
             attn.check(attn_backend)
-        """
-    )
+        """)
     result = pytester.runpytest("--attn-device=cpu", "--attn-backends=math", "--attn-dtypes=fp8", "-v", "-rs")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["*test_it?smoke-full-fp8-math? PASSED*", "*quantized q, k and v have no gradient*"])

@@ -77,8 +77,7 @@ def test_in_order(attn, attn_backend):
 
 
 def test_flex_gathers_keys_and_cuts_its_mask(run):
-    result = run(
-        """
+    result = run("""
 import torch
 torch.compiler.set_stance("force_eager")  # the block mask: its compilation takes longer than all the rest
 W = Workload(512, heads=2, head_dim=16, mask="causal", name="causal")
@@ -92,8 +91,7 @@ def test_balanced(attn, fault, plant):
 @pytest.mark.attention(W, W.replace(q_len=384, kv_len=384), ranks=2, backward=True)
 def test_refused(attn):
     attn.check("torch_cp_flex")
-"""
-    )
+""")
     result.assert_outcomes(passed=1, failed=1, skipped=2)
     result.stdout.fnmatch_lines(["FAILED *a mask in another order*"])
     result.stdout.fnmatch_lines(["*torch_cp_flex: needs q_len and kv_len that are multiples of 256, 2 ranks times a block*"])
@@ -102,8 +100,7 @@ def test_refused(attn):
 
 @pytest.mark.skipif(not (find_spec("ring_flash_attn") and find_spec("yunchang")), reason="needs ring-flash-attn and yunchang")
 def test_rings_around_a_flash_kernel_are_right_and_their_faults_are_found(run):
-    result = run(
-        """
+    result = run("""
 PACKED = Workload(q_lens=(16, 64, 32), heads=4, head_dim=32, mask="causal", name="packed")
 HALF = Workload(64, heads=4, head_dim=32, dtype="float16", name="half")
 SOFTCAP = Workload(64, heads=4, head_dim=32, softcap=5.0, mask="causal", name="softcap")
@@ -123,8 +120,7 @@ def test_balanced(attn, attn_backend):
 def test_faulty(attn, attn_backend, fault, plant):
     plant(fault)
     attn.check(attn_backend)
-"""
-    )
+""")
     # a rounded lse is read by the merge of a ring, and by the backward pass of all three
     result.assert_outcomes(passed=15, failed=6, xfailed=2, skipped=7)
     result.stdout.fnmatch_lines(["*known defect  ring_flash on half-fp16 backward: *dq to bfloat16*"])
@@ -132,15 +128,13 @@ def test_faulty(attn, attn_backend, fault, plant):
 
 @pytest.mark.skipif(not find_spec("diffusers"), reason="needs diffusers")
 def test_diffusers_shares_heads(run):
-    result = run(
-        """
+    result = run("""
 @pytest.mark.parametrize("fault", ["nothing", "heads of diffusers"])
 @pytest.mark.attention(CAUSAL.replace(mask=None, kv_heads=4, name="plain"), ranks=(2, 4), backward=True)
 def test_it(attn, fault, plant):
     plant(fault)
     attn.check("diffusers_cp")
-"""
-    )
+""")
     result.assert_outcomes(passed=2, failed=2)
 
 

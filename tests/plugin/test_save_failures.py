@@ -269,8 +269,7 @@ def test_broken_invariants_and_contracts_leave_the_inputs(pytester, kernel_test,
 
 
 def test_a_known_defect_and_a_mutant_are_not_saved(pytester, kernel_test):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
 from pytest_attn import Backend, KnownDefect
 
 class Broken(Backend):
@@ -282,8 +281,7 @@ class Broken(Backend):
 
 def pytest_attn_backends(registry):
     registry.add(Broken())
-"""
-    )
+""")
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker="Workload(8, head_dim=8)")
     options = ["-p", "no:cacheprovider", SAVE, "--attn-device=cpu"]
     result = pytester.runpytest_inprocess(*options, "--attn-backends=broken", "-rx")

@@ -172,8 +172,7 @@ else:
 
 
 def test_backends_and_workloads_of_ones_own_from_a_conftest(run, pytester, kernel_test):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
         from torch.nn.functional import scaled_dot_product_attention as sdpa
         from pytest_attn import Workload
 
@@ -183,8 +182,7 @@ def test_backends_and_workloads_of_ones_own_from_a_conftest(run, pytester, kerne
 
         def pytest_attn_workloads(catalog):
             catalog.add(Workload(24, heads=2, name="ours-24"), group="ours", source="our model")
-        """
-    )
+        """)
     kernel_test("attn.check(attn_backend)", marker='"ours", device="cpu"', fixtures="attn, attn_backend")
     result = run("--attn-backends=mine,wrong,math", "--attn-workloads=ours")
     result.assert_outcomes(passed=2, failed=1)
@@ -192,8 +190,7 @@ def test_backends_and_workloads_of_ones_own_from_a_conftest(run, pytester, kerne
 
 
 def test_a_known_defect_is_an_expected_failure_and_its_absence_is_visible(run, pytester, kernel_test):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
         import torch
         from torch.nn.functional import scaled_dot_product_attention as sdpa
         from pytest_attn import Backend, KnownDefect
@@ -208,8 +205,7 @@ def test_a_known_defect_is_an_expected_failure_and_its_absence_is_visible(run, p
 
         def pytest_attn_backends(registry):
             registry.add(Broken())
-        """
-    )
+        """)
     marker = ", ".join(f"Workload({n}, heads=2, head_dim=32)" for n in (32, 33, 34))
     kernel_test("attn.check(attn_backend)", marker=f'{marker}, device="cpu"', fixtures="attn, attn_backend")
     result = run("--attn-backends=broken", "-rx")
@@ -303,8 +299,7 @@ def test_a_compiled_callable_that_is_wrong_prints_no_trace_of_its_compiler(run, 
 
 @pytest.mark.parametrize(("option", "listed"), [("--durations=1", 1), ("--durations=0", 2), ("-v", 0)])
 def test_durations_name_what_compilers_took_apart(run, kernel_test, pytester, option, listed):
-    pytester.makeconftest(
-        """
+    pytester.makeconftest("""
         from pytest_attn import Backend
         from pytest_attn.backends.variants import Compilation
         from torch.nn.functional import scaled_dot_product_attention
@@ -321,8 +316,7 @@ def test_durations_name_what_compilers_took_apart(run, kernel_test, pytester, op
 
         def pytest_attn_backends(registry):
             registry.add(Compiling())
-        """
-    )
+        """)
     kernel_test("attn.check(attn_backend)", '"smoke-full", "smoke-half"', "attn, attn_backend")
     said = run("--attn-backends=compiling", option).stdout.str()
     lines = [line for line in said.splitlines() if "s compile  " in line]

@@ -102,8 +102,7 @@ def test_a_mark_that_names_no_workload_asks_for_no_judgment(run, pytester, mark)
 
 def test_a_helper_beside_tests_of_kernels_is_no_test_of_one(run, pytester):
     """A module's marker is for those of its tests that take a fixture."""
-    pytester.makepyfile(
-        f"""
+    pytester.makepyfile(f"""
 import pytest
 from pytest_attn import Workload
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -114,8 +113,7 @@ def test_kernel(attn):
 
 def test_helper():
     pass
-"""
-    )
+""")
     run().assert_outcomes(passed=2)
 
 

@@ -439,8 +439,7 @@ def test_what_compiles_is_diagnosed_and_asked_is_named(pytester, monkeypatch):
 
     monkeypatch.setattr(Progress, "during", during)
     monkeypatch.setattr(Progress, "counting", counting)
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import pytest, torch
         from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -450,8 +449,7 @@ def test_what_compiles_is_diagnosed_and_asked_is_named(pytester, monkeypatch):
             attn.check(fn, name="mine")
             attn.check_invariants(sdpa, only=["rerun", "poison"], name="asked")
             attn.check(lambda q, k, v: 1.1 * sdpa(q, k, v), name="wrong")
-        """
-    )
+        """)
     pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-diagnosis-timeout=7").assert_outcomes(failed=1)
     said = [one for one in told if one[0]]
     assert said == [

@@ -100,8 +100,7 @@ def test_a_failure_on_it_is_saved_read_and_judged_again(pytester):
     written = json.loads(json.dumps(encode_workload(WORKLOAD)))
     assert written["mask"] == {"kind": "Dilated", "step": 3}
     assert decode_workload(written) == WORKLOAD
-    pytester.makepyfile(
-        """
+    pytester.makepyfile("""
         import pytest
         import torch
         from dilated import Dilated
@@ -114,8 +113,7 @@ def test_a_failure_on_it_is_saved_read_and_judged_again(pytester):
         @pytest.mark.attention(Workload(64, heads=2, head_dim=16, mask=Dilated(3)))
         def test_mine(attn):
             attn.check(too_wide)
-        """
-    )
+        """)
     done = pytester.runpytest_inprocess("--attn-save-failures=saved", "--attn-device=cpu")
     done.assert_outcomes(failed=1)
     done.stdout.fnmatch_lines(["*whose steps are one key too long*"])
