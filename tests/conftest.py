@@ -2,6 +2,7 @@ import functools
 import gc
 import os
 import sys
+import sysconfig
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 from _pytest.config import PytestPluginManager
 from _pytest.fixtures import FixtureFunctionDefinition, FixtureManager
+from _pytest.pytester import SysModulesSnapshot
 from left_out import IS_ALL, LEFT_OUT
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as many for the processes that tests start as for this one: xdist's share the cores
@@ -27,11 +29,20 @@ _OF_THE_HOST = (
 
 @functools.cache
 def _load():
-    """Load what a pytester run in this process cannot load again: torch's C extensions, and operators that it registers."""
     import torch
-    import torch._inductor.test_operators
 
     torch.set_num_threads(1)
+
+
+def _restore(snapshot, restore=SysModulesSnapshot.restore):
+    """Forget the modules that a run of pytester has loaded, but for what is installed: torch registers its parts once."""
+    loaded = {name: one for name, one in sys.modules.items() if (getattr(one, "__file__", None) or "").startswith(_INSTALLED)}
+    restore(snapshot)
+    sys.modules.update({name: one for name, one in loaded.items() if name not in sys.modules})
+
+
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+SysModulesSnapshot.restore = _restore
 
 
 class _Installed(metadata.PathDistribution):
