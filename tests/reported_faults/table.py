@@ -45,12 +45,12 @@ class Fault(NamedTuple):
 FAULTS: list[Fault] = []
 
 
-def reported(report: str, what: str, reaches: Reaches, **more: Any) -> Callable[[type[Attention]], type[Attention]]:
-    """Return a decorator that adds a kernel to the table, under the name of its class in lower case with hyphens."""
+def reported(report: str, reaches: Reaches, **more: Any) -> Callable[[type[Attention]], type[Attention]]:
+    """Return a decorator that adds a kernel to the table: its docstring says what went wrong, its name is the fault's."""
 
     def add(kernel: type[Attention]) -> type[Attention]:
         name = re.sub(r"(?<!^)(?=[A-Z])|(?<=[a-z])(?=[0-9])", "-", kernel.__name__).lower()
-        FAULTS.append(Fault(name, report, what, reaches, kernel, **more))
+        FAULTS.append(Fault(name, report, " ".join(kernel.__doc__.split()), reaches, kernel, **more))
         return kernel
 
     return add
@@ -116,12 +116,10 @@ def bias_lacks(dim: str) -> Reaches:
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------------
-@reported(
-    "Dao-AILab/flash-attention#2528",
-    "The flag of packed heads was set, but nothing was packed: a row's limit of a causal mask was that of row i // group.",
-    lambda w: is_band(w) and w.group > 1 and some(w, lambda n, m: n > 1),
-)
+@reported("Dao-AILab/flash-attention#2528", lambda w: is_band(w) and w.group > 1 and some(w, lambda n, m: n > 1))
 class RowsDividedByGroup(Attention):
+    """The flag of packed heads was set, but nothing was packed: a row's limit of a causal mask was that of row i // group."""
+
     def place(self, t: Tile) -> Tensor:
         row = t.i // t.w.group
         return row if t.w.mask.band.top_left else row + t.e.m - t.e.n
@@ -129,54 +127,50 @@ class RowsDividedByGroup(Attention):
 
 @reported(
     "EricLBuehler/mistral.rs#2094",
-    "The kernel of a paged cache was called without the window.",
     lambda w: has_window(w) and w.kv_pages is not None and some(w, lambda n, m: m > w.mask.band.left + 1),
 )
 class WindowDroppedForPages(Attention):
+    """The kernel of a paged cache was called without the window."""
+
     def window(self, t: Tile) -> tuple[int | None, int | None]:
         left, right = super().window(t)
         return (None if t.w.kv_pages else left), right
 
 
-@reported(
-    "karpathy/nanochat#452",
-    "With one query the call was made without a mask, and so without the window.",
-    lambda w: has_window(w) and some(w, lambda n, m: n == 1 and m > w.mask.band.left + 1),
-)
+@reported("karpathy/nanochat#452", lambda w: has_window(w) and some(w, lambda n, m: n == 1 and m > w.mask.band.left + 1))
 class WindowDroppedForOneQuery(Attention):
+    """With one query the call was made without a mask, and so without the window."""
+
     def window(self, t: Tile) -> tuple[int | None, int | None]:
         left, right = super().window(t)
         return (None if t.e.n == 1 else left), right
 
 
-@reported(
-    "openvinotoolkit/openvino#30714",
-    "Over pages, the window of more than one query was off by one row.",
-    lambda w: has_window(w) and w.kv_pages is not None and some(w, lambda n, m: n > 1),
-)
+@reported("openvinotoolkit/openvino#30714", lambda w: has_window(w) and w.kv_pages is not None and some(w, lambda n, m: n > 1))
 class WindowOneRowOffForSeveralQueries(Attention):
+    """Over pages, the window of more than one query was off by one row."""
+
     def place(self, t: Tile) -> Tensor:
         return super().place(t) - int(t.w.kv_pages is not None and t.e.n > 1)
 
 
 @reported(
     "vllm-project/vllm-xpu-kernels#181",
-    "With is_causal, one query's keys ended a tile later: cache entries behind the length were seen.",
     lambda w: is_band(w) and w.kv_lens is not None and not w.packs_keys and some(w, lambda n, m: n == 1 and m < w.kv_len),
 )
 class DecodingSeesBehindTheLength(Attention):
+    """With is_causal, one query's keys ended a tile later: cache entries behind the length were seen."""
+
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         longer = is_band(call.w) and call.inputs.kv_lens is not None and e.n == 1
         return e._replace(m=min(e.m + 8, call.w.kv_len)) if longer else e
 
 
-@reported(
-    "PaddlePaddle/FastDeploy#3514",
-    "A tile was taken for one that needs no mask, as its first and its last pair are visible.",
-    lambda w: w.mask is not None and w.mask.band is None,
-)
+@reported("PaddlePaddle/FastDeploy#3514", lambda w: w.mask is not None and w.mask.band is None)
 class TileFullByItsCorners(Attention):
+    """A tile was taken for one that needs no mask, as its first and its last pair are visible."""
+
     def in_other_mask(self, t: Tile) -> Tensor:
         seen = super().in_other_mask(t)
         return seen | (seen[..., :1, :1] & seen[..., -1:, -1:])
@@ -184,10 +178,11 @@ class TileFullByItsCorners(Attention):
 
 @reported(
     "vllm-project/vllm#2231",
-    "With a window, all slots of the last page counted as filled.",
     lambda w: has_window(w) and w.kv_pages is not None and some(w, lambda n, m: m % w.kv_pages.size > 0 and m < w.kv_len),
 )
 class LastPageFullInAWindow(Attention):
+    """With a window, all slots of the last page counted as filled."""
+
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         if not (call.w.kv_pages and has_window(call.w)) or not e.m:
@@ -203,56 +198,49 @@ class LastPageFullInAWindow(Attention):
 
 @reported(
     "openvinotoolkit/openvino#37377",
-    "Slots outside the retained tokens were multiplied by a weight of 0, and 0 times NaN is NaN.",
     lambda w: (
         has_window(w) and w.kv_pages is not None and some(w, lambda n, m: 0 < n < m - w.mask.band.left - w.kv_pages.size)
     ),
 )
 class ValuesBeforeTheWindowRead(Attention):
+    """Slots outside the retained tokens were multiplied by a weight of 0, and 0 times NaN is NaN."""
+
     def unseen_cleared(self, t: Tile, v: Tensor) -> Tensor:
         return v
 
 
 # -- lengths, packed sequences, splits ---------------------------------------------------------------------------------------
-@reported(
-    "vllm-project/flash-attention#176",
-    "The batch stride of out stays 0 in a varlen call: the combine kernel writes every sequence over the first.",
-    lambda w: w.is_packed and w.kv_pages is not None and w.batch > 1,
-)
+@reported("vllm-project/flash-attention#176", lambda w: w.is_packed and w.kv_pages is not None and w.batch > 1)
 class ResultsFoldedOntoTheFirstSequence(Splits):
+    """The batch stride of out stays 0 in a varlen call: the combine kernel writes every sequence over the first."""
+
     def store(self, call: Call, e: Entry, rows: range, out: Tensor, lse: Tensor, part: Part) -> None:
         folded = e._replace(row=0) if call.w.is_packed and call.w.kv_pages else e
         super().store(call, folded, rows, out, lse, part)
 
 
-@reported(
-    "ROCm/aiter#3641",
-    "More splits than tiles: an empty split was merged with a weight, as its lse was not -inf.",
-    has_empty_split,
-)
+@reported("ROCm/aiter#3641", has_empty_split)
 class EmptySplitWeighsOne(ManySplits):
+    """More splits than tiles: an empty split was merged with a weight, as its lse was not -inf."""
+
     def online(self, call: Call, e: Entry, rows: range, tiles: list[range]) -> Part:
         part = super().online(call, e, rows, tiles)
         return part if tiles else part._replace(lse=torch.zeros_like(part.lse))
 
 
-@reported(
-    "sgl-project/sgl-kernel-xpu#487",
-    "Where one split alone has keys, all splits store their lse to the same slot, and -inf overwrites the right one.",
-    lambda w: some(w, lambda n, m: 0 < m <= 32 and n > 0),
-)
+@reported("sgl-project/sgl-kernel-xpu#487", lambda w: some(w, lambda n, m: 0 < m <= 32 and n > 0))
 class InactiveSplitStoresLse(Splits):
+    """Where one split alone has keys, all splits store their lse to the same slot, and -inf overwrites the right one."""
+
     def attend(self, call: Call, e: Entry, rows: range) -> Part:
         part = super().attend(call, e, rows)
         return part._replace(lse=torch.full_like(part.lse, -math.inf)) if e.m <= self.key_tile else part
 
 
-@reported(
-    "mlc-ai/mlc-llm#1995",
-    "The kernel that merges partial results was given the wrong number of heads.",
-    lambda w: w.group > 1 and is_split(w),
-)
+@reported("mlc-ai/mlc-llm#1995", lambda w: w.group > 1 and is_split(w))
 class MergeOfKeyHeadsOnly(Splits):
+    """The kernel that merges partial results was given the wrong number of heads."""
+
     def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
         out, lse = (t.clone() for t in super().merged(call, e, rows, parts))
         out[call.w.kv_heads :], lse[call.w.kv_heads :] = (t[call.w.kv_heads :] for t in parts[0])
@@ -260,23 +248,21 @@ class MergeOfKeyHeadsOnly(Splits):
 
 
 @reported(
-    "Dao-AILab/flash-attention#2388",
-    "The strides of the splits' lse were hard-coded.",
-    lambda w: w.heads > 1 and is_split(w) and some(w, lambda n, m: n % 64 > 0 and m > 32),
+    "Dao-AILab/flash-attention#2388", lambda w: w.heads > 1 and is_split(w) and some(w, lambda n, m: n % 64 > 0 and m > 32)
 )
 class LseOfSplitsWithStridesOfAFullTile(Splits):
+    """The strides of the splits' lse were hard-coded."""
+
     def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
         heads, n = parts[0].lse.shape
         at = (torch.arange(heads)[:, None] * self.row_tile + torch.arange(n)) % (heads * n)
         return super().merged(call, e, rows, [part._replace(lse=part.lse.flatten()[at]) for part in parts])
 
 
-@reported(
-    "local-inference-lab/vllm#468",
-    "The merge writes the new lse over the first one, which it reads again for the second weight.",
-    is_split,
-)
+@reported("local-inference-lab/vllm#468", is_split)
 class LseMergedInPlace(Splits):
+    """The merge writes the new lse over the first one, which it reads again for the second weight."""
+
     def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
         first, second = parts
         lse = torch.logaddexp(first.lse, second.lse)
@@ -286,12 +272,10 @@ class LseMergedInPlace(Splits):
         return Part(out, lse)
 
 
-@reported(
-    "flashinfer-ai/flashinfer#2002",
-    "The workspace of partial results was not initialized: a split without keys left there what a call before had.",
-    has_empty_split,
-)
+@reported("flashinfer-ai/flashinfer#2002", has_empty_split)
 class StalePartOfAnEmptySplit(ManySplits):
+    """The workspace of partial results was not initialized: a split without keys left there what a call before had."""
+
     def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
         tiles = self.split(self.key_tiles(call, e, rows))
         for at, span in enumerate(tiles):
@@ -303,31 +287,29 @@ class StalePartOfAnEmptySplit(ManySplits):
         return super().merged(call, e, rows, parts)
 
 
-@reported("Dao-AILab/flash-attention#2503", "An empty q raised ZeroDivisionError.", lambda w: w.is_packed and 0 in w.q_lens)
+@reported("Dao-AILab/flash-attention#2503", lambda w: w.is_packed and 0 in w.q_lens)
 class SequenceWithoutQueriesDividesByZero(Attention):
+    """An empty q raised ZeroDivisionError."""
+
     def row_tiles(self, call: Call, e: Entry) -> list[range]:
         assert e.m // e.n >= 0
         return super().row_tiles(call, e)
 
 
-@reported(
-    "Dao-AILab/flash-attention#1537",
-    "max_seqlen_q of 1 beside an empty sequence: q was viewed as one row for each sequence, which fails.",
-    lambda w: w.is_packed and w.q_len == 1 and 0 in w.q_lens and w.group > 1,
-)
+@reported("Dao-AILab/flash-attention#1537", lambda w: w.is_packed and w.q_len == 1 and 0 in w.q_lens and w.group > 1)
 class SingleQueriesAndAnEmptySequence(Attention):
+    """max_seqlen_q of 1 beside an empty sequence: q was viewed as one row for each sequence, which fails."""
+
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         if call.w.is_packed and call.w.q_len == 1 and call.w.group > 1:
             call.q.reshape(call.w.batch, call.w.group, call.w.kv_heads, call.w.head_dim)
         return super().forward(call)
 
 
-@reported(
-    "ROCm/rocm-libraries#7221",
-    "Packing the heads of a group into rows was not refused for packed sequences, and folded across their boundaries.",
-    lambda w: w.is_packed and w.group > 1 and w.batch > 1 and w.head_groups == "contiguous",
-)
+@reported("ROCm/rocm-libraries#7221", lambda w: w.is_packed and w.group > 1 and w.batch > 1 and w.head_groups == "contiguous")
 class HeadsPackedAcrossSequences(Attention):
+    """Packing the heads of a group into rows was not refused for packed sequences, and folded across their boundaries."""
+
     def folded(self, call: Call, e: Entry) -> tuple[Tensor, Tensor]:
         """Return which head of the group, and which row of all, stands at (head of the group, row): (group, n) each."""
         at = e.row * call.w.group + torch.arange(call.w.group)[:, None] * e.n + torch.arange(e.n)
@@ -351,12 +333,10 @@ class HeadsPackedAcrossSequences(Attention):
         return None
 
 
-@reported(
-    "vllm-project/vllm#21996",
-    "An lse that lies with its tokens first was read as if its heads were: garbage.",
-    lambda w: w.is_packed and w.heads > 1,
-)
+@reported("vllm-project/vllm#21996", lambda w: w.is_packed and w.heads > 1)
 class LseOfTokensFirst(Attention):
+    """An lse that lies with its tokens first was read as if its heads were: garbage."""
+
     def rows_of_lse(self, call: Call, e: Entry, tensor: Tensor) -> Tensor:
         if not call.w.is_packed or not tensor.is_contiguous():
             return super().rows_of_lse(call, e, tensor)
@@ -364,22 +344,21 @@ class LseOfTokensFirst(Attention):
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------------
-@reported(
-    "NVIDIA/cutlass#2221",
-    "The cache was taken to have as many pages as the page table names.",
-    lambda w: w.kv_pages is not None and w.kv_pages.pool is not None,
-)
+@reported("NVIDIA/cutlass#2221", lambda w: w.kv_pages is not None and w.kv_pages.pool is not None)
 class PoolAsLargeAsTheTable(Attention):
+    """The cache was taken to have as many pages as the page table names."""
+
     def page_numbers(self, call: Call, e: Entry, number: Tensor) -> Tensor:
         return super().page_numbers(call, e, number) % call.inputs.page_table.numel()
 
 
 @reported(
     "flashinfer-ai/flashinfer#4347",
-    "Results were wrong with pages of more than 128 tokens.",
     lambda w: w.kv_pages is not None and w.kv_pages.size > 128 and some(w, lambda n, m: m > 128),
 )
 class PagesOfMoreThan128(Attention):
+    """Results were wrong with pages of more than 128 tokens."""
+
     def page_size(self, call: Call) -> int:
         return min(call.w.kv_pages.size, 128)
 
@@ -389,10 +368,11 @@ class PagesOfMoreThan128(Attention):
 
 @reported(
     "vllm-project/vllm-xpu-kernels#171",
-    "page_size / K_tile was 0 where a page is smaller than a tile: all keys of a tile were read behind its first page.",
     lambda w: w.kv_pages is not None and w.kv_pages.size < 16 and some(w, lambda n, m: m > w.kv_pages.size),
 )
 class PagesSmallerThanATile(Attention):
+    """page_size / K_tile was 0 where a page is smaller than a tile: all keys of a tile were read behind its first page."""
+
     def gathered(self, call: Call, e: Entry, pool: Tensor) -> Tensor:
         size = self.page_size(call)
         if size >= 16:
@@ -404,12 +384,10 @@ class PagesSmallerThanATile(Attention):
         return slots[slot // size, slot % size].transpose(0, 1)
 
 
-@reported(
-    "vllm-project/vllm-xpu-kernels#335",
-    "Pages were found without their stride, which is larger where layers, or k and v, share each page.",
-    lambda w: w.kv_pages is not None and (w.kv_pages.fused or w.kv_pages.sliced),
-)
+@reported("vllm-project/vllm-xpu-kernels#335", lambda w: w.kv_pages is not None and (w.kv_pages.fused or w.kv_pages.sliced))
 class PagesSideBySide(Attention):
+    """Pages were found without their stride, which is larger where layers, or k and v, share each page."""
+
     def slots(self, call: Call, pool: Tensor) -> Tensor:
         if pool.dim() == 4:
             pool = pool.as_strided(pool.shape, torch.empty(pool.shape, device="meta").stride(), pool.storage_offset())
@@ -418,21 +396,20 @@ class PagesSideBySide(Attention):
 
 @reported(
     "LMCache/LMCache#2826",
-    "A pool of heads first was read by the shape of one of slots first: heads and page size were swapped.",
     lambda w: w.kv_pages is not None and w.kv_pages.layout == "HND" and w.kv_heads > 1 and w.kv_pages.size > 1,
 )
 class HeadsAndSlotsOfAPageSwapped(Attention):
+    """A pool of heads first was read by the shape of one of slots first: heads and page size were swapped."""
+
     def slots(self, call: Call, pool: Tensor) -> Tensor:
         there = super().slots(call, pool)
         return pool.reshape(there.shape) if call.w.kv_pages.layout == "HND" else there
 
 
-@reported(
-    "golang-design/accel#10",
-    "With more than one query the page table was accepted, and not read.",
-    lambda w: w.kv_pages is not None and some(w, lambda n, m: n > 1),
-)
+@reported("golang-design/accel#10", lambda w: w.kv_pages is not None and some(w, lambda n, m: n > 1))
 class PagesIgnoredInAPrefill(Attention):
+    """With more than one query the page table was accepted, and not read."""
+
     def page_numbers(self, call: Call, e: Entry, number: Tensor) -> Tensor:
         if e.n == 1:
             return super().page_numbers(call, e, number)
@@ -440,34 +417,28 @@ class PagesIgnoredInAPrefill(Attention):
 
 
 # -- padding, and a cache beside new keys ------------------------------------------------------------------------------------
-@reported(
-    "Blaizzy/mlx-vlm#1946",
-    "The padding on the left was dropped on the way to the attention, which read pad tokens as context.",
-    lambda w: w.pad == "left" and min(w.kv_lens) < w.kv_len,
-)
+@reported("Blaizzy/mlx-vlm#1946", lambda w: w.pad == "left" and min(w.kv_lens) < w.kv_len)
 class PaddingOnTheLeftSeen(Attention):
+    """The padding on the left was dropped on the way to the attention, which read pad tokens as context."""
+
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         return e._replace(key=0, m=call.w.kv_len) if call.w.pad == "left" else e
 
 
-@reported(
-    "huggingface/transformers#46773",
-    "The mask of the padding was applied only where the batch has more than one entry.",
-    lambda w: is_padded(w) and w.batch == 1,
-)
+@reported("huggingface/transformers#46773", lambda w: is_padded(w) and w.batch == 1)
 class PaddingIgnoredInABatchOfOne(Attention):
+    """The mask of the padding was applied only where the batch has more than one entry."""
+
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         return e._replace(key=0, m=call.w.kv_len) if call.w.batch == 1 and is_padded(call.w) else e
 
 
-@reported(
-    "OpenNMT/OpenNMT-py#2532",
-    "The mask of the padding was applied in the first step only, not where one token is decoded.",
-    lambda w: is_padded(w) and w.q_len == 1,
-)
+@reported("OpenNMT/OpenNMT-py#2532", lambda w: is_padded(w) and w.q_len == 1)
 class PaddingIgnoredWhileDecoding(Attention):
+    """The mask of the padding was applied in the first step only, not where one token is decoded."""
+
     def entry(self, call: Call, b: int) -> Entry:
         e = super().entry(call, b)
         return e._replace(key=0, m=call.w.kv_len) if call.w.q_len == 1 and is_padded(call.w) else e
@@ -477,12 +448,10 @@ def appends_densely(w: Workload) -> bool:
     return w.cached is not None and w.kv_pages is None and not w.is_packed
 
 
-@reported(
-    "microsoft/onnxruntime#21523",
-    "New keys of all sequences were appended at one past length.",
-    lambda w: appends_densely(w) and len(set(w.cached)) > 1,
-)
+@reported("microsoft/onnxruntime#21523", lambda w: appends_densely(w) and len(set(w.cached)) > 1)
 class PastLengthOfTheFirstSequence(Attention):
+    """New keys of all sequences were appended at one past length."""
+
     def slots_of_new(self, w: Workload, cache: Any) -> Tensor:
         if not appends_densely(w):
             return super().slots_of_new(w, cache)
@@ -491,12 +460,10 @@ class PastLengthOfTheFirstSequence(Attention):
         return (torch.arange(w.batch)[:, None] * capacity + at).flatten()
 
 
-@reported(
-    "openvinotoolkit/openvino#37377",
-    "Where a tile held the last cached and the first new keys, the new ones were read from the cache, too.",
-    lambda w: appends_densely(w) and any(past % 16 for past in w.cached),
-)
+@reported("openvinotoolkit/openvino#37377", lambda w: appends_densely(w) and any(past % 16 for past in w.cached))
 class BoundaryTileReadFromTheCache(Attention):
+    """Where a tile held the last cached and the first new keys, the new ones were read from the cache, too."""
+
     def append(self, inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         caches, w = super().append(inputs, k, v), inputs.workload
         if not appends_densely(w):
@@ -508,12 +475,10 @@ class BoundaryTileReadFromTheCache(Attention):
         return read
 
 
-@reported(
-    "Dao-AILab/flash-attention#638",
-    "Appending wrote beyond the new keys, and modified what lay there.",
-    lambda w: w.cached is not None,
-)
+@reported("Dao-AILab/flash-attention#638", lambda w: w.cached is not None)
 class AppendWritesOneSlotMore(Attention):
+    """Appending wrote beyond the new keys, and modified what lay there."""
+
     def write(self, w: Workload, cache: Any, into: Tensor, new: Tensor, layout: str) -> None:
         super().write(w, cache, into, new, layout)
         slots = self.cache_slots(w, into, layout)
@@ -522,138 +487,114 @@ class AppendWritesOneSlotMore(Attention):
         slots[beyond // slots.shape[1], beyond % slots.shape[1]] = slots[last // slots.shape[1], last % slots.shape[1]]
 
 
-@reported(
-    "harvard-edge/cs249r_book#1953",
-    "Attention used what the cache showed before its length was advanced: without the new tokens' own keys.",
-    lambda w: w.cached is not None,
-)
+@reported("harvard-edge/cs249r_book#1953", lambda w: w.cached is not None)
 class NewKeysNotAttended(Attention):
+    """Attention used what the cache showed before its length was advanced: without the new tokens' own keys."""
+
     def visible(self, t: Tile) -> Tensor:
         seen = super().visible(t)
         return seen if t.w.cached is None else seen & (t.j < t.w.cached[t.e.b])
 
 
 # -- heads and their dimension -----------------------------------------------------------------------------------------------
-@reported(
-    "triton-lang/triton#621",
-    "With a head dimension of 128, scores were those of the first 64 dimensions.",
-    lambda w: w.head_dim > 64,
-)
+@reported("triton-lang/triton#621", lambda w: w.head_dim > 64)
 class First64DimensionsOnly(Attention):
+    """With a head dimension of 128, scores were those of the first 64 dimensions."""
+
     def logits(self, t: Tile) -> Tensor:
         return self.load_q(t)[..., :64] @ self.load_k(t)[..., :64].mT * self.scale(t.call)
 
 
-@reported(
-    "mni-ml/framework#38",
-    "One thread for each dimension, but at most 32: the other columns of out stayed 0.",
-    lambda w: w.v_head_dim > 32,
-)
+@reported("mni-ml/framework#38", lambda w: w.v_head_dim > 32)
 class First32ColumnsOnly(Attention):
+    """One thread for each dimension, but at most 32: the other columns of out stayed 0."""
+
     def rounded_out(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         return out.masked_fill(torch.arange(out.shape[-1]) >= 32, 0).to(dtype)
 
 
-@reported(
-    "vllm-project/vllm#48658",
-    "The scale was computed from another head dimension than that of q and k.",
-    lambda w: w.v_head_dim != w.head_dim and w.scale is None,
-)
+@reported("vllm-project/vllm#48658", lambda w: w.v_head_dim != w.head_dim and w.scale is None)
 class ScaleOfAnotherHeadDim(Attention):
+    """The scale was computed from another head dimension than that of q and k."""
+
     def scale(self, call: Call) -> float:
         return call.w.scale if call.w.scale is not None else call.w.v_head_dim**-0.5
 
 
 @reported(
-    "vllm-project/vllm#40792",
-    "Query heads were taken in blocks that do not divide the group, and all of a block used the key head of its first.",
-    lambda w: w.kv_heads > 1 and w.group > 4 and w.group % 4 > 0 and w.head_groups == "contiguous",
+    "vllm-project/vllm#40792", lambda w: w.kv_heads > 1 and w.group > 4 and w.group % 4 > 0 and w.head_groups == "contiguous"
 )
 class BlocksOfHeadsAcrossKeyHeads(Attention):
+    """Query heads were taken in blocks that do not divide the group, and all of a block used the key head of its first."""
+
     def kv_heads_of(self, call: Call) -> Tensor:
         block = min(4, call.w.group)
         first = torch.arange(call.w.heads) // block * block
         return first // call.w.group if call.w.head_groups == "contiguous" else super().kv_heads_of(call)
 
 
-@reported(
-    "Dao-AILab/flash-attention#1937",
-    "With the heads of a group packed, score_mod was to get the query head, and got that of the keys.",
-    lambda w: w.score_mod is not None and w.group > 1,
-)
+@reported("Dao-AILab/flash-attention#1937", lambda w: w.score_mod is not None and w.group > 1)
 class ScoreModGivenTheKeyHead(Attention):
+    """With the heads of a group packed, score_mod was to get the query head, and got that of the keys."""
+
     def head_of_mod(self, t: Tile) -> Tensor:
         return self.kv_heads_of(t.call)[:, None, None]
 
 
 # -- softcap, bias, ALiBi ----------------------------------------------------------------------------------------------------
-@reported(
-    "meta-pytorch/segment-anything-fast#71",
-    "Scores were multiplied by log2(e) for an exponential of base 2, the bias was not.",
-    lambda w: w.bias is not None,
-)
+@reported("meta-pytorch/segment-anything-fast#71", lambda w: w.bias is not None)
 class BiasNotInBase2(Attention):
+    """Scores were multiplied by log2(e) for an exponential of base 2, the bias was not."""
+
     def bias(self, t: Tile, bias: Tensor) -> Tensor:
         return super().bias(t, bias) * math.log(2)
 
 
-@reported(
-    "huggingface/trl#5691",
-    "The softcap was applied to scores without their scale, which came after the tanh.",
-    lambda w: w.softcap is not None,
-)
+@reported("huggingface/trl#5691", lambda w: w.softcap is not None)
 class SoftcapBeforeScale(Attention):
+    """The softcap was applied to scores without their scale, which came after the tanh."""
+
     def capped(self, t: Tile, x: Tensor) -> Tensor:
         scale = self.scale(t.call)
         return x if t.w.softcap is None else super().capped(t, x / scale) * scale
 
 
-@reported(
-    "unslothai/unsloth-zoo#593",
-    "tanh(score / cap) was multiplied by the score, not by the cap.",
-    lambda w: w.softcap is not None,
-)
+@reported("unslothai/unsloth-zoo#593", lambda w: w.softcap is not None)
 class SoftcapMultipliedByTheScore(Attention):
+    """tanh(score / cap) was multiplied by the score, not by the cap."""
+
     def capped(self, t: Tile, x: Tensor) -> Tensor:
         return x if t.w.softcap is None else x * torch.tanh(x / t.w.softcap)
 
 
-@reported(
-    "HabanaAI/vllm-fork#503",
-    "ALiBi's bias was computed in bfloat16, which loses accuracy in long sequences.",
-    lambda w: bool(w.alibi),
-)
+@reported("HabanaAI/vllm-fork#503", lambda w: bool(w.alibi))
 class AlibiInBfloat16(Attention):
+    """ALiBi's bias was computed in bfloat16, which loses accuracy in long sequences."""
+
     def alibi(self, t: Tile, slopes: Tensor) -> Tensor:
         return super().alibi(t, slopes).bfloat16().float()
 
 
-@reported(
-    "ai-bond/flash-attention-v100#34",
-    "Slopes of shape (batch, heads) were indexed wrongly for a batch of more than one.",
-    lambda w: w.alibi == "batch" and w.batch > 1,
-)
+@reported("ai-bond/flash-attention-v100#34", lambda w: w.alibi == "batch" and w.batch > 1)
 class AlibiSlopesWithoutABatch(Attention):
+    """Slopes of shape (batch, heads) were indexed wrongly for a batch of more than one."""
+
     def slopes(self, t: Tile, slopes: Tensor) -> Tensor:
         return slopes if slopes.dim() == 1 else slopes[0]
 
 
-@reported(
-    "city96/ComfyUI_ExtraModels#33",
-    "The mask did not take the batch into account: all entries had that of the first.",
-    lambda w: bias_has("b")(w) and w.batch > 1,
-)
+@reported("city96/ComfyUI_ExtraModels#33", lambda w: bias_has("b")(w) and w.batch > 1)
 class BiasOfFirstBatchEntry(Attention):
+    """The mask did not take the batch into account: all entries had that of the first."""
+
     def bias(self, t: Tile, bias: Tensor) -> Tensor:
         return super().bias(t, bias[:1])
 
 
-@reported(
-    "facebookresearch/xformers#808",
-    "The kernel wants rows of the bias a multiple of 8 apart; it was given others.",
-    lambda w: bias_has("q", "k")(w) and w.kv_len % 8 > 0,
-)
+@reported("facebookresearch/xformers#808", lambda w: bias_has("q", "k")(w) and w.kv_len % 8 > 0)
 class BiasWithRowsOfAMultipleOf8(Attention):
+    """The kernel wants rows of the bias a multiple of 8 apart; it was given others."""
+
     def bias(self, t: Tile, bias: Tensor) -> Tensor:
         b, heads, rows, keys = bias.shape
         if rows == 1 or keys == 1:
@@ -662,12 +603,10 @@ class BiasWithRowsOfAMultipleOf8(Attention):
         return super().bias(t, bias.reshape(b, heads, -1)[..., at % (rows * keys)])
 
 
-@reported(
-    "AminRezaei0x443/memory-efficient-attention#8",
-    "Whether the bias is one row for all queries was asked of the wrong dimension: later chunks did not get it.",
-    lambda w: bias_lacks("q")(w) and some(w, lambda n, m: n > 64),
-)
+@reported("AminRezaei0x443/memory-efficient-attention#8", lambda w: bias_lacks("q")(w) and some(w, lambda n, m: n > 64))
 class BiasOfOneRowReadForTheFirstTile(Attention):
+    """Whether the bias is one row for all queries was asked of the wrong dimension: later chunks did not get it."""
+
     def bias(self, t: Tile, bias: Tensor) -> Tensor:
         found = super().bias(t, bias)
         return torch.zeros_like(found) if bias.shape[2] == 1 and t.rows.start else found
@@ -676,7 +615,6 @@ class BiasOfOneRowReadForTheFirstTile(Attention):
 # -- sinks, lse --------------------------------------------------------------------------------------------------------------
 @reported(
     "Dao-AILab/flash-attention#2706",
-    "Rows that see their sink and no key had lse NaN.",
     lambda w: (
         bool(w.sinks)
         and (
@@ -685,6 +623,8 @@ class BiasOfOneRowReadForTheFirstTile(Attention):
     ),
 )
 class LseOfARowWithItsSinkAlone(Attention):
+    """Rows that see their sink and no key had lse NaN."""
+
     def with_sinks(self, call: Call, e: Entry, rows: range, part: Part) -> Part:
         found = super().with_sinks(call, e, rows, part)
         if call.sinks is None:
@@ -694,20 +634,22 @@ class LseOfARowWithItsSinkAlone(Attention):
 
 @reported(
     "Dao-AILab/flash-attention#2706",
-    "Sinks of a dtype of their own were read in that of q, k and v.",
     lambda w: isinstance(w.sinks, str) and w.sinks == "float32" and w.dtype in ("bfloat16", "float16"),
 )
 class SinksInTheTensorsDtype(Attention):
+    """Sinks of a dtype of their own were read in that of q, k and v."""
+
     def sinks(self, call: Call, e: Entry, rows: range) -> Tensor | None:
         return None if call.sinks is None else call.sinks.to(call.q.dtype).float()[:, None]
 
 
 @reported(
     "vllm-project/vllm-xpu-kernels#556",
-    "With the heads of a group packed into rows, the row's statistics took the sink of another head.",
     lambda w: bool(w.sinks) and w.group > 1 and some(w, lambda n, m: n > 1) and w.head_groups == "contiguous",
 )
 class SinksByPackedRow(Attention):
+    """With the heads of a group packed into rows, the row's statistics took the sink of another head."""
+
     def sinks(self, call: Call, e: Entry, rows: range) -> Tensor | None:
         if call.sinks is None or call.w.group == 1:
             return super().sinks(call, e, rows)
@@ -717,38 +659,35 @@ class SinksByPackedRow(Attention):
         return call.sinks.float()[heads.flatten(0, 1)]
 
 
-@reported("vllm-project/vllm#54568", "The kernel that decodes did not get the sinks.", lambda w: bool(w.sinks) and decodes(w))
+@reported("vllm-project/vllm#54568", lambda w: bool(w.sinks) and decodes(w))
 class SinksDroppedWhileDecoding(Attention):
+    """The kernel that decodes did not get the sinks."""
+
     def sinks(self, call: Call, e: Entry, rows: range) -> Tensor | None:
         return None if e.n == 1 else super().sinks(call, e, rows)
 
 
-@reported(
-    "jax-ml/jax#40128",
-    "Every row's share of a sink's gradient was rounded to the tensors' dtype before the sum.",
-    lambda w: bool(w.sinks) and w.out_dtype != "float32",
-    parameters=("sinks",),
-)
+@reported("jax-ml/jax#40128", lambda w: bool(w.sinks) and w.out_dtype != "float32", parameters=("sinks",))
 class DsinksRoundedBeforeTheSum(Attention):
+    """Every row's share of a sink's gradient was rounded to the tensors' dtype before the sum."""
+
     def dsinks(self, call: Call, e: Entry, rows: range, lse: Tensor, delta: Tensor) -> Tensor:
         share = -((self.sinks(call, e, rows) - lse).exp() * delta)
         return share.to(call.q.dtype).float().sum(-1)
 
 
-@reported(
-    "Dao-AILab/flash-attention#1973", "Gradients of sinks were not computed.", lambda w: bool(w.sinks), parameters=("sinks",)
-)
+@reported("Dao-AILab/flash-attention#1973", lambda w: bool(w.sinks), parameters=("sinks",))
 class NoGradientOfSinks(Attention):
+    """Gradients of sinks were not computed."""
+
     def dsinks(self, call: Call, e: Entry, rows: range, lse: Tensor, delta: Tensor) -> Tensor:
         return torch.zeros(call.w.heads)
 
 
-@reported(
-    "ROCm/aiter#3334",
-    "The keys' mean was taken off, which out does not show; lse was that of the centered keys.",
-    lambda w: w.softcap is None and w.score_mod is None,
-)
+@reported("ROCm/aiter#3334", lambda w: w.softcap is None and w.score_mod is None)
 class LseOfCenteredKeys(Attention):
+    """The keys' mean was taken off, which out does not show; lse was that of the centered keys."""
+
     def attend(self, call: Call, e: Entry, rows: range) -> Part:
         part = super().attend(call, e, rows)
         if not e.m or call.w.softcap is not None or call.w.score_mod is not None:
@@ -758,32 +697,36 @@ class LseOfCenteredKeys(Attention):
         return part._replace(lse=part.lse - shift.squeeze(-1))
 
 
-@reported("flashinfer-ai/flashinfer#4485", "lse was of base 2 or of base e by the backend that one interface chose.", decodes)
+@reported("flashinfer-ai/flashinfer#4485", decodes)
 class LseInBase2WhileDecoding(Attention):
+    """lse was of base 2 or of base e by the backend that one interface chose."""
+
     def attend(self, call: Call, e: Entry, rows: range) -> Part:
         part = super().attend(call, e, rows)
         return part._replace(lse=part.lse / math.log(2)) if e.n == 1 else part
 
 
 # -- ranges and rounding -----------------------------------------------------------------------------------------------------
-@reported("NVIDIA/cudnn-frontend#262", "Rows whose scores are all negative were wrong: the maximum began at 0.", anything)
+@reported("NVIDIA/cudnn-frontend#262", anything)
 class MaximumNotBelowZero(Attention):
+    """Rows whose scores are all negative were wrong: the maximum began at 0."""
+
     def lowest_maximum(self, call: Call) -> float:
         return 0.0
 
 
-@reported("NVIDIA/cudnn-frontend#744", "Rows whose scores all lie between -200 and -490 were wrong.", anything)
+@reported("NVIDIA/cudnn-frontend#744", anything)
 class MaximumNotBelowMinus200(Attention):
+    """Rows whose scores all lie between -200 and -490 were wrong."""
+
     def lowest_maximum(self, call: Call) -> float:
         return -200.0
 
 
-@reported(
-    "NVIDIA/cudnn-frontend#1072",
-    "dk and dv of one query were NaN where lse is -122.",
-    lambda w: decodes(w) and not w.has_no_gradient_because,
-)
+@reported("NVIDIA/cudnn-frontend#1072", lambda w: decodes(w) and not w.has_no_gradient_because)
 class ReciprocalOfExpLseForOneQuery(Attention):
+    """dk and dv of one query were NaN where lse is -122."""
+
     def probabilities_again(self, t: Tile, x: Tensor, lse: Tensor) -> Tensor:
         if t.e.n != 1:
             return super().probabilities_again(t, x, lse)
@@ -791,24 +734,20 @@ class ReciprocalOfExpLseForOneQuery(Attention):
         return p * (-lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
 
 
-@reported(
-    "Dao-AILab/flash-attention#2717",
-    "P was scaled up before it was rounded to e4m3, which ends at 448.",
-    lambda w: w.dtype == "float8_e4m3fn",
-)
+@reported("Dao-AILab/flash-attention#2717", lambda w: w.dtype == "float8_e4m3fn")
 class ProbabilitiesSaturateInFp8(Attention):
+    """P was scaled up before it was rounded to e4m3, which ends at 448."""
+
     def rounded(self, t: Tile, p: Tensor) -> Tensor:
         if t.w.dtype != "float8_e4m3fn":
             return super().rounded(t, p)
         return (p * 512).clamp(max=448).to(torch.float8_e4m3fn).float() / 512
 
 
-@reported(
-    "ROCm/aiter#5151",
-    "float32 was cut to bfloat16, not rounded: each element is a little too small.",
-    lambda w: w.out_dtype == "bfloat16",
-)
+@reported("ROCm/aiter#5151", lambda w: w.out_dtype == "bfloat16")
 class OutTruncated(Attention):
+    """float32 was cut to bfloat16, not rounded: each element is a little too small."""
+
     def rounded_out(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == torch.bfloat16:
             out = (out.contiguous().view(torch.int32) & -65536).view(torch.float32)
@@ -826,71 +765,64 @@ class ValuesSummedInTheDtype(Attention):
 
 
 # -- quantized keys and values -----------------------------------------------------------------------------------------------
-@reported(
-    "vllm-project/vllm#55557",
-    "k was multiplied by the descale of v, and v by that of k.",
-    lambda w: w.is_quantized and not w.v_in_k,
-)
+@reported("vllm-project/vllm#55557", lambda w: w.is_quantized and not w.v_in_k)
 class DescalesSwapped(Attention):
+    """k was multiplied by the descale of v, and v by that of k."""
+
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return super().descale(t, {"k": "v", "v": "k"}.get(name, name))
 
 
-@reported(
-    "sgl-project/sgl-kernel-xpu#252",
-    "The descale was read as one number, where each batch entry and key head has one.",
-    has_per_head,
-)
+@reported("sgl-project/sgl-kernel-xpu#252", has_per_head)
 class DescaleOfTheFirstHead(Attention):
+    """The descale was read as one number, where each batch entry and key head has one."""
+
     def descale(self, t: Tile, name: str) -> Tensor | None:
         found = super().descale(t, name)
         per_head = t.w.descales == "head" and found is not None
         return getattr(t.call.inputs.descales, name)[0, 0] if per_head else found
 
 
-@reported(
-    "sgl-project/sglang#34765",
-    "The descale of k was restored in the first product, that of v was omitted in the second.",
-    lambda w: w.is_quantized,
-)
+@reported("sgl-project/sglang#34765", lambda w: w.is_quantized)
 class DescaleOfVOmitted(Attention):
+    """The descale of k was restored in the first product, that of v was omitted in the second."""
+
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return None if name == "v" else super().descale(t, name)
 
 
-@reported("vllm-project/vllm#51363", "Descales of each head were dropped.", has_per_head)
+@reported("vllm-project/vllm#51363", has_per_head)
 class DescalesPerHeadDropped(Attention):
+    """Descales of each head were dropped."""
+
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return None if t.w.descales == "head" else super().descale(t, name)
 
 
-@reported(
-    "vllm-project/vllm#42580",
-    "Descales were loaded without the number of the sequence.",
-    lambda w: w.descales == "head" and w.batch > 1,
-)
+@reported("vllm-project/vllm#42580", lambda w: w.descales == "head" and w.batch > 1)
 class DescalesOfTheFirstSequence(Attention):
+    """Descales were loaded without the number of the sequence."""
+
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return super().descale(t._replace(e=t.e._replace(b=0)) if t.w.descales == "head" else t, name)
 
 
 @reported(
     "flashinfer-ai/flashinfer#4044",
-    "Descales of a paged cache were read without their strides.",
     lambda w: w.descales == "token" and w.kv_pages is not None and w.kv_heads > 1 and w.kv_pages.size > 1,
 )
 class DescalesOfAPageWithHeadsFirst(Attention):
+    """Descales of a paged cache were read without their strides."""
+
     def descales_in_pages(self, call: Call, e: Entry, pool: Tensor) -> Tensor:
         pages, size, heads = pool.shape
         return super().descales_in_pages(call, e, pool.reshape(pages, heads, size).transpose(1, 2))
 
 
-@reported(
-    "lightseekorg/tokenspeed#759",
-    "The cache holds k / k_scale and v / v_scale; attention ran on these.",
-    lambda w: w.is_quantized,
-)
+@reported("lightseekorg/tokenspeed#759", lambda w: w.is_quantized)
 class DescalesOfKAndVNotApplied(Attention):
+    """The cache holds k / k_scale and v / v_scale; attention ran on these."""
+
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return super().descale(t, name) if name == "q" else None
 
@@ -900,27 +832,27 @@ def has_dropout(w: Workload) -> bool:
     return w.dropout > 0
 
 
-@reported(
-    "aws-neuron/nki-samples#81", "The gradient of the weights was not dropped before dS was formed from it.", has_dropout
-)
+@reported("aws-neuron/nki-samples#81", has_dropout)
 class DropoutMissingInDp(Attention):
+    """The gradient of the weights was not dropped before dS was formed from it."""
+
     def dropped_gradient(self, t: Tile, dp: Tensor) -> Tensor:
         return dp
 
 
-@reported("pytorch/pytorch#190717", "The mask was not saved, and drawn again without the state of the generator.", has_dropout)
+@reported("pytorch/pytorch#190717", has_dropout)
 class AnotherDropoutMaskInBackward(Attention):
+    """The mask was not saved, and drawn again without the state of the generator."""
+
     def backward(self, call: Call, *given: Any) -> dict[str, Tensor]:
         self.draw_dropout(call)
         return super().backward(call, *given)
 
 
-@reported(
-    "facebookresearch/xformers#173",
-    "The address of the seed was taken for the seed: equal seeds gave different masks.",
-    has_dropout,
-)
+@reported("facebookresearch/xformers#173", has_dropout)
 class DropoutSeededByAnAddress(Attention):
+    """The address of the seed was taken for the seed: equal seeds gave different masks."""
+
     def draw_dropout(self, call: Call) -> None:
         w, own = call.w, torch.Generator()
         own.seed()
@@ -928,27 +860,29 @@ class DropoutSeededByAnAddress(Attention):
             call.keep = torch.rand(w.batch, w.heads, w.q_len, w.kv_len, generator=own) >= w.dropout
 
 
-@reported("Dao-AILab/flash-attention#2088", "Seed and offset were constants: every call dropped the same.", has_dropout)
+@reported("Dao-AILab/flash-attention#2088", has_dropout)
 class DropoutWithAConstantSeed(Attention):
+    """Seed and offset were constants: every call dropped the same."""
+
     def draw_dropout(self, call: Call) -> None:
         w, own = call.w, torch.Generator().manual_seed(0x1BF58)
         if w.dropout:
             call.keep = torch.rand(w.batch, w.heads, w.q_len, w.kv_len, generator=own) >= w.dropout
 
 
-@reported("aws-neuron/nki-samples#80", "The denominator was summed after the dropout.", has_dropout)
+@reported("aws-neuron/nki-samples#80", has_dropout)
 class DenominatorAfterDropout(Attention):
+    """The denominator was summed after the dropout."""
+
     def scores(self, t: Tile) -> Tensor:
         s = super().scores(t)
         return s if t.call.keep is None else s.masked_fill(~self.kept_weights(t), -math.inf)
 
 
-@reported(
-    "ROCm/rocm-libraries#7221",
-    "The offset of a head's mask counted key heads, not heads: heads of two batch entries had one mask.",
-    lambda w: w.dropout > 0 and w.batch > 1 and w.group > 1,
-)
+@reported("ROCm/rocm-libraries#7221", lambda w: w.dropout > 0 and w.batch > 1 and w.group > 1)
 class DropoutMaskSharedByBatchEntries(Attention):
+    """The offset of a head's mask counted key heads, not heads: heads of two batch entries had one mask."""
+
     def draw_dropout(self, call: Call) -> None:
         super().draw_dropout(call)
         if call.keep is not None:
@@ -956,8 +890,10 @@ class DropoutMaskSharedByBatchEntries(Attention):
             call.keep = call.keep.flatten(0, 1)[at]
 
 
-@reported("facebookresearch/xformers#724", "The backward pass of dropout was wrong: dv lacked 1 / (1 - p).", has_dropout)
+@reported("facebookresearch/xformers#724", has_dropout)
 class DvWithoutTheFactorOfDropout(Attention):
+    """The backward pass of dropout was wrong: dv lacked 1 / (1 - p)."""
+
     def dropped_again(self, t: Tile, p: Tensor) -> Tensor:
         return p if t.call.keep is None else p * self.kept_weights(t)
 
@@ -965,10 +901,11 @@ class DvWithoutTheFactorOfDropout(Attention):
 # -- backward ----------------------------------------------------------------------------------------------------------------
 @reported(
     "huggingface/diffusers#14338",
-    "k and v were transposed twice in the backward pass, which no shape shows where there are as many heads as keys.",
     lambda w: w.kv_heads == w.heads == w.kv_len and not w.has_no_gradient_because and not w.is_packed,
 )
 class KeysTransposedInBackwardWhereSquare(Attention):
+    """k and v were transposed twice in the backward pass, which no shape shows where there are as many heads as keys."""
+
     def is_square(self, t: Tile) -> bool:
         return t.w.kv_heads == t.w.heads == t.e.m == len(t.keys)
 
@@ -981,22 +918,21 @@ class KeysTransposedInBackwardWhereSquare(Attention):
         return v.transpose(0, 1) if self.is_square(t) else v
 
 
-@reported(
-    "fla-org/flash-linear-attention#1042",
-    "With the value dimension in slices, each subtracted the whole delta.",
-    lambda w: w.v_head_dim > 32 and not w.has_no_gradient_because,
-)
+@reported("fla-org/flash-linear-attention#1042", lambda w: w.v_head_dim > 32 and not w.has_no_gradient_because)
 class DeltaTakenOffForEachSliceOfValues(Attention):
+    """With the value dimension in slices, each subtracted the whole delta."""
+
     def dscores(self, t: Tile, p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
         return super().dscores(t, p, dp, delta * -(-t.w.v_head_dim // 32))
 
 
 @reported(
     "Dao-AILab/flash-attention AI/VARLEN_PREPROCESS_TILE_BUG.md",
-    "The kernel that computes delta had another tile than the one that reads it: the last rows of a sequence had none.",
     lambda w: w.is_packed and not w.has_no_gradient_because and some(w, lambda n, m: n % 64 > 0),
 )
 class DeltaOfALastRowTileUnwritten(Attention):
+    """The kernel that computes delta had another tile than the one that reads it: the last rows of a sequence had none."""
+
     def delta(self, call: Call, *given: Any) -> Tensor:
         delta = super().delta(call, *given)
         if not call.w.is_packed:
@@ -1008,26 +944,20 @@ class DeltaOfALastRowTileUnwritten(Attention):
         return written
 
 
-@reported(
-    "HKUSTDial/flash-sparse-attention#199",
-    "The gradient of a bias that all batch entries share was not reduced over them.",
-    lambda w: bias_lacks("b")(w) and w.batch > 1,
-    parameters=("bias",),
-)
+@reported("HKUSTDial/flash-sparse-attention#199", lambda w: bias_lacks("b")(w) and w.batch > 1, parameters=("bias",))
 class DbiasOfTheLastBatchEntry(Attention):
+    """The gradient of a bias that all batch entries share was not reduced over them."""
+
     def add_dbias(self, t: Tile, total: Tensor, share: Tensor) -> None:
         if total.shape[0] == 1 and t.rows.start == t.keys.start == 0:
             total.zero_()
         super().add_dbias(t, total, share)
 
 
-@reported(
-    "HKUSTDial/flash-sparse-attention#193",
-    "The gradient of a bias that heads share was not accumulated over them.",
-    lambda w: bias_lacks("h")(w) and w.heads > 1,
-    parameters=("bias",),
-)
+@reported("HKUSTDial/flash-sparse-attention#193", lambda w: bias_lacks("h")(w) and w.heads > 1, parameters=("bias",))
 class DbiasOfTheLastHead(Attention):
+    """The gradient of a bias that heads share was not accumulated over them."""
+
     def tile_bias(self, t: Tile) -> Tensor | None:
         bias = super().tile_bias(t)
         return None if bias is None else bias.expand(t.w.heads, *bias.shape[1:])
@@ -1036,24 +966,18 @@ class DbiasOfTheLastHead(Attention):
         super().add_dbias(t, total, share[-1:] if total.shape[1] == 1 else share)
 
 
-@reported(
-    "Dao-AILab/flash-attention#1977",
-    "ALiBi's slopes are accepted, but get no gradient.",
-    lambda w: bool(w.alibi),
-    parameters=("alibi",),
-)
+@reported("Dao-AILab/flash-attention#1977", lambda w: bool(w.alibi), parameters=("alibi",))
 class NoGradientOfSlopes(Attention):
+    """ALiBi's slopes are accepted, but get no gradient."""
+
     def add_dslopes(self, t: Tile, total: Tensor, share: Tensor) -> None:
         pass
 
 
-@reported(
-    "pytorch/pytorch#188302",
-    "lse was saved only if q, k or v need a gradient; the bias alone had one computed without it.",
-    lambda w: w.bias is not None and w.score_mod is None,
-    parameters=("bias",),
-)
+@reported("pytorch/pytorch#188302", lambda w: w.bias is not None and w.score_mod is None, parameters=("bias",))
 class NullLseWhereTheBiasAloneIsTrained(Attention):
+    """lse was saved only if q, k or v need a gradient; the bias alone had one computed without it."""
+
     def gradients(self, call: Call, out: Tensor, lse: Tensor, *given: Any) -> dict[str, Tensor]:
         needed = given[-1]
         saved = any(needed[name] for name in "qkv")
@@ -1061,12 +985,10 @@ class NullLseWhereTheBiasAloneIsTrained(Attention):
 
 
 # -- memory and state --------------------------------------------------------------------------------------------------------
-@reported(
-    "Dao-AILab/flash-attention#2665",
-    "The kernel for a head dimension of 256 ignored the strides.",
-    lambda w: w.head_dim >= 256,
-)
+@reported("Dao-AILab/flash-attention#2665", lambda w: w.head_dim >= 256)
 class StridesIgnoredForALargeHeadDim(Attention):
+    """The kernel for a head dimension of 256 ignored the strides."""
+
     def rows_in(self, call: Call, e: Entry, tensor: Tensor) -> Tensor:
         if tensor is call.q and call.w.head_dim >= 256:
             plain = torch.empty(tensor.shape, device="meta").stride()
@@ -1074,10 +996,10 @@ class StridesIgnoredForALargeHeadDim(Attention):
         return super().rows_in(call, e, tensor)
 
 
-@reported(
-    "vllm-project/vllm tests/kernels/attention: q *= scale", "q was multiplied by the scale in the caller's tensor.", anything
-)
+@reported("vllm-project/vllm tests/kernels/attention: q *= scale", anything)
 class QueryScaledInPlace(Attention):
+    """q was multiplied by the scale in the caller's tensor."""
+
     def __call__(self, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, **leaves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         result = super().__call__(inputs, q, k, v, **leaves)
         if inputs.workload.dtype != "float8_e4m3fn":
@@ -1087,10 +1009,11 @@ class QueryScaledInPlace(Attention):
 
 @reported(
     "vllm-project/vllm#43961",
-    "NaN in unused slots of the cache was met by clearing them, in the caller's cache.",
     lambda w: (is_padded(w) and w.pad == "right") or (w.kv_pages is not None and some(w, lambda n, m: m < w.kv_len)),
 )
 class UnusedSlotsCleared(Attention):
+    """NaN in unused slots of the cache was met by clearing them, in the caller's cache."""
+
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         for e in self.entries(call):
             for tensor in (call.k.detach(), call.v.detach()):
@@ -1103,23 +1026,19 @@ class UnusedSlotsCleared(Attention):
         return super().forward(call)
 
 
-@reported(
-    "triton-lang/triton#2869",
-    "The key of compiled kernels missed a parameter: the first call was right, later ones were not.",
-    is_band,
-)
+@reported("triton-lang/triton#2869", is_band)
 class WindowOfFirstCall(Attention):
+    """The key of compiled kernels missed a parameter: the first call was right, later ones were not."""
+
     def window(self, t: Tile) -> tuple[int | None, int | None]:
         key = (t.w.heads, t.w.kv_heads, t.w.head_dim, t.w.dtype)
         return self.kept.setdefault(key, super().window(t))
 
 
-@reported(
-    "flashinfer-ai/flashinfer#4270",
-    "A second call replayed the graph of the first, in whose key the number of key heads was missing.",
-    anything,
-)
+@reported("flashinfer-ai/flashinfer#4270", anything)
 class GroupOfFirstCall(Attention):
+    """A second call replayed the graph of the first, in whose key the number of key heads was missing."""
+
     def kv_heads_of(self, call: Call) -> Tensor:
         kept = self.kept.setdefault((call.w.heads, call.w.head_dim, call.w.dtype), super().kv_heads_of(call))
         return kept.clamp(max=call.w.kv_heads - 1)
