@@ -12,12 +12,11 @@ import pytest
 from _pytest.config import PytestPluginManager
 from _pytest.fixtures import FixtureFunctionDefinition, FixtureManager
 from _pytest.pytester import SysModulesSnapshot
-from left_out import IS_ALL, LEFT_OUT
+from left_out import IS_ALL
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as many for the processes that tests start as for this one: xdist's share the cores
 
 TESTS = Path(__file__).parent
-_LISTED = {(path, test) for files in LEFT_OUT.values() for path, tests in files.items() for test in tests}
 
 #: What pytest and the plugin read of the place they run in: a CI job's summary is longer, xdist's workers are told how wide
 #: the terminal is, and a log may be colored. A test that is about one of them sets it itself.
@@ -102,7 +101,7 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what tests/left_out.py says, unless ATTN_TESTS=all."""
     if IS_ALL:
         return
-    left_out = {item for item in items if _is_told_again(item) or item.get_closest_marker("slow") or _is_listed(item)}
+    left_out = {item for item in items if _is_told_again(item) or item.get_closest_marker("slow")}
     left_out |= _between([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
@@ -137,11 +136,6 @@ def _between(items):
                 left_out.add(item)
             seen[test] += 1
     return left_out
-
-
-def _is_listed(item):
-    path = item.path.relative_to(TESTS).as_posix() if TESTS in item.path.parents else ""
-    return (path, item.originalname) in _LISTED
 
 
 def _is_told_again(item):

@@ -75,6 +75,7 @@ def installed(tmp_path):
     return install
 
 
+@pytest.mark.slow("starts an environment")
 def test_without_extras_the_plugin_judges_and_says_what_each_option_needs(installed, tmp_path):
     run = installed()
     assert "ModuleNotFoundError" in run("-c", "import numpy").stderr
@@ -89,6 +90,7 @@ def test_without_extras_the_plugin_judges_and_says_what_each_option_needs(instal
         assert f'pip install "pytest-attn[{extra}]"' in run("-m", "pytest", option).stderr
 
 
+@pytest.mark.slow("starts an environment")
 def test_the_extra_failures_saves_tensors_that_fail_again(installed, tmp_path):
     run = installed("failures")
     result = run("-m", "pytest", "--attn-save-failures=saved", "-k", "wrong")
@@ -99,11 +101,13 @@ def test_the_extra_failures_saves_tensors_that_fail_again(installed, tmp_path):
     assert "the softmax scale is missing" in again.stderr, again.stderr
 
 
+@pytest.mark.slow("starts an environment")
 def test_the_extra_fuzz_draws_workloads(installed):
     result = installed("fuzz")("-m", "pytest", "--attn-fuzz=3", "-k", "right")
     assert "2 passed" in result.stdout, result.stdout + result.stderr
 
 
+@pytest.mark.slow("starts an environment")
 def test_the_extra_report_writes_a_page(installed, tmp_path):
     result = installed("report")("-m", "pytest", "--attn-output=page.html", "-k", "right")
     assert "1 passed" in result.stdout, result.stdout + result.stderr

@@ -77,5 +77,6 @@ def test_a_kind_of_rule_that_is_not_read_here_is_refused():
         list(said_by({"extends": "spelling", "message": ""}, "a text"))
 
 
+@pytest.mark.slow("starts an environment")
 def test_everything_that_people_read_is_clean(capsys):
     assert main([]) == 0, capsys.readouterr().out

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from left_out import LEFT_OUT
 
 from pytest_attn import __version__
 
@@ -52,11 +51,6 @@ def test_what_the_recipes_name_is_there():
         assert re.search(rf"^{name} = ", (ROOT / path).read_text(), re.M), f"{name} is not in {path}"
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"\bmake ([\w-]+)", CONTRIBUTING)) <= set(targets)
-
-
-def test_what_is_left_out_of_make_test_is_there():
-    named = [(path, test) for files in LEFT_OUT.values() for path, tests in files.items() for test in tests]
-    assert [one for one in named if f"def {one[1]}(" not in (ROOT / "tests" / one[0]).read_text()] == []
 
 
 @pytest.mark.parametrize("pattern", SCHEMAS)

@@ -110,6 +110,7 @@ def empty_environment(folder, package):
     return python
 
 
+@pytest.mark.slow("starts an environment")
 def test_the_sdist_installs_and_has_what_the_wheel_has(wheel, tmp_path):
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
@@ -120,12 +121,14 @@ def test_the_sdist_installs_and_has_what_the_wheel_has(wheel, tmp_path):
     assert {str(path.relative_to(site)) for path in (site / "pytest_attn").rglob("*") if path.is_file()} >= names
 
 
+@pytest.mark.slow("starts an environment")
 def test_the_wheel_gives_the_first_verdict_of_the_readme(installed):
     python, alone = installed
     done = subprocess.run([ROOT / ".ci/first-verdict", python], env=alone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow("starts an environment")
 def test_a_downstream_repository_runs_its_tests_and_the_bundled_suite(installed, tmp_path):
     python, alone = installed
     project = tmp_path / "project"

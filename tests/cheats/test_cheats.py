@@ -31,6 +31,7 @@ def test_each_is_refused_by_the_judgment_that_can(ask, pytester):
     assert len(found) == len(quick)
 
 
+@pytest.mark.slow("makes many calls")
 @pytest.mark.parametrize("cheat", [cheat for cheat in STOPPED if cheat.slow], ids=lambda cheat: cheat.name)
 def test_those_that_take_long_are_refused_too(ask, pytester, cheat):
     found = ask([cheat], lambda cheat: JUDGMENTS, pytester.runpytest_subprocess)

@@ -67,16 +67,19 @@ def test_no_honest_kernel_is_refused(ask):
     ask(HONEST, judgments=("check",), in_process=True)  # once: an operator can be registered once in a process
 
 
+@pytest.mark.slow("makes many calls")
 @pytest.mark.parametrize("options", [{}, {"measure": 'backward="both"'}])
 def test_none_is_refused_by_invariants_or_by_measure(ask, options):
     markers = {name: marker for name, marker in HONEST.items() if not options or "backward" in marker}
     ask(markers, judgments=("invariants", "measure"), **options)
 
 
+@pytest.mark.slow("starts processes")
 def test_none_is_refused_where_another_process_computes(ask):
     ask(HONEST, "--attn-isolated", isolated=True)
 
 
+@pytest.mark.slow("makes many calls")
 @pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
 def test_none_is_refused_on_cuda(ask):
     ask(ON_CUDA, device="cuda")

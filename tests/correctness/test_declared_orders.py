@@ -53,6 +53,7 @@ def test_backends_take_it_or_say_that_they_do_not(w):
     assert w.is_packed or "eager" in took
 
 
+@pytest.mark.slow("compiles")
 @pytest.mark.parametrize("w", ALL[:4], ids=lambda w: w.id)
 def test_flex_takes_it(w):
     assert judge(Registry()["flex"], CheckSpec(w, CPU, inputs=("structured",)), ReferenceCache()).passed

@@ -73,6 +73,7 @@ def test_interleaved_groups_with_dropout():
     pytest_attn.check(interleaved, w, returns=RETURNS, backward=True)
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_kernel_with_dropout_is_timed():
     assert pytest_attn.measure(kernel(), W, returns=RETURNS, cpu_threads=1).p50 > 0
 

@@ -68,6 +68,7 @@ def test_what_a_kernel_may_leave_there_is_what_its_test_says(of_empty, accepted,
         assert "rows 0 to 31 of 96" in failure(kernel(of_empty), LATE, **options)
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_kernel_that_leaves_nan_there_can_be_timed():
     assert pytest_attn.measure(kernel(nothing), LATE, empty_rows="any", device="cpu").p50 > 0
 

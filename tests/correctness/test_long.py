@@ -360,6 +360,7 @@ def test_offsets_in_int32_are_found_with_little_memory():
         pytest_attn.check_invariants(lambda q, k, v: causal(read(q), read(k), read(v)), w, **asked)
 
 
+@pytest.mark.slow("makes many calls")
 def test_what_tensor_cores_cut_off_a_sum_of_a_million_products_is_granted(monkeypatch):
     """On an H200 torch's flash kernel loses 0.4 % on average there, and 1.4 % at most."""
     w = Workload(1, 1 << 20, heads=1, head_dim=16)

@@ -259,6 +259,7 @@ def test_names_in_a_list_are_those_in_a_tuple():
     assert Declaration(returns=["lse", "out"]).results == ("out", "lse")
 
 
+@pytest.mark.slow("times in many processes")
 def test_what_is_timed_is_the_callable_alone():
     assert pytest_attn.measure(writing, W, takes_out=True, cpu_threads=1).p50 > 0
     assert pytest_attn.measure(batchless, W, backward=True, cpu_threads=1, **BATCHLESS).p50 > 0

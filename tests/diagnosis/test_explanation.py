@@ -55,6 +55,7 @@ def test_a_profile_is_suggested_only_if_the_whole_case_would_pass_with_it(length
         ).passed
 
 
+@pytest.mark.slow("makes many calls")
 def test_an_accumulator_in_the_dtype_is_no_matter_of_a_profile():
     assert faults(online_softmax_in_the_dtype, Workload(1024, heads=2, head_dim=64)) == ()
 

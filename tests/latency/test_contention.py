@@ -250,6 +250,7 @@ def test_a_measurement_beside_others_is_disturbed(monkeypatch):
     assert "the core is shared" in watch.measure(work, "tiny", "sdpa").disturbances[-1]
 
 
+@pytest.mark.slow("times in many processes")
 def test_the_reference_loop_of_one_thread_is_an_anchor():
     work = timed(Registry()["sdpa"], Workload(64, heads=2, head_dim=32), torch.device("cpu"), "forward")
     watch = Stopwatch(torch.device("cpu"))

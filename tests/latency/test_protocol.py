@@ -123,6 +123,7 @@ def test_a_block_is_repeated_while_it_is_disturbed_and_kept_in_the_end(monkeypat
     assert latency.blocks == 3
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_time_in_batches_is_never_held_against_one_in_a_graph(monkeypatch):
     stopwatch = Stopwatch(CPU)
     plan = stopwatch.timer.plan

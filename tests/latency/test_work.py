@@ -24,6 +24,7 @@ def test_all_calls_of_a_sample_are_staged_before_the_first_is_made():
     assert log == ["stage"] * 3 + ["call"] * 3
 
 
+@pytest.mark.slow("times in many processes")
 def test_the_plugin_s_own_backends_can_be_timed(device):
     registry = Registry()
     for name in ("math", "eager", "sdpa"):

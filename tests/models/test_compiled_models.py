@@ -142,6 +142,7 @@ def test_graph_breaks_and_recompilations_are_told():
     assert run.graphs > 1
 
 
+@pytest.mark.slow("compiles")
 def test_a_step_that_is_compiled_again_each_time_says_so():
     model = stack(full)
     sizes = iter([1.0, 2.0, 3.0, 4.0] * 20)
@@ -195,6 +196,7 @@ class DropsByItself(torch.nn.Module):
         return F.dropout(self.inner(x), 0.5, self.training)
 
 
+@pytest.mark.slow("compiles")
 def test_what_draws_random_numbers_by_itself_is_not_compared():
     model = stack(full)
     model.head = DropsByItself(model.head)
@@ -209,6 +211,7 @@ def test_a_compiled_step_without_a_gradient_that_the_eager_one_has_is_wrong():
     assert ratios == {"out": 0.0, "gradient of weight": math.inf}
 
 
+@pytest.mark.slow("compiles")
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("scale", [1.0, 3e-3])

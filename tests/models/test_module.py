@@ -83,6 +83,7 @@ def test_what_cannot_be_called_is_refused_in_words(module, inputs):
         check_module(module, inputs)
 
 
+@pytest.mark.slow("makes many calls")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_backend_computes_the_core(dtype):
     torch.manual_seed(0)

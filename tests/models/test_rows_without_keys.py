@@ -109,6 +109,7 @@ def test_the_gradient_of_a_captured_step_is_left_alone(own):
     assert all(torch.equal(p.grad, one) for p, one in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.slow("compiles")
 @pytest.mark.parametrize("compiled_fill", [mean, torch.zeros_like])
 def test_a_compiled_model_that_fills_them_otherwise_is_not_compared(compiled_fill):
     def attend(q, k, v):

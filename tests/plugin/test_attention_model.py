@@ -70,6 +70,7 @@ def test_it(attn_model, attn_backend, model, step):
     )
 
 
+@pytest.mark.slow("is another way")
 def test_backends_of_the_marker_and_a_forward_pass_only(run):
     result = run("""
 @pytest.mark.attention_model(backends=["math", "kv_cache"], backward=False)
@@ -113,6 +114,7 @@ def test_it(attn_model, model, step):
     assert (record["workload"], record["subject"], record["verdict"]) == ("Sequential", "mine", "mismatch")
 
 
+@pytest.mark.slow("is another way")
 def test_one_refused_call_fails_and_does_not_skip(run, pytester):
     pytester.makeconftest("""
 def pytest_attn_backends(registry):
@@ -176,6 +178,7 @@ def test_a_listing_counts_models(run):
     result.stdout.fnmatch_lines(["*1 of 2 cases would run*"])
 
 
+@pytest.mark.slow("is another way")
 def test_a_listing_counts_each_model_of_a_parametrized_test(run):
     result = run(
         """
@@ -356,6 +359,7 @@ def test_it(attn_model, attn_backend, model):
 """
 
 
+@pytest.mark.slow("is another way")
 def test_refusals_of_single_calls_are_a_skip_where_they_are_excused_and_the_rest_is_right(run, pytester):
     pytester.makeconftest(PARTLY.format(factor="1"))
     result = run(EXCUSED, "--attn-backends=mine", "-rs")
@@ -371,6 +375,7 @@ def test_an_excuse_that_is_none_is_refused(run):
     result.stdout.fnmatch_lines(["*ValueError: unknown excuse 'refusal'; known: refusals, known defects"])
 
 
+@pytest.mark.slow("is another way")
 @pytest.mark.parametrize(("excused", "outcome"), [("()", "failed"), ("['known defects']", "xfailed")])
 def test_a_known_defect_of_what_the_model_chose_fails_unless_it_is_excused(run, pytester, monkeypatch, excused, outcome):
     monkeypatch.setattr("pytest_attn.models.check.known_defect_of", lambda *_: "lib#1: out is a tenth too large")

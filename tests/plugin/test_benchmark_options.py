@@ -7,6 +7,7 @@ import pytest
 from fakes.benchmark import CONFTEST, MEASURING
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_saved_run_is_compared_and_fails_when_slower(bench, pytester):
     def source(*samples):
         return f"def test_it(attn):\n    assert attn.measure(*{samples!r}, p50=1)"

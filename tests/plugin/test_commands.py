@@ -25,6 +25,7 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow("is another way")
 def test_a_report_of_two_runs(files):
     assert main(["report", "one.jsonl", "two.jsonl"]) == 0
     assert (files / "report.html").read_text() == report_page(read_records("one.jsonl", "two.jsonl"))

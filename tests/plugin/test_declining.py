@@ -186,6 +186,7 @@ def test_a_backend_declines_and_what_is_not_here_does_not(in_process, kernel_tes
     result.stdout.fnmatch_lines_random(["*declined: refusing: has no such mask", "*declined: registered: no window"])
 
 
+@pytest.mark.slow("draws workloads")
 def test_draws_of_fuzz_are_refused_one_by_one(in_process, kernel_test):
     short = (
         "def short(q, k, v):\n    if q.shape[2] > 8:\n        raise NotImplementedError('long')\n    return sdpa(q, k, v)\n"

@@ -101,6 +101,7 @@ def test_a_wrong_kernel_fails_with_the_smallest_workload(run, kernel_test):
     assert "session/fuzz.py" not in text, "the plugin's own frames show"
 
 
+@pytest.mark.slow("draws workloads")
 def test_the_printed_test_fails_in_the_same_way(kernel_test, fuzz, pytester):
     kernel_test(CHECK_FORGETS, marker=CAUSAL, before=FORGETS)
     first = fuzz()
@@ -141,6 +142,7 @@ def test_the_printed_test_stands_alone_in_a_file_of_its_own(fuzz, pytester):
     assert "NameError" not in alone.stdout.str()
 
 
+@pytest.mark.slow("draws workloads")
 def test_the_printed_test_of_a_backend_names_it_and_keeps_other_decorators(conftest, fuzz, pytester):
     conftest(
         after="""
@@ -189,6 +191,7 @@ def test_a_right_kernel_passes_and_leaves_one_record(run, kernel_test):
     result.stdout.fnmatch_lines(["*::test_kernel[[]fuzz[]]*", "**lambda* on fuzz*: *30 draws", "1 right; 1 kernel on *"])
 
 
+@pytest.mark.slow("draws workloads")
 def test_a_failure_is_replayed_first_the_next_time(conftest, kernel_test, pytester):
     conftest(before=KEPT)
     kernel_test(CHECK_FORGETS, marker=CAUSAL, before=FORGETS)
@@ -202,6 +205,7 @@ def test_a_failure_is_replayed_first_the_next_time(conftest, kernel_test, pytest
     assert re.search(draw, again.stdout.str())[1] == "1"
 
 
+@pytest.mark.slow("draws workloads")
 def test_each_item_replays_its_own_failure(conftest, pytester):
     conftest(before=KEPT)
     pytester.makepyfile("""
@@ -225,6 +229,7 @@ def test_each_item_replays_its_own_failure(conftest, pytester):
     }
 
 
+@pytest.mark.slow("draws workloads")
 def test_refusals_are_counted_and_no_draw(conftest, fuzz, kernel_test):
     conftest(
         after="""
@@ -246,6 +251,7 @@ def refuses(w):
     assert int(counts[1]) == 8, "refused draws count as draws"
 
 
+@pytest.mark.slow("draws workloads")
 def test_where_every_draw_is_refused_the_item_is_skipped_with_the_reason(conftest, fuzz, kernel_test):
     conftest(
         after="""
@@ -261,6 +267,7 @@ def pytest_attn_backends(registry):
     )
 
 
+@pytest.mark.slow("draws workloads")
 def test_a_test_may_refuse_a_draw_itself(fuzz, kernel_test):
     body = """
 if attn.workload.heads != 2:
@@ -273,6 +280,7 @@ attn.check(lambda q, k, v: sdpa(q, k, v))
     result.stdout.re_match_lines([r".*\d+ draws, \d+ refused"])
 
 
+@pytest.mark.slow("draws workloads")
 def test_a_seed_that_is_given_also_draws_the_workloads(fuzz, kernel_test):
     kernel_test("print('drew', attn.workload.id)\nattn.check(lambda q, k, v: sdpa(q, k, v))")
     one, same, other = (re.findall("drew .*", fuzz("-rA", f"--attn-seed={seed}", number=6).stdout.str()) for seed in (5, 5, 6))
@@ -286,6 +294,7 @@ def test_known_defects_are_counted(fuzz, kernel_test):
     result.stdout.re_match_lines([r".*\d+ draws, \d+ known defects"])
 
 
+@pytest.mark.slow("draws workloads")
 def test_only_what_the_markers_workloads_show_is_drawn(fuzz, kernel_test):
     """A test of one kernel may rely on what all its workloads have in common."""
     kernel_test(
@@ -401,6 +410,7 @@ def test_draws_leave_no_properties(fuzz, kernel_test, pytester):
     assert ElementTree.parse(pytester.path / "junit.xml").find(".//testcase/properties") is None
 
 
+@pytest.mark.slow("draws workloads")
 def test_the_first_failure_ends_a_run_with_x_and_junit_has_the_workload(fuzz, kernel_test, pytester):
     kernel_test(CHECK_FORGETS, marker=CAUSAL, before=f"{FORGETS}\n")
     path = next(pytester.path.glob("test_*.py"))
@@ -412,6 +422,7 @@ def test_the_first_failure_ends_a_run_with_x_and_junit_has_the_workload(fuzz, ke
     assert 'Workload(71, head_dim=16, mask="causal")' in case.find("failure").text
 
 
+@pytest.mark.slow("draws workloads")
 def test_without_hypothesis_the_run_says_what_to_install(conftest, kernel_test, pytester):
     conftest(before="import sys\nsys.modules['hypothesis'] = None")
     kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")

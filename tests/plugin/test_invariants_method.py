@@ -60,6 +60,7 @@ def test_what_applies_to_nothing_is_skipped(run, kernel_test):
     result.stdout.fnmatch_lines(["SKIPPED*none of the requested invariants applies: graph needs a CUDA device; device *"])
 
 
+@pytest.mark.slow("makes many calls")
 @ONCE
 def test_thorough_asks_more(run, kernel_test):
     kernel_test(f"report = {HONEST}\nassert (len(report.findings), report.calls) == (0, 0)", marker=KERNEL)

@@ -148,6 +148,7 @@ def test_another_shape_under_the_name_has_no_baseline(recorded, pytester):
     result.stdout.fnmatch_lines(["no baseline * recorded for h2-s32-d32, this is h2-s48-d32"])
 
 
+@pytest.mark.slow("times in many processes")
 def test_what_pytest_benchmark_fails_hides_no_verdict(recorded):
     quiet = ("-W", "default", "--disable-warnings")
     recorded("--benchmark-save=base", "--benchmark-save-data", *quiet).assert_outcomes(passed=1)
@@ -202,6 +203,7 @@ def test_workers_that_share_a_device_do_not_time(recorded):
     )
 
 
+@pytest.mark.slow("starts processes")
 def test_one_worker_times_and_its_verdict_arrives(recorded):
     result = recorded("-n", "1", TIMES="150")
     result.assert_outcomes(failed=1)
@@ -258,6 +260,7 @@ def test_a_result_that_is_wrong_when_timed_is_called_wrong(pytester):
     assert [one["verdict"] for one in read_records(pytester.path / "run.jsonl")] == ["passed", "mismatch"]
 
 
+@pytest.mark.slow("times in many processes")
 def test_every_direction_returns_its_latency(pytester):
     """With the real clock."""
     pytester.makepyfile(
@@ -292,6 +295,7 @@ def test_a_fresh_process_that_cannot_run_hides_no_slowdown(recorded, pytester):
     )
 
 
+@pytest.mark.slow("starts processes")
 def test_require_fails_where_workers_share_the_device(recorded):
     result = recorded("-n", "2", "--attn-latency=require")
     result.assert_outcomes(failed=1)

@@ -42,6 +42,7 @@ def test_the_tables_are_those_of_attn_list(capsys, pytester):
     assert listed[first : first + len(tables)] == tables
 
 
+@pytest.mark.slow("is another way")
 def test_the_command_that_it_closes_with_runs(capsys, pytester):
     command = printed(capsys, "--device=cpu")[-1].removeprefix("next: ").partition("  ")[0].split()
     result = pytester.runpytest_inprocess(*command[1:], "-p", "no:cacheprovider", "--collect-only", "-q")

@@ -101,6 +101,7 @@ def test_groups_that_were_divided_in_different_ways(run, merge, changes):
     assert ("pytest-split divided the same tests in different ways; give all groups the same --durations-path" in said) == code
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.twice
 @pytest.mark.parametrize("dist", ["load", "loadgroup", "each"])
 def test_a_group_is_the_same_through_xdist(run, merge, pytester, dist):
@@ -114,6 +115,7 @@ def test_a_group_is_the_same_through_xdist(run, merge, pytester, dist):
     assert merge("part-1.jsonl", "other-2.jsonl")[0] == 0
 
 
+@pytest.mark.slow("starts processes")
 def test_workers_that_crash_are_no_whole_run(run, merge, pytester):
     pytester.makepyfile(test_it="import os\ndef test_one(): pass\ndef test_two(): os._exit(1)\ndef test_three(): pass\n")
     pytester.runpytest_subprocess("--attn-output=run.jsonl", "-n", "1", "--max-worker-restart=0")
@@ -198,6 +200,7 @@ def test_a_run_that_stops_early_is_not_whole(run, merge):
     ) in said
 
 
+@pytest.mark.slow("starts processes")
 def test_a_run_that_is_killed_is_not_whole_even_if_it_leaves_an_earlier_file(run, merge, pytester):
     run("run.jsonl")
     pytester.makepyfile(test_it="import os\ndef test_it(): os._exit(9)\n" + TESTS)

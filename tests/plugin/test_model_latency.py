@@ -109,6 +109,7 @@ def test_a_step_that_became_slower_fails_and_another_model_has_no_baseline(timed
     )
 
 
+@pytest.mark.slow("times in many processes")
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -184,6 +185,7 @@ def test_a_compiled_model_is_timed_as_it_is_with_its_graphs_and_breaks(timed, py
     result.stdout.fnmatch_lines(["step *compiled to 1 graph, 0 graph breaks; attention's share is not known: *"])
 
 
+@pytest.mark.slow("compiles")
 def test_a_step_that_is_compiled_again_while_it_is_timed_is_refused(timed, dynamo):
     test = REPEATED + COMPILED.replace("CHANGE", "sizes[0] -= 1").replace(", BACKEND", "").replace(
         'backend="eager"', 'backend="eager", dynamic=False'

@@ -72,6 +72,7 @@ def test_a_test_that_checks_kills_what_it_reaches(pytester):
     assert "largest passing z" not in result.stdout.str()
 
 
+@pytest.mark.slow("makes many calls")
 def test_a_lax_test_kills_nothing_and_the_survivors_are_named(pytester):
     result = run(pytester, TEST.replace("def test_checked", "def checked") + LAX)
     assert result.ret == 0
@@ -85,6 +86,7 @@ def test_a_lax_test_kills_nothing_and_the_survivors_are_named(pytester):
     )
 
 
+@pytest.mark.slow("makes many calls")
 def test_a_test_that_fails_on_the_honest_kernel_is_a_failed_test(pytester):
     result = run(pytester, TEST.replace("def test_checked", "def checked") + WRONG)
     assert result.ret == 1
@@ -92,6 +94,7 @@ def test_a_test_that_fails_on_the_honest_kernel_is_a_failed_test(pytester):
     assert result.parseoutcomes()["failed"] == 1
 
 
+@pytest.mark.slow("makes many calls")
 def test_a_mutant_is_run_until_it_is_killed(pytester):
     result = run(pytester, TEST.replace("def test_checked", "def checked") + BACKEND, "-rs")
     result.stdout.re_match_lines([r"SKIPPED \[\d+\] .* was found already"], consecutive=False)
@@ -109,6 +112,7 @@ def test_times_are_not_taken(pytester):
     result.assert_outcomes(passed=1, skipped=1)
 
 
+@pytest.mark.slow("starts processes")
 def test_workers_bring_what_they_found(pytester):
     pytester.makepyfile(test_it=weak(f'{SHORT}, Workload(70, name="b")') + LATER)
     options = ("--attn-mutants", "-n", "2", "--attn-output=run.jsonl")

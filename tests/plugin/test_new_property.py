@@ -88,6 +88,7 @@ def test_marker_and_functions_take_it_and_the_record_has_it(house):
     assert found["test_of_whom_the_marker_says_nothing"]["verdict"] == "mismatch"
 
 
+@pytest.mark.slow("starts processes")
 def test_it_is_documented_wherever_a_callable_s_properties_are(house):
     said = "keeps_sign: fn returns out, and not -out."
     markers = run(house, "-m", "pytest", "--markers")

@@ -83,6 +83,7 @@ def test_a_random_seed_is_said_in_the_header_and_repeats_what_it_drew(run, kerne
     assert f"sum {number}" not in other
 
 
+@pytest.mark.slow("starts processes")
 def test_the_workers_of_xdist_share_a_random_seed(pytester):
     pytester.makepyfile("""
 import pytest
@@ -223,6 +224,7 @@ def test_an_output_of_no_kind_or_of_one_twice_is_refused(run, kernel_test, optio
     assert message in result.stderr.str()
 
 
+@pytest.mark.slow("starts processes")
 def test_a_case_in_a_group_can_be_reproduced(pytester, kernel_test):
     kernel_test("attn.check(lambda q, k, v: v)")
     result = pytester.runpytest_subprocess("-n", "1", "--dist", "loadgroup")
@@ -255,6 +257,7 @@ def test_workers_whose_threads_somebody_chose_keep_them(pytester, kernel_test, m
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow("starts processes")
 def test_xdist_says_how_many_workers_there_are(pytester, kernel_test, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     kernel_test("attn.check(sdpa); print(f'{torch.get_num_threads()} threads')")

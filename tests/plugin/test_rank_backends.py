@@ -47,6 +47,7 @@ def run(pytester, monkeypatch):
     return running
 
 
+@pytest.mark.slow("starts processes")
 def test_torch_rotates_and_balances_as_it_is_asked(run, pytester):
     faults = ["nothing", "rotation by all-to-all", "rotation by all-gather", "half of the balanced gradient"]
     result = run(
@@ -76,6 +77,7 @@ def test_in_order(attn, attn_backend):
     ]
 
 
+@pytest.mark.slow("starts processes")
 def test_flex_gathers_keys_and_cuts_its_mask(run):
     result = run("""
 import torch
@@ -98,6 +100,7 @@ def test_refused(attn):
     result.stdout.fnmatch_lines(["*flex_attention does not support backward on CPU*"])
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.skipif(not (find_spec("ring_flash_attn") and find_spec("yunchang")), reason="needs ring-flash-attn and yunchang")
 def test_rings_around_a_flash_kernel_are_right_and_their_faults_are_found(run):
     result = run("""
@@ -164,6 +167,7 @@ def test_over_ranks(attn, attn_backend):
         result.stdout.fnmatch_lines([f"*{reason}*"])
 
 
+@pytest.mark.slow("starts processes")
 def test_a_listing_counts_cases_over_ranks(run):
     result = run(
         """

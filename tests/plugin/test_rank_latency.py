@@ -99,6 +99,7 @@ def latencies(path):
     return [record["latency"] for record in records if record["question"] == "latency"]
 
 
+@pytest.mark.slow("starts processes")
 def test_the_slow_rank_is_named_and_the_record_says_all(story, pytester):
     result = story("test_ranks.py::test_mine[tiny-ranks2]", "--attn-json=run.jsonl", times="1800 1000 1750")
     result.assert_outcomes(passed=1)
@@ -114,6 +115,7 @@ def test_the_slow_rank_is_named_and_the_record_says_all(story, pytester):
     assert re.fullmatch(r"tiny \| mine of .* \| forward \| warm \| 1 thread \| 2 ranks, contiguous, CPU", latency["key"])
 
 
+@pytest.mark.slow("starts processes")
 def test_slower_ranks_fail_and_baselines_are_of_so_many_ranks_and_their_links(story, pytester, monkeypatch):
     recorded = story("test_ranks.py::test_mine[tiny-ranks2]", "--attn-update-baselines=first recording")
     recorded.assert_outcomes(passed=1)
@@ -185,6 +187,7 @@ def test_other_directions(attn):
 """
 
 
+@pytest.mark.slow("starts processes")
 def test_a_rank_that_fails_ends_the_measurement_and_no_other(story, pytester):
     result = story("--attn-json=run.jsonl", test=BROKEN)
     result.assert_outcomes(failed=3, passed=1)
@@ -195,6 +198,7 @@ def test_a_rank_that_fails_ends_the_measurement_and_no_other(story, pytester):
     assert directions == ["backward", "forward+backward"]
 
 
+@pytest.mark.slow("starts processes")
 def test_off_checks_and_does_not_time(story):
     result = story("test_ranks.py::test_mine[tiny-ranks2]", "--attn-latency=off", "-rs")
     result.assert_outcomes(skipped=1)

@@ -140,6 +140,7 @@ def test_nothing_timed_is_one_sentence(project):
     )
 
 
+@pytest.mark.slow("starts processes")
 def test_workers_that_share_a_device_time_nothing(project):
     result = project("--attn-backends=fast,same", "--attn-rank", "-n", "2")
     result.stdout.fnmatch_lines(["rank: nothing was timed: *"])

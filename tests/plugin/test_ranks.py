@@ -181,6 +181,7 @@ def test_a_backend_or_too_few_rows_needs_no_ranks(pytester):
     result.stdout.fnmatch_lines(["*sdpa computes in one process; with ranks, attn.check takes a callable*"])
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("can_fork", [True, False])
 def test_no_rank_outlives_its_judge(pytester, can_fork):
     pytester.makeconftest(f"from pytest_attn.processes.launcher import Launcher\nLauncher.can_fork = {can_fork}\n")
@@ -209,6 +210,7 @@ def test_hangs(attn):
     assert left == [str(os.getpid())], "a rank or a server is left"
 
 
+@pytest.mark.slow("starts processes")
 def test_ranks_that_cannot_be_forked_begin_by_themselves(pytester, monkeypatch):
     monkeypatch.setattr(Launcher, "can_fork", False)
     pytester.makepyfile(KERNELS + ENDS)
@@ -224,6 +226,7 @@ def _runs(pid):
         return False
 
 
+@pytest.mark.slow("starts processes")
 def test_a_torch_without_distributed_judges_what_runs_in_one_process(pytester):
     pytester.makepyfile("""
         import sys

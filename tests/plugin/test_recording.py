@@ -9,6 +9,7 @@ from fakes.timed import KERNEL
 from pytest_attn.reports.records import read_records
 
 
+@pytest.mark.slow("times in many processes")
 def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_processes):
     pytester.makeini("[pytest]\nfilterwarnings = error\n")  # nothing was imported before pytest could rewrite it
     result = project("--attn-update-baselines", "first recording")
@@ -31,6 +32,7 @@ def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_pro
     assert len(case["z"]) == 3
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_recording_replaces_disturbed_processes(project, baseline_file):
     result = project("--attn-update-baselines=first", HOT_IN="0,3,4")
     result.assert_outcomes(passed=1)

@@ -140,6 +140,7 @@ def test_a_run_without_failures_or_without_the_option_saves_nothing(run, kernel_
     assert not (pytester.path / "out").exists()
 
 
+@pytest.mark.slow("starts processes")
 def test_a_kernel_of_a_test_module_is_judged_again_by_repro(run, kernel_test, saved, repro):
     kernel_test("attn.check(mine)", before=MODULE_LEVEL)
     printed = run(SAVE).stdout.str()
@@ -152,6 +153,7 @@ def test_a_kernel_of_a_test_module_is_judged_again_by_repro(run, kernel_test, sa
     assert (right.returncode, right.stdout) == (0, "right now: math on h2-s32-d32\n")
 
 
+@pytest.mark.slow("starts processes")
 def test_repro_knows_no_folder_of_this_machine(pytester, kernel_test, saved):
     pytester.makeconftest(OWN_BACKEND)
     for body, fixtures in (("attn.check(wrong)", "attn"), ("attn.check(attn_backend)", "attn, attn_backend"), (WRONG, "attn")):
@@ -303,6 +305,7 @@ def test_an_older_folder_of_the_case_is_replaced(run, kernel_test, saved):
     assert torch.equal(saved().tensors["out"], first.tensors["v"] * 2)
 
 
+@pytest.mark.slow("starts processes")
 def test_workers_write_a_folder_for_each_case(pytester, kernel_test):
     kernel_test("attn.check(lambda q, k, v: v)", marker='"smoke-full", "smoke-half", "smoke-window", device="cpu"')
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", SAVE, "-n", "2", "--dist", "loadgroup")

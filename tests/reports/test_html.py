@@ -53,6 +53,7 @@ def data_of(text):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
+@pytest.mark.slow("starts processes")
 def test_the_page_is_written_without_torch_or_pytest():
     script = """
 import sys
@@ -168,6 +169,7 @@ def test_the_machine_is_described_in_words():
     assert "flash-attn 2.8.3" in facts["Libraries"]
 
 
+@pytest.mark.slow("makes many calls")
 def test_five_thousand_cases_are_a_few_megabytes():
     records = run_of(5000)
     assert sum(r["question"] == "check" and r["verdict"] != "skipped" for r in records) > 4800

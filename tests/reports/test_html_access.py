@@ -85,6 +85,7 @@ def test_a_narrow_page_does_not_scroll_sideways(show, small):
     page.close()
 
 
+@pytest.mark.slow("is another way")
 def test_paper_gets_every_section_and_no_controls(page, tmp_path):
     page.send("Emulation.setEmulatedMedia", media="print")
     visible = "(s) => [...document.querySelectorAll(s)].filter((e) => e.offsetParent).length"

@@ -9,6 +9,7 @@ from fakes.pages import CPU, FLUX, SDPA, set_filter, settled, texts
 from fakes.records import BACKENDS, HOSTILE, check, record, run_of, timing, workloads
 
 
+@pytest.mark.slow("makes many calls")
 def test_five_thousand_cases_open_in_under_two_seconds_and_ask_for_nothing(show):
     page = show(run_of(5000))
     painted = page("performance.getEntriesByName('first-contentful-paint')[0].startTime")
@@ -22,6 +23,7 @@ def test_five_thousand_cases_open_in_under_two_seconds_and_ask_for_nothing(show)
     page.close()
 
 
+@pytest.mark.slow("is another way")
 def test_hostile_text_is_shown_and_does_nothing(page):
     assert page("window.hacked") is None
     assert any(HOSTILE in text for text in texts(page, "#wrong .reason"))
@@ -284,6 +286,7 @@ def test_what_there_is_no_data_for_is_named_with_how_to_get_it(show):
     page.close()
 
 
+@pytest.mark.slow("is another way")
 def test_a_run_without_attention_tests_and_odd_records_open_as_well(show):
     page = show([])
     assert page("document.getElementById('sentence').textContent") == "No attention test ran."

@@ -55,6 +55,7 @@ def project(tmp_path):
     return run
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_slow_kernel_is_named_and_nothing_stays(project):
     written = project("-q")
     assert "checking slow on smoke-full, 0:00" in written
@@ -64,6 +65,7 @@ def test_a_slow_kernel_is_named_and_nothing_stays(project):
     assert between_tests(as_seen(written)) == between_tests(as_seen(silent))
 
 
+@pytest.mark.slow("times in many processes")
 def test_the_time_left_is_known_from_the_run_before(project, tmp_path):
     project("-q", "-k", "smoke-full")
     (tmp_path / ".pytest_cache/v/attn/seconds").write_text('{"checking slow on smoke-full": 62.0}')

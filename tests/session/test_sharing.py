@@ -210,6 +210,7 @@ def test_who_may_time(worker, monkeypatch):
     assert untimed_because(False, CUDA) is None
 
 
+@pytest.mark.slow("starts processes")
 def test_two_processes_do_not_time_on_one_device_at_a_time(tmp_path):
     """Both write when they begin and end; with the lock, no beginning lies between another's beginning and end."""
     script = f"""

@@ -43,6 +43,7 @@ def test_every_draw_is_legal_small_and_has_a_reference():
         compute_reference(draw_inputs(w), precision_named("flash"), False)
 
 
+@pytest.mark.slow("draws workloads")
 def test_everything_that_may_be_drawn_is():
     seen = drawn(workloads(layouts=LAYOUT_KINDS), 600)
     had = frozenset().union(*map(traits_of, seen))
@@ -128,6 +129,7 @@ def test_a_fault_shrinks_to_the_smallest_workload_that_has_it(fault, smallest):
     assert find(workloads(), fault, settings=MANY) == smallest
 
 
+@pytest.mark.slow("draws workloads")
 def test_a_users_own_test_finds_a_fault():
     def forgets_the_mask(workload):
         import torch

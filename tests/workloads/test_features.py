@@ -24,6 +24,7 @@ def pairs_of(workloads):
     return {pair for w in workloads for pair in combinations(sorted(features.words_of(w)), 2)}
 
 
+@pytest.mark.slow("draws workloads")
 def test_the_catalog_has_what_the_script_generates():
     covered = set().union(*map(features.targets_of, features.own()))
     assert features.generated(covered) == catalog._pairs(), "python benchmarks/features.py prints the lines of the catalog"

@@ -20,6 +20,7 @@ def test_every_draw_is_the_same(distribution):
     assert not torch.equal(first.q, draw_inputs(WORKLOAD, distribution, seed=1).q)
 
 
+@pytest.mark.slow("starts processes")
 def test_another_process_draws_the_same_values():
     code = (
         "from pytest_attn import Workload, draw_inputs;"
