@@ -101,7 +101,6 @@ class LibraryBackend(Backend):
         return self.source.name
 
     def version(self) -> str:
-        """The distribution's version."""
         return self.source.version()
 
     def unavailable_because(self, machine: Machine) -> str | None:
@@ -113,7 +112,6 @@ class LibraryBackend(Backend):
         return False
 
     def broken_because(self) -> str | None:
-        """Import the library."""
         return self.source.broken_because()
 
 
@@ -159,26 +157,21 @@ class FunctionBackend(Backend):
 
     @property
     def named(self) -> NamedFunction | None:
-        """The function, where it was given by its name."""
         return self._function if isinstance(self._function, NamedFunction) else None
 
     @property
     def is_contained(self) -> bool:
-        """Whether the function runs in a process of its own."""
         return self.named is not None and self.named.is_isolated
 
     def version(self) -> str:
-        """Functions have none."""
         return "-"
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """Ask the function given at registration."""
         reasons = self._reasons(workload) if self._reasons else ()
         cache = ["is handed no cache: a function of (q, k, v) has no attn.split_cache"] if workload.cached else []
         return [*([reasons] if isinstance(reasons, str) else reasons), *cache]
 
     def configurations(self, workload: Workload, machine: Machine, backward: bool = False) -> Sequence[Options]:
-        """Those given at registration."""
         return expanded(self._declared(workload) if callable(self._declared) else self._declared)
 
     def refusal_in(self, error: Exception) -> str | None:
@@ -186,7 +179,6 @@ class FunctionBackend(Backend):
         return declined_because(error) or (out_of_resources(error) if self.configuration else None)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Close over the workload and turn the layout."""
         swap = self._is_bshd and not inputs.workload.is_packed
         named = self.named
         function = named.on(inputs) if named else partial(self._function, workload=inputs.workload)

@@ -80,7 +80,6 @@ class KernelItems(Items):
     """The items of a kernel's test: also one per number of ranks, and those of --attn-fuzz."""
 
     def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
-        """Return the cases, with the items that stand for draws."""
         cases = super().cases(mark, names, session)
         if mark.ranks:
             return [replace(case, ranks=ranks) for case in cases for ranks in mark.ranks]
@@ -88,7 +87,6 @@ class KernelItems(Items):
         return [*cases, *(CaseParameter(PLACEHOLDER, backend, maker=_FUZZ_MAKER) for backend in backends)]
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
-        """Ask about ranks and shards as well."""
         if not case.ranks:
             return super().obstacle(case, marker, session)
         machine, backward = session.machines.machine(marker.kwargs.get("device")), bool(marker.kwargs.get("backward"))
@@ -104,7 +102,6 @@ class ModelItems(Items):
     """The items of a model's test: one, or one per backend. What its calls ask for is known once it runs."""
 
     def read(self, marker: pytest.Mark, session: AttentionSession) -> AttentionMark:
-        """Read a marker without workloads."""
         return model_mark(marker, session.registrations.registry)
 
     def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
@@ -114,7 +111,6 @@ class ModelItems(Items):
         return [] if is_left_out else [CaseParameter(Workload(1), backend) for backend in backends]
 
     def case_id(self, case: CaseParameter) -> str:
-        """Return the backend's name."""
         return case.backend or "model"
 
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
@@ -122,7 +118,6 @@ class ModelItems(Items):
         return f"{item.path} {item.name.partition('[')[2]}" if case.backend else None
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
-        """Say that the backend is not here."""
         machine = session.machines.machine(marker.kwargs.get("device"))
         return session.registrations.registry[case.backend].unavailable_because(machine) if case.backend else None
 
