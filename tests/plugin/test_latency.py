@@ -8,6 +8,8 @@ from fakes.timed import KERNEL
 
 from pytest_attn.reports.records import read_records
 
+HOT = {"HOT": "hardware thermal slowdown"}
+
 
 def test_without_a_baseline_the_time_is_shown_and_what_to_type(project, pytester):
     result = project()
@@ -37,10 +39,58 @@ def test_a_case_keeps_its_name_when_its_kernel_moves_to_another_line(project, py
     assert "lambda of test_mine.py::test_mine" in keys[0]
 
 
-def test_an_equal_time_passes(recorded):
-    result = recorded()
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["latency: 1 as fast as recorded"])
+#: options, environment, how the test ends, and what is said of a time that was recorded at 100 us
+SAID = {
+    "an equal time": ((), {}, "passed", ["latency: 1 as fast as recorded"]),
+    "the limit is 60 %": (["--attn-max-slowdown=60"], {"TIMES": "150"}, "passed", ["latency: 1 as fast as recorded"]),
+    "the limit is 40 %": (["--attn-max-slowdown=40"], {"TIMES": "150"}, "failed", ["latency: 1 regressed"]),
+    "more memory": ((), {"MEMORY": str(5 << 20)}, "failed", ["*because    peak memory 5.0 MiB, recorded 0.0 MiB"]),
+    "a slow machine": (
+        *(["-rs"], {"TIMES": "300", "ANCHOR": "3"}, "skipped"),
+        ["SKIPPED * test_mine.py:*: inconclusive latency: the compute control moved by +200*"],
+    ),
+    "a disturbance": (["-rs"], {**HOT, "TIMES": "300"}, "skipped", ["*inconclusive latency: hardware thermal slowdown"]),
+    "required on a slow machine": (
+        *(["--attn-latency=require"], {"TIMES": "300", "ANCHOR": "3"}, "failed"),
+        ["E * inconclusive: mine on tiny, forward: the compute control moved by +200.*", "E *record*--attn-update-baselines*"],
+    ),
+    "off": (["--attn-latency=off", "-rs"], {}, "skipped", ["*not timed: --attn-latency=off; the check of mine passed"]),
+    "other threads": (
+        *(["-q", "--attn-threads=3"], {}, "passed"),
+        ["no baseline*: recorded warm, * thread*, this is warm, 3 threads"],
+    ),
+    "workers that share a device": (
+        *(
+            ["-rs"],
+            {"TIMES": "150", "PYTEST_XDIST_WORKER": "gw0", "PYTEST_XDIST_WORKER_COUNT": "2"},
+            "skipped",
+        ),  # as xdist tells
+        ["latency: 1 not timed", "*not timed: 2 workers share the cpu; latencies need -n 0; the check of mine passed"],
+    ),
+    "one worker": (["-n", "1"], {"TIMES": "150"}, "failed", ["latency: 1 regressed"]),
+    "required of workers that share": (
+        *(["-n", "2", "--attn-latency=require"], {}, "failed"),
+        ["E * not timed, which --attn-latency=require asks for: * 2 workers share the cpu*"],
+    ),
+    "a new process repeats the options that matter": (  # -k and -p stay, outputs and other processes go
+        ["-k", "mine", "--junitxml=report.xml", "-x", "-v", "--attn-seed=0", "-p", "no:randomly"],
+        *({"TIMES": "150"}, "failed", ["*decided on 0.15* ms, 0.15* ms"]),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(one, id=name, marks=[pytest.mark.slow("starts processes")] * ("-n" in one[0]))
+        for name, one in SAID.items()
+    ],
+)
+def test_a_time_ends_its_test_as_it_compares_and_says_why(recorded, said):
+    options, environment, outcome, lines = said
+    result = recorded(*options, **environment)
+    result.assert_outcomes(**{outcome: 1})
+    result.stdout.fnmatch_lines(lines)
 
 
 def test_a_slower_time_is_a_failed_test_with_its_evidence(recorded, real_processes):
@@ -63,26 +113,6 @@ def test_a_slower_time_is_a_failed_test_with_its_evidence(recorded, real_process
         consecutive=False,
     )
     assert "session/case.py" not in result.stdout.str().replace("\\", "/")
-
-
-def test_a_slow_machine_is_inconclusive_and_no_pass(recorded):
-    result = recorded("-rs", TIMES="300", ANCHOR="3")
-    result.assert_outcomes(skipped=1)
-    result.stdout.re_match_lines(
-        [r"SKIPPED \[1\] test_mine\.py:\d+: inconclusive latency: the compute control moved by \+200.*"], consecutive=False
-    )
-
-
-def test_a_disturbed_measurement_is_inconclusive(recorded):
-    result = recorded("-rs", HOT="hardware thermal slowdown", TIMES="300")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*inconclusive latency: hardware thermal slowdown"])
-
-
-def test_more_memory_is_a_regression(recorded):
-    result = recorded(MEMORY=str(5 << 20))
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*because    peak memory 5.0 MiB, recorded 0.0 MiB"])
 
 
 def test_less_accuracy_is_a_regression(recorded, pytester, baseline_file):
@@ -112,32 +142,11 @@ def test_require_fails_where_there_is_nothing_to_compare_with(project):
     )
 
 
-def test_require_fails_where_nothing_can_be_said(recorded):
-    result = recorded("--attn-latency=require", ANCHOR="3", TIMES="300")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        ["E * inconclusive: mine on tiny, forward: the compute control moved by +200.*", "E *record*--attn-update-baselines*"]
-    )
-
-
 def test_require_asks_a_disturbed_case_again_and_does_not_replace_its_baseline(recorded):
-    result = recorded("--attn-latency=require", HOT="hardware thermal slowdown", TIMES="300")
+    result = recorded("--attn-latency=require", TIMES="300", **HOT)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E * inconclusive: *hardware thermal slowdown", "E *repeat*when nothing else computes*"])
     assert "--attn-update-baselines" not in result.stdout.str()
-
-
-def test_off_checks_and_does_not_time(project, pytester):
-    result = project("--attn-latency=off", "-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*not timed: --attn-latency=off; the check of mine passed"])
-
-
-def test_max_slowdown_is_the_limit(recorded):
-    recorded("--attn-max-slowdown=60", TIMES="150").assert_outcomes(passed=1)
-    result = recorded("--attn-max-slowdown=40", TIMES="150")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["latency: 1 regressed"])
 
 
 def test_another_shape_under_the_name_has_no_baseline(recorded, pytester):
@@ -156,12 +165,6 @@ def test_what_pytest_benchmark_fails_hides_no_verdict(recorded):
     assert result.ret == 1
     result.stderr.fnmatch_lines(["*Performance has regressed*"])
     result.stdout.fnmatch_lines(["* attention latency *", "latency: 1 as fast as recorded"])
-
-
-def test_what_was_recorded_with_other_threads_is_said(recorded):
-    result = recorded("-q", "--attn-threads=3")
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["no baseline*: recorded warm, * thread*, this is warm, 3 threads"])
 
 
 def test_clocks_that_cannot_be_locked_are_refused_where_there_is_no_gpu(project, monkeypatch):
@@ -193,21 +196,6 @@ def test_a_file_in_place_of_the_folder_is_said_and_left_alone(project, pytester)
     recorded = project("--attn-baselines=test_mine.py", "--attn-update-baselines=first")
     recorded.stdout.fnmatch_lines(["baselines: nothing recorded: *test_mine.py*cannot be written*"])
     assert (pytester.path / "test_mine.py").read_text().strip() == KERNEL.strip()
-
-
-def test_workers_that_share_a_device_do_not_time(recorded):
-    result = recorded("-rs", TIMES="150", PYTEST_XDIST_WORKER="gw0", PYTEST_XDIST_WORKER_COUNT="2")  # as xdist tells them
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(
-        ["latency: 1 not timed", "*not timed: 2 workers share the cpu; latencies need -n 0; the check of mine passed"]
-    )
-
-
-@pytest.mark.slow("starts processes")
-def test_one_worker_times_and_its_verdict_arrives(recorded):
-    result = recorded("-n", "1", TIMES="150")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["latency: 1 regressed"])
 
 
 def test_junit_and_last_failed_see_a_regression(recorded, pytester, monkeypatch):
@@ -276,13 +264,6 @@ def test_every_direction_returns_its_latency(pytester):
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
-def test_a_fresh_process_repeats_the_options_that_matter(recorded, pytester):
-    """-k and -p stay, outputs and other processes go."""
-    result = recorded("-k", "mine", "--junitxml=report.xml", "-x", "-v", "--attn-seed=0", "-p", "no:randomly", TIMES="150")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*decided on 0.15* ms, 0.15* ms"])
-
-
 def test_a_fresh_process_that_cannot_run_hides_no_slowdown(recorded, pytester):
     path = pytester.path / "conftest.py"
     path.write_text(
@@ -293,13 +274,6 @@ def test_a_fresh_process_that_cannot_run_hides_no_slowdown(recorded, pytester):
     result.stdout.fnmatch_lines(
         ["E * looks slower: mine on tiny, forward: p50 *", "E *but * a new process could not run it: *"]
     )
-
-
-@pytest.mark.slow("starts processes")
-def test_require_fails_where_workers_share_the_device(recorded):
-    result = recorded("-n", "2", "--attn-latency=require")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E * not timed, which --attn-latency=require asks for: * 2 workers share the cpu*"])
 
 
 def test_a_kernel_that_hangs_later_has_no_result(project, pytester, monkeypatch):
