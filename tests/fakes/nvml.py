@@ -251,26 +251,31 @@ def _of_the_whole(handle):
     return handle.gpu
 
 
-@_of_gpu
-def nvmlDeviceGetMigMode(device):
-    return list(_of_the_whole(device).mig)
+def _of_the_whole_gpu(name, read):
+    def call(handle, *arguments):
+        return read(_of_the_whole(handle), *arguments)
+
+    call.__name__ = name
+    return _of_gpu(call)
 
 
-@_of_gpu
-def nvmlDeviceGetClockInfo(handle, type):  # noqa: A002
-    _of_the_whole(handle)
-    return {NVML_CLOCK_GRAPHICS: 1515, NVML_CLOCK_SM: 1515, NVML_CLOCK_MEM: 2619}[type]
-
-
-@_of_gpu
-def nvmlDeviceGetMaxClockInfo(handle, type):  # noqa: A002
-    _of_the_whole(handle)
-    return {NVML_CLOCK_GRAPHICS: 1970, NVML_CLOCK_SM: 1970, NVML_CLOCK_MEM: 2619}[type]
-
-
-@_of_gpu
-def nvmlDeviceGetSupportedMemoryClocks(handle):
-    return list(_of_the_whole(handle).clocks)
+globals().update(
+    {
+        f"nvmlDeviceGet{name}": _of_the_whole_gpu(f"nvmlDeviceGet{name}", read)
+        for name, read in {
+            "MigMode": lambda gpu: list(gpu.mig),
+            "ClockInfo": lambda gpu, kind: {NVML_CLOCK_GRAPHICS: 1515, NVML_CLOCK_SM: 1515, NVML_CLOCK_MEM: 2619}[kind],
+            "MaxClockInfo": lambda gpu, kind: {NVML_CLOCK_GRAPHICS: 1970, NVML_CLOCK_SM: 1970, NVML_CLOCK_MEM: 2619}[kind],
+            "SupportedMemoryClocks": lambda gpu: list(gpu.clocks),
+            "Temperature": lambda gpu, sensor: {NVML_TEMPERATURE_GPU: 41}[sensor],
+            "PowerUsage": lambda gpu: 440_260,  # milliwatts
+            "EnforcedPowerLimit": lambda gpu: 700_000,
+            "CurrentClocksEventReasons": lambda gpu: c_ulonglong(gpu.reasons).value,
+            "CurrentClocksThrottleReasons": lambda gpu: c_ulonglong(gpu.reasons).value,
+            "ViolationStatus": lambda gpu, policy: c_nvmlViolationTime_t(0, gpu.violations[policy]),
+        }.items()
+    }
+)
 
 
 @_of_gpu
@@ -279,39 +284,6 @@ def nvmlDeviceGetSupportedGraphicsClocks(handle, memoryClockMHz):
     if memoryClockMHz not in clocks:
         raise NVMLError(NVML_ERROR_NOT_FOUND)
     return list(clocks[memoryClockMHz])
-
-
-@_of_gpu
-def nvmlDeviceGetTemperature(handle, sensor):
-    _of_the_whole(handle)
-    return {NVML_TEMPERATURE_GPU: 41}[sensor]
-
-
-@_of_gpu
-def nvmlDeviceGetPowerUsage(handle):
-    _of_the_whole(handle)
-    return 440_260  # milliwatts
-
-
-@_of_gpu
-def nvmlDeviceGetEnforcedPowerLimit(handle):
-    _of_the_whole(handle)
-    return 700_000
-
-
-@_of_gpu
-def nvmlDeviceGetCurrentClocksEventReasons(handle):
-    return c_ulonglong(_of_the_whole(handle).reasons).value
-
-
-@_of_gpu
-def nvmlDeviceGetCurrentClocksThrottleReasons(handle):
-    return c_ulonglong(_of_the_whole(handle).reasons).value
-
-
-@_of_gpu
-def nvmlDeviceGetViolationStatus(device, perfPolicyType):
-    return c_nvmlViolationTime_t(0, _of_the_whole(device).violations[perfPolicyType])
 
 
 @_of_gpu
