@@ -257,6 +257,33 @@ def _with_operands(change: Callable[[Tensor], Tensor]) -> AbstractContextManager
     return Products()
 
 
+class SinkAsGate(Kernel):
+    """Multiplies out by sigmoid(lse - sink) (torchtitan#2211): exp(lse) / (exp(lse) + exp(sink)), the share of the keys."""
+
+    def with_sinks(self, seq: Sequence, state: Softmax) -> Softmax:
+        sinks = self.sinks(seq)
+        if sinks is None:
+            return state
+        out, lse = self.finish(state)
+        gate = (lse - sinks[:, None]).sigmoid()
+        return Softmax(lse.logaddexp(sinks[:, None]), gate * 0 + 1, out * gate[..., None])
+
+
+class SignOfP(Kernel):
+    """dS is P delta where P is negative (HKUSTDial/flash-sparse-attention#109), which an exponential never is."""
+
+    def dscores(self, p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
+        delta = delta[..., None]
+        return p * (dp - delta).where(p >= 0, delta)
+
+
+class FirstTileNotRescaled(Kernel):
+    """Does not multiply sums by exp(-inf - top) when the first keys are seen (FA#991): until then they are 0."""
+
+    def rescale(self, old: Tensor, new: Tensor) -> Tensor:
+        return super().rescale(old, new).masked_fill(old == -float("inf"), 1)
+
+
 @dataclass(frozen=True)
 class Honest:
     """A fault-free kernel with a name, the precision profile that it declares, and whether its lse is that of exact scores."""
@@ -297,4 +324,10 @@ VARIANTS = (
     Honest("rescaled-by-tiles", RescaledByTiles, "rescale"),
     Honest("tf32-products", Tf32Products, "tf32"),
     Honest("rounded-tf32-products", RoundedTf32Products, "tf32"),
+)
+#: what was taken for a fault, and shows in no result: a check that calls it wrong is wrong
+EQUIVALENT = (
+    Honest("sink-as-gate", SinkAsGate),
+    Honest("sign-of-p", SignOfP),
+    Honest("first-tile-not-rescaled", FirstTileNotRescaled),
 )
