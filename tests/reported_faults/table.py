@@ -754,12 +754,10 @@ class OutTruncated(Attention):
         return out.to(dtype)
 
 
-@reported(
-    "ikawrakow/ik_llama.cpp#2144",
-    "The running sum of P v was kept in half precision, and so rounded with each tile of keys.",
-    lambda w: w.out_dtype != "float32" and some(w, lambda n, m: m > 2048),
-)
+@reported("ikawrakow/ik_llama.cpp#2144", lambda w: w.out_dtype != "float32" and some(w, lambda n, m: m > 2048))
 class ValuesSummedInTheDtype(Attention):
+    """The running sum of P v was kept in half precision, and so rounded with each tile of keys."""
+
     def summed(self, t: Tile, acc: Tensor) -> Tensor:
         return acc.to(getattr(torch, t.w.out_dtype)).float()
 
