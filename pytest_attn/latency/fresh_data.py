@@ -18,6 +18,8 @@ from pytest_attn.workloads.kv_layout import copies_of, spans_of
 
 #: bytes between the places where tensors may begin, and how many places there are, as bits
 _STEP, _PLACES = 64, 9
+#: elements by which what a kernel is handed moves in its memory from sample to sample
+_SHIFTS = 1024
 #: how many sets of tensors are drawn together, which begin one after the other, and how many places apart at most
 _MOST_DRAWN, _MOST_APART = 64, 8
 #: bytes of what memory is copied by
@@ -51,8 +53,10 @@ class Noise:
             self._steps.append(_STEP // size)
             self._sizes.append(max(0, -((start - stop) * size // _WORD)))
             places = (1 << _PLACES) + _MOST_DRAWN * _MOST_APART
-            self._own.append(_full_of(of_memory, self._sizes[-1] * _WORD // size + places * self._steps[-1], seed))
+            length = self._sizes[-1] * _WORD // size + places * self._steps[-1] + _SHIFTS
+            self._own.append(_full_of(of_memory, length, seed))
         self._handed: list[Tensor] = []
+        self._shift = 0  # of the first memory, in elements: where what is handed begins among its own
         at = [memories.index(t.untyped_storage().data_ptr()) for t in tensors]
         self._lie = [
             (which, t.size(), t.stride(), int(t.storage_offset()) - spans[memories[which]][0])
@@ -80,10 +84,22 @@ class Noise:
         """Return the tensors that begin there, as they are."""
         return self._views(self._own, places)
 
+    def draw_handed(self) -> Places:
+        """Return where the next tensors begin that `handed` gives."""
+        ((first, *others),) = self.draw()
+        return first + self._shift, *others
+
     def handed(self, places: Places) -> list[Tensor]:
-        """Return the same tensors for a kernel, which may write to them."""
-        self._handed = self._handed or [room.clone() for room in self._own]
-        return self._views(self._handed, places)
+        """Return the tensors that begin there for a kernel, which may write to them."""
+        self._handed = self._handed or [room[: len(room) - _SHIFTS].clone() for room in self._own]
+        return self._views(self._handed, (places[0] - self._shift, *places[1:]))
+
+    def move(self) -> None:
+        """Have what is handed of the first memory move: what a kernel keeps of that, such as scores, is of no use any more."""
+        if self._handed:
+            self._shift = self._chosen.randrange(_SHIFTS)
+            room = self._handed[0]
+            movable(room).copy_(movable(self._own[0][self._shift : self._shift + len(room)]))
 
     def rooms(self, number: int, apart: int) -> list[Tensor]:
         """Return memory for so many sets: for each that the tensors lie in, (number, words), a row longer than a set.

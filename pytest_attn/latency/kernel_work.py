@@ -138,7 +138,7 @@ class KernelWork(Work):
                 self._captured.add(at)
             call = Call(self, tensors, at, None)
         else:
-            given = Given(*self._noise.draw(), *self._noise_of_dout.draw())
+            given = Given(self._noise.draw_handed(), self._noise_of_dout.draw_handed())
             tensors = [t.requires_grad_(self.direction != "forward") for t in self._noise.handed(given.qkv)]
             call = Call(self, tensors, 0, given)
         if self.direction == "forward":
@@ -207,8 +207,12 @@ class KernelWork(Work):
     def keep(self, call: Any, value: Any) -> None:
         """Keep a copy of what has its turn: of one of the calls that come here, each as likely as the others."""
         self._told += 1
-        if self._attention.chosen.randrange(self._told):
-            return
+        if not self._attention.chosen.randrange(self._told):
+            self._copy_results(call, value)
+        self._noise.move()
+        self._noise_of_dout.move()
+
+    def _copy_results(self, call: Any, value: Any) -> None:
         given, results = call.seen(value)
         results, kept, start = self._next_of(results), {}, 0
         size = sum(one.numel() for one in results.values())
