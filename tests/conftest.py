@@ -28,6 +28,8 @@ _OF_THE_HOST = (
 
 @functools.cache
 def _load():
+    """Load torch, and collect no garbage while thousands of tests are collected."""
+    gc.disable()
     import torch
 
     torch.set_num_threads(1)
@@ -124,6 +126,7 @@ def pytest_collection_finish(session):
     interception._owners = lambda model: (one for one in owners(model) if id(one) not in others)
     _look_once(session.config.pluginmanager.get_plugins())
     gc.freeze()
+    gc.enable()
 
 
 def _between(items):
