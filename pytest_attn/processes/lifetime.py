@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 #: set in a worker, which takes it out: the descriptor of its channel, and the process that started it
@@ -71,11 +72,14 @@ def keep_status(status: Callable[[], int]) -> Callable[[], None]:
 
     status: of the run once it has ended. What code has taken hold of before then, say for its end, stays as it is.
     """
-    has_ended = False
+    has_ended, stderr = False, -1
+    with suppress(OSError):  # where there is none
+        stderr = os.dup(2)  # before pytest captures it
 
     def leave(what: str, asked: int, really: Callable[[int], NoReturn]) -> NoReturn:
         if not asked and not has_ended:
-            os.write(2, f"\n{what} was called before the run had ended: it ends with status 1\n".encode())
+            with suppress(OSError):
+                os.write(stderr, f"\n{what} was called before the run had ended: it ends with status 1\n".encode())
         really(asked or (status() if has_ended else 1))
 
     put_back = replace_exits(leave)
@@ -84,5 +88,7 @@ def keep_status(status: Callable[[], int]) -> Callable[[], None]:
         nonlocal has_ended
         has_ended = True
         put_back()
+        with suppress(OSError):
+            os.close(stderr)
 
     return end

@@ -310,7 +310,7 @@ EARLY = {
 def test_no_run_ends_as_a_success_before_it_is_over(pytester, way):
     pytester.makepyfile(kernels=f"import os\n{EARLY[way]}\n")
     pytester.makepyfile("import kernels\ndef test_it(): assert False\n")
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-s")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     assert result.ret == 1
     if way != "in the end":
         result.stderr.fnmatch_lines(["os.* was called before the run had ended: it ends with status 1"])
