@@ -455,8 +455,8 @@ _LEAST_OFF = 1e-3
 GRADIENTS = frozenset(("dq", "dk", "dv"))
 #: what is left out where time is over
 _PROFILES = "precision profiles"
-#: under a profile that is suggested: the part of each limit that is reached at most, and where its roundings are repeated the
-#: part of the deviation that is left at most
+#: under a profile, or with a scale, that is suggested: the part of each limit that is reached at most, and where roundings are
+#: repeated the part of the deviation that is left at most
 _ROOM, _MOST_LEFT, _MOST_LEFT_BY_TF32 = 5 / 8, 0.9, 0.5
 #: a factor that is off explains this share of a deviation, and more than chance does so many stds away
 _FACTOR_SHARE, _FACTOR_STDS = 0.1, 5.0
@@ -470,7 +470,8 @@ def scale_or_profile(tried: RowsOfOut, case: Case) -> list[Hint]:
     if scale is not None:
         words = f"with scale {scale:.4g}, not {w.softmax_scale:.4g}"
         other = on_rows(AttentionFault("scale-wrong", words, of_workload(w, scale=scale)), case.limits[0])
-        fit = explains(other, tried)
+        near = replace(other, tolerance=other.tolerance._replace(element=_ROOM * case.limits[0].element))
+        fit = explains(near, tried)
         if fit is not None and all(explains(other, rows) for rows in _spread_rows(case)):
             return [Hint(other.fault, f"{other.words} (z {fit.z:.1f} there)")]
     return profiles or _rounded_scores(tried, case)

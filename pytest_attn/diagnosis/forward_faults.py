@@ -117,6 +117,10 @@ def heads_as_rows(w: Workload, limits: Limits) -> Iterator[FaultHypothesis[RowsO
     yield FaultHypothesis("heads-taken-for-rows", words, predict, Tolerance(limits.element, limits.row))
 
 
+#: how far from 1 the factors are that rounding a denominator makes
+_NEAR_ONE = 1 / 16
+
+
 def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[RowsOfOut]]:
     """Yield exact rows that are off by a factor: the same for all, then one for each row. seen: those of which it is known."""
 
@@ -135,9 +139,10 @@ def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[Row
     factor = _factor(seen.view.got, seen.view.exact, (0, 1, 2, 3))
     yield fault("out-scaled", f"out is {float(factor):.4g} times exact attention", lambda view: factor)
     found = _factor(seen.view.got, seen.view.exact, -1)
+    is_near = bool(((found - 1).abs() < _NEAR_ONE).all())
     words = (
         f"each row of out is exact attention times a factor of its own ({float(found.min()):.4f} to {float(found.max()):.4f}):"
-        " is the denominator rounded, or summed in a smaller dtype?"
+        f" is the denominator {'rounded, or summed in a smaller dtype' if is_near else 'that of all keys'}?"
     )
     yield fault("denominator-off", words, of_rows)
 

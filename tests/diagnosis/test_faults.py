@@ -98,6 +98,14 @@ def test_another_fault_is_given_no_name(name):
     assert comparison.mismatch.hints == ()
 
 
+def test_a_factor_of_rows_that_rounding_cannot_make_asks_for_the_keys_of_the_denominator():
+    factors = torch.linspace(1, 1.9, 128)[:, None]
+    comparison = judged(lambda q, k, v: (sdpa(q, k, v).float() * factors).to(q.dtype), CheckSpec(FULL, CPU))
+    (hint,) = comparison.mismatch.hints
+    assert hint.fault == "denominator-off"
+    assert hint.words.endswith("is the denominator that of all keys?")
+
+
 class RoundedTotal(Kernel):
     """A kernel whose denominator sums P as it was rounded, which out does not show."""
 
@@ -144,6 +152,14 @@ def test_a_reported_fault_is_named(name, workload, words):
         check(fault.kernel(), Case(w, backward=w.has_no_gradient_because is None))
     (hint,) = re.findall(r"suggests +(.*)", str(error.value))
     assert words in hint
+
+
+def test_a_result_that_is_cut_off_is_not_that_of_another_scale():
+    (fault,) = (one for one in REPORTED if one.name == "out-truncated")
+    (workload,) = builtin_catalog().select("smoke-full")
+    with pytest.raises(AssertionError) as error:
+        check(fault.kernel(), Case(workload, backward=False))
+    assert "suggests" not in str(error.value)
 
 
 # -- hypotheses ------------------------------------------------------------------------------------------------------------
