@@ -23,7 +23,7 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.compilers import seconds_to_compile
 from pytest_attn.backends.library import once_in_a_run
 from pytest_attn.backends.registry import try_libraries
-from pytest_attn.session.collection import Items, missing_because
+from pytest_attn.session.collection import Items, absent_because, missing_because
 from pytest_attn.session.devices import untimed_because
 from pytest_attn.session.kinds import MODEL, PARAMETER, CaseParameter, device_of, kind_of, marker_of, parameter_of, test_of
 from pytest_attn.session.manifest import left_in
@@ -151,7 +151,7 @@ def _leave_memory(device: torch.device) -> None:
 
 def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
     marker = item.get_closest_marker(MARKER)
-    if marker is None:
+    if marker is None or absent_because(item, device_of(item), session):
         return False
     device = session.machines.device(device_of(item))
     if kind_of(item) is MODEL and device.type == "cpu":

@@ -31,6 +31,8 @@ from pytest_attn.workloads.workload import Workload
 
 #: stands in the id of a fuzz item, and for its workload until one is drawn
 PLACEHOLDER = Workload(1, name="fuzz")
+#: the marker that has tests skipped
+_REQUIRES = "attention_requires"
 #: what makes the case of an item of --attn-fuzz
 _FUZZ_MAKER = "pytest_attn.cases.fuzz:make_fuzz_case"
 
@@ -128,13 +130,16 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
     items: Items = kind.made_items()
     try:
         mark = items.read(_only_marker(metafunc, kind), session)
-        for requirement in metafunc.definition.iter_markers("attention_requires"):
+        for requirement in metafunc.definition.iter_markers(_REQUIRES):
             RequiresMark.from_marker(requirement, session.registrations.registry)
         for choice in metafunc.definition.iter_markers("attention_chosen"):
             ChosenMark.from_marker(choice)
-        if not metafunc.config.option.collectonly:
+        is_listed, has_requirements = metafunc.config.option.collectonly, metafunc.definition.get_closest_marker(_REQUIRES)
+        if not is_listed:
             require_torch()
-            session.machines.device(mark.device)
+        is_asked = not is_listed or (mark.device and has_requirements)
+        if is_asked and absent_because(metafunc.definition, mark.device, session):
+            mark = replace(mark, device=None)  # each case is skipped
         cases = items.cases(mark, metafunc.fixturenames, session)
         ids = [items.case_id(case) for case in cases]
         _require_unique(cases, ids)
@@ -142,6 +147,22 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
         raise pytest.Collector.CollectError(f"{where}: {error}") from None
     session.collected.add_test(len(cases), "attn_backend" in metafunc.fixturenames)
     metafunc.parametrize(PARAMETER, cases or [None], ids=ids or ["not-selected"], indirect=True)
+
+
+def absent_because(item: pytest.Item, device: str | None, session: AttentionSession) -> str | None:
+    """Say that the device which a test's marker names is not there; None where it is, or where the marker names none.
+
+    Raises ValueError unless the test has attention_requires, which has it skipped.
+    """
+    try:
+        session.machines.device(device)
+    except ValueError as error:
+        if device is None:
+            raise
+        if item.get_closest_marker(_REQUIRES) is None:
+            raise ValueError(f"{error}; with @pytest.mark.attention_requires(gpus=1) the test is skipped there") from None
+        return str(error)
+    return None
 
 
 def _only_marker(metafunc: pytest.Metafunc, kind: Kind) -> pytest.Mark:
@@ -238,6 +259,8 @@ def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
     """Say which requirement of an item is not met, or None. Raises ValueError or NoTorchError where that cannot be said."""
     registry = session.registrations.registry
     device = device_of(item)
-    marks = (RequiresMark.from_marker(mark, registry) for mark in item.iter_markers("attention_requires"))
-    reasons = (mark.unmet_because(session.machines.machine(device), registry) for mark in marks)
-    return next(filter(None, reasons), None)
+    marks = [RequiresMark.from_marker(mark, registry) for mark in item.iter_markers(_REQUIRES)]
+    if not marks or (absent := absent_because(item, device, session)):
+        return absent if marks else None
+    machine = session.machines.machine(device)
+    return next(filter(None, (mark.unmet_because(machine, registry) for mark in marks)), None)

@@ -107,6 +107,20 @@ def test_an_unmet_requirement_skips_with_its_reason(run_each):
     assert [reason for _, reason in UNMET if reason not in result.stdout.str()] == []
 
 
+@pytest.mark.parametrize("marker", ['"smoke-full", device="cuda:99"', 'device="cuda:99", backends="math"'])
+def test_a_requirement_on_a_device_that_is_not_there_skips_and_the_others_run(run, kernel_test, pytester, marker):
+    kernel_test("raise SystemExit('ran')", marker=marker, fixtures="attn, attn_backend")
+    (missing,) = pytester.path.glob("test_a*.py")
+    mark = "pytest.mark.attention_requires(gpus=1), pytest.mark.attention_chosen"
+    missing.write_text(f"{missing.read_text()}\npytestmark = [{mark}]\n")
+    missing.rename(pytester.path / "test_0.py")
+    kernel_test("attn.check(sdpa)")
+    for option, outcome in (("-rs", "passed"), ("--attn-list", None)):
+        result = run(option)
+        assert "device 'cuda:99' is not there; this machine has cpu" in result.stdout.str()
+        assert outcome is None or result.parseoutcomes()[outcome] == 1
+
+
 def test_a_met_requirement_runs(run, kernel_test):
     requirement = "arch='cpu', memory='1 MiB', gpus=0, backend='math>=2.0'"
     kernel_test("attn.check(sdpa)", before=f"pytestmark = pytest.mark.attention_requires({requirement})")
