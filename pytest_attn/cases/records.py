@@ -13,6 +13,7 @@ import pytest
 from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.reports.lines import taken_apart
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import NoTorchError
@@ -139,7 +140,7 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
     is_kernels = REFUSED not in item.stash
     if is_stage and is_kernels and report.failed and not records and call.excinfo is not None and parameter is not None:
         reason = f"{call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
-        records = [_raised(item, parameter, reason)]
+        records = [_raised(item, parameter, reason, call.excinfo.value)]
     if not records:
         return
     item.stash[RECORDS] = []
@@ -160,8 +161,10 @@ def _finished(record: Record, item: pytest.Item, report: pytest.TestReport) -> R
     return {**record, "verdict": verdict, "date": date, "seconds": round(report.duration, 4), "line": line}
 
 
-def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> Record:
-    """Return the record of a test that raised without a judgment."""
+def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: BaseException) -> Record:
+    """Return the record of a test that raised without a judgment; its explanation is what was noted beneath the error."""
+    notes = getattr(error, "__notes__", ())
+    noted = taken_apart("\n".join([reason, *notes])) if notes else []
     case = getattr(item, "funcargs", {}).get("attn")
     run = getattr(case, "_run", None)
     subject = (run and (run.asked or run.backend)) or parameter.backend or "-"
@@ -179,6 +182,7 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str) -> Record:
         question="check",
         verdict=Verdict.RAISED.value,
         reason=reason,
+        explanation=[line for line in noted if line["label"] != "reproduce"],
         command=command,
         direction="forward",
     )

@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from pytest_attn.reports.records import read_records
+
 MARKERS = [
     ('"flix"', "unknown workload 'flix'; did you mean flux? groups: smoke, edges, features, flux"),
     ("[]", "attention was given an empty list of workloads; name one, or nothing for the run's selection"),
@@ -192,9 +194,9 @@ def test_a_callable_that_breaks_its_contract_fails_with_the_reason(run_each):
     assert result.stdout.str().count("\nmismatch      broken on h2-s32-d32: ") == len(BROKEN)
 
 
-def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test):
+def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test, pytester):
     kernel_test("attn.check(broken)", before="def broken(q, k, v):\n    raise RuntimeError('no kernel image')\n")
-    result = run()
+    result = run("--attn-output=run.jsonl")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         ["E*RuntimeError: no kernel image", "raised        broken on h2-s32-d32: RuntimeError: no kernel image"]
@@ -202,6 +204,8 @@ def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test):
     assert "pytest_attn/" not in result.stdout.str(), "the plugin's own frames show"
     if sys.version_info >= (3, 11):  # before that, exceptions have no notes
         by = "E *by         broken on h2-s32-d32, given layout bhsd"
+        (record,) = read_records(pytester.path / "run.jsonl")
+        assert record["explanation"][1:] == [{"label": "by", "text": "broken on h2-s32-d32, given layout bhsd"}]
         result.stdout.fnmatch_lines([by, "E *reproduce  pytest 'test_*.py::test_kernel[[]h2-s32-d32]' --attn-device=cpu"])
 
 
