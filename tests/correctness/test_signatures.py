@@ -138,7 +138,7 @@ def test_nan_of_its_own_is_no_unwritten_memory():
         writing(q, k, v, out)
         out[0, 0, 3, 0] = math.nan
 
-    with pytest.raises(AssertionError, match="1 elements are NaN or infinite"):
+    with pytest.raises(AssertionError, match="1 element is NaN or infinite"):
         pytest_attn.check(nan, W, takes_out=True)
 
 
