@@ -129,9 +129,10 @@ def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) ->
     default = workloads[0].replace(scale=None).softmax_scale
     agree = times > 1 and 2 * (len(own) - times) <= times
     right = [default, *_configured_scales(module), *([usual] if agree else [])]
-    right = [scale for scale in right if any(_is_alike(scale, one) for one in scales)]
+    is_stock = _is_of_transformers(module)
+    right = [scale for scale in right if any(_is_alike(scale, one) for one in scales)] or [1.0] * (is_stock and 1.0 in scales)
     # 1 says that q is scaled or normalized already
-    counts_all = (agree and _is_alike(usual, default) and 1.0 not in scales) or _is_of_transformers(module)
+    counts_all = (agree and _is_alike(usual, default) and 1.0 not in scales) or is_stock
     found = {}
     for at, scale in enumerate(own):
         near = [one for one in right if counts_all or _ALIKE[0] < scale / one < _ALIKE[1]]

@@ -109,22 +109,25 @@ def wrong_scores(of: TokenModel) -> str:
             asked = f"{module} asks for a scale of {workload.softmax_scale:.6g}"
             return f"{asked}, and {other}, which is built like it, for {scale:.6g}"
         module, workload = calls[0]
-        if len({w.softmax_scale for _, w in calls}) == 1 and not _is_named(of, workload.softmax_scale):
+        if len({w.softmax_scale for _, w in calls}) == 1 and not _is_named(of, parts.get(module), workload):
             asked = f"{module} asks for a scale of {workload.softmax_scale:.6g}"
             return f"{asked}, not 1 / sqrt({workload.head_dim}), and its configuration names none like it"
     return ""
 
 
-def _is_named(of: TokenModel, scale: float) -> bool:
-    """Whether a scale is 1 / sqrt of an integer, or of the configuration; True of what transformers does not define."""
-    rope = str(of.says("rope_parameters") or of.says("rope_scaling") or "")
+def _is_named(of: TokenModel, module: Any, workload: Workload) -> bool:
+    """Whether a scale is usual, or of a configuration; True of what transformers does not define."""
+    rope, scale = str(of.says("rope_parameters") or of.says("rope_scaling") or ""), workload.softmax_scale
     if not type(getattr(of.model, "_orig_mod", of.model)).__module__.startswith("transformers.") or "mscale" in rope:
         return True
-    squared = scale**-2 if scale else 0.0
-    numbers = [v for v in vars(of.config).values() if isinstance(v, int | float) and v > 0]
-    return abs(squared - round(squared)) < 2e-4 * squared or any(
-        abs(scale / of_it - 1) < 1e-4 for v in numbers for of_it in (v, 1 / v)
-    )
+    says = {**vars(of.config), **vars(getattr(module, "config", None) or of.config)}
+    numbers = [v for n, v in says.items() if isinstance(v, int | float) and v > 0 and any(part in n for part in _OF_SCALES)]
+    named = [1.0, *(v**-0.5 for v in (workload.head_dim, *numbers)), *numbers, *(1 / v for v in numbers)]
+    return any(abs(scale / one - 1) < 1e-4 for one in named)
+
+
+#: parts of the names of numbers that a configuration may have scores multiplied with, divided by, or by the root of
+_OF_SCALES = ("dim", "scal", "mult", "temperature", "channels", "d_kv")
 
 
 def _or_none(what: str, value: float | None) -> str:
@@ -149,10 +152,10 @@ def future(of: TokenModel) -> str:
 def receptive_field(of: TokenModel) -> str:
     """Each layer asks for what the configuration and layers like it ask for, and rows beyond all windows are bit-equal."""
     is_windowed = has_windows(of)
-    if not is_windowed and len(of.asked.calls) < 2:
-        raise NotApplicable("its configuration names no window, and fewer than two of its attention calls are seen")
     if wrong := wrong_scores(of) or (is_windowed and wrong_masks(of)):
         return wrong
+    if not is_windowed and len(of.asked.calls) < 2:
+        raise NotApplicable("its configuration names no window, and fewer than two of its attention calls are seen")
     field, tokens = reach(of) if is_windowed else None, of.ids.shape[1]
     if is_windowed and of.window is not None and tokens <= of.window:
         of.note = f"{tokens} tokens lie within a window of {of.window}; give longer sequences to see its edge"

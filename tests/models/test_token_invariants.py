@@ -446,13 +446,15 @@ def test_a_kind_of_layer_that_nothing_is_known_of_may_decode_otherwise(kind, is_
             token_invariants.decoding(of, "dynamic")
 
 
+@pytest.mark.parametrize("factor", [1.05, 2.0])
 @pytest.mark.parametrize("layers", [slice(1, None), slice(None)], ids=["one", "all"])
-def test_a_scale_that_nothing_names_is_found_in_one_layer_and_in_all(layers):
-    model = of_transformers("Llama")
-    for layer in model.model.layers[layers]:
-        layer.self_attn.scaling *= 1.05
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_scale_that_nothing_names_is_found_in_one_layer_and_in_all(count, layers, factor):
+    model = of_transformers("Llama", num_hidden_layers=count)
+    for layer in model.model.layers[layers] or model.model.layers:
+        layer.self_attn.scaling *= factor
 
-    assert "asks for a scale of 0.2625" in broken(model, only="field")["field"]
+    assert f"asks for a scale of {factor / 4:g}" in broken(model, only="field")["field"]
 
 
 @pytest.mark.parametrize(
