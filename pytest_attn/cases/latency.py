@@ -505,7 +505,7 @@ class LatencyEvaluator(Evaluator[Latency]):
             facts["remedies"] = [labeled("accept", f"{command} {ACCEPT}")]
         elif decision.verdict == Verdict.UNCONFIRMED:
             facts["text"] = describe_unconfirmed(name, decision)
-        elif self._requires_decision and decision.verdict in _UNDECIDED:
+        elif decision.cause == Cause.UNUSABLE_FILE or (self._requires_decision and decision.verdict in _UNDECIDED):
             facts["text"] = describe_undecided(name, decision, command)
             facts["says_command"] = False  # the text does
         return self._found(decision.verdict, decision.reason, **facts)

@@ -253,11 +253,12 @@ def describe_undecided(name: str, decision: Decision, command: str) -> str:
     is_inconclusive = decision.verdict == Verdict.INCONCLUSIVE
     is_disturbed = is_inconclusive and decision.change is None  # what was recorded is good, and not to be replaced
     remedy = "" if is_disturbed else RECORD if is_inconclusive else decision.remedy
+    otherwise = "auto, which only says so" if decision.cause != Cause.UNUSABLE_FILE else "off, which times nothing"
     lines = [
         f"{decision.verdict}: {name}: {decision.reason}",
         labeled("repeat", f"{command}, when nothing else computes on this machine") if is_inconclusive else "",
         labeled("record", f"{command} {remedy}") if remedy else "",
-        labeled("or", "--attn-latency=auto, which only says so"),
+        labeled("or", f"--attn-latency={otherwise}"),
     ]
     return "\n".join(line for line in lines if line)
 

@@ -178,13 +178,13 @@ def test_clocks_that_cannot_be_locked_are_refused_where_there_is_no_gpu(project,
 
 def test_a_damaged_file_is_said_and_left_alone(recorded, baseline_file):
     baseline_file().write_text("{")
-    result = recorded("-q")
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["no baseline*is damaged*restore it from version control*", "latency: 1 without a baseline"])
-    result = recorded("--attn-latency=require")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*is damaged*"])
-    result.stdout.no_fnmatch_line("*first recording*")  # which would be refused
+    for latency in ("auto", "require"):  # a gate that says nothing would be off
+        result = recorded("-q", f"--attn-latency={latency}")
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(
+            ["*is damaged*restore it from version control*", "*or*--attn-latency=off, which times nothing"]
+        )
+        result.stdout.no_fnmatch_line("*first recording*")  # which would be refused
     result = recorded("--attn-update-baselines=again")
     result.stdout.fnmatch_lines(["baselines: nothing recorded: *is damaged*"])
     assert baseline_file().read_text() == "{"
@@ -192,6 +192,7 @@ def test_a_damaged_file_is_said_and_left_alone(recorded, baseline_file):
 
 def test_a_file_in_place_of_the_folder_is_said_and_left_alone(project, pytester):
     held = project("--attn-baselines=test_mine.py")
+    held.assert_outcomes(failed=1)
     held.stdout.fnmatch_lines(["no baseline*test_mine.py: is a file; --attn-baselines must be a folder*"])
     recorded = project("--attn-baselines=test_mine.py", "--attn-update-baselines=first")
     recorded.stdout.fnmatch_lines(["baselines: nothing recorded: *test_mine.py*cannot be written*"])
