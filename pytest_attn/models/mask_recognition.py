@@ -160,6 +160,8 @@ def to_inputs(given: AttentionArguments) -> Inputs:
         )
     q, k, v = given.q, given.k, given.v
     _require_one_kind(q, k, v)
+    if k.shape[-3] != v.shape[-3] and given.cu_seqlens is None:
+        raise UnreadableError(f"k has {k.shape[-3]} heads, and v {v.shape[-3]}; expected as many")
     extras: dict[str, Any] = {}
     fields: dict[str, Any] = _options(given, extras)
     if given.cu_seqlens is not None:

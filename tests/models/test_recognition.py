@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
+from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
 from pytest_attn.backends.dense import split_additive
-from pytest_attn.models.mask_recognition import StoredMask, asks_the_same, recognize
+from pytest_attn.models.mask_recognition import StoredMask, asks_the_same, recognize, to_inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Sequences, Window
 from pytest_attn.workloads.workload import Workload
 
@@ -124,3 +125,10 @@ def test_workloads_ask_the_same_if_their_functions_and_tensors_do(name):
 
     assert asks_the_same(one, other) == same
     assert asks_the_same(other, one) == same
+
+
+def test_keys_and_values_of_unlike_heads_are_refused_in_words():
+    q, k, v = (torch.zeros(1, heads, 3, 8) for heads in (4, 2, 4))
+
+    with pytest.raises(UnreadableError, match="k has 2 heads, and v 4; expected as many"):
+        to_inputs(AttentionArguments(q, k, v))
