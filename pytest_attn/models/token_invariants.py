@@ -263,7 +263,7 @@ def decoding(of: TokenModel, kind: str) -> str:
     except _RAISED as error:
         raise NotApplicable(f"not run: with a {kind} cache the model raises {_in_a_line(error)}") from error
     if evidence and of.unknown_kinds:
-        raise NotApplicable(f"not run: {some(of.unknown_kinds)} may see what follows a prompt otherwise ({evidence})")
+        raise NotApplicable(f"not run: {some(of.unknown_kinds)} may choose keys otherwise with a cache ({evidence})")
     return evidence
 
 

@@ -30,8 +30,8 @@ LIMIT = 4.0
 _CACHES = ("cache", "past_key_values")
 #: kinds of layers that mix tokens by attention, or not at all
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
-#: kinds that mix them otherwise, and with a cache as without; others may see more of a prompt than of what follows it
-_OTHERS = {"linear_attention", "indexed_attention", "hybrid", "hybrid_sliding", "conv", "attention", "mamba", "recurrent"}
+#: kinds that mix them otherwise, and with a cache as without; others may see more of a prompt, or rounding chooses their keys
+_OTHERS = {"linear_attention", "hybrid", "hybrid_sliding", "conv", "attention", "mamba", "recurrent"}
 _CONVOLUTIONS = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
 
 

@@ -433,7 +433,9 @@ def test_a_configuration_that_says_both_sides_names_no_model_causal(says):
     assert "nothing says that the model is causal" in left_out(model, only="future")["future"]
 
 
-@pytest.mark.parametrize(("kind", "is_known"), [("reference_sliding_attention", False), ("linear_attention", True)])
+@pytest.mark.parametrize(
+    ("kind", "is_known"), [("reference_sliding_attention", False), ("indexed_attention", False), ("linear_attention", True)]
+)
 def test_a_kind_of_layer_that_nothing_is_known_of_may_decode_otherwise(kind, is_known, monkeypatch):
     of = TokenModel(Tokens(layer_types=["full_attention", kind]), IDS)
     monkeypatch.setattr(TokenModel, "cache_name", "cache")
@@ -442,7 +444,7 @@ def test_a_kind_of_layer_that_nothing_is_known_of_may_decode_otherwise(kind, is_
     if is_known:
         assert token_invariants.decoding(of, "dynamic") == "row 20 differs"
     else:
-        with pytest.raises(NotApplicable, match=rf"{kind} may see what follows a prompt otherwise \(row 20 differs\)"):
+        with pytest.raises(NotApplicable, match=rf"{kind} may choose keys otherwise with a cache \(row 20 differs\)"):
             token_invariants.decoding(of, "dynamic")
 
 
