@@ -20,7 +20,7 @@ that is the largest.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,6 +29,7 @@ import torch
 from pytest_attn.backends.precision import LSE_UNIT, SHARED, SLOPE_UNIT, Precision
 from pytest_attn.correctness.budget import ForwardRows, Rounding, row_tops
 from pytest_attn.correctness.exact import Block, Chunk, distances_of, over_group, over_keys, over_rows, per_key, sinks_of
+from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
 
@@ -391,6 +392,8 @@ class ParameterGradients:
 
     def __init__(self, block: Block, gradients: Gradients, sums: Sums) -> None:
         self.block, self.gradients, self.sums = block, gradients, sums
+        #: of sums over sequences and rows: what each sequence of the block has added, (n, heads or 1, 1, keys or 1), and where
+        self._shares: dict[str, tuple[torch.Tensor, Chunk]] = {}
 
     def add(self, rows: BackwardRows, lse: torch.Tensor, lse_var: torch.Tensor | None, chunk: Chunk) -> None:
         """Add the share of a chunk's rows. lse, lse_var: (n, heads, rows)."""
@@ -400,8 +403,30 @@ class ParameterGradients:
         of_bias = self.gradients.of_scores(rows, chunk.v, chunk.v_squared, chunk.v.shape[2]) if is_first else scores
         steps, variances = BackwardSteps(chunk, scores.ds, of_bias.ds, rows.row_sum, lse), Variances(scores, of_bias, lse_var)
         for name, (value, variance) in self.sums.items():
-            add_share(value, REDUCTIONS[name].value(steps), chunk)
+            share = REDUCTIONS[name].value(steps)
+            add_share(value, share, chunk)
             add_share(variance, REDUCTIONS[name].variance(steps, variances), chunk)
+            if adds_coarsely(name, self.block.workload):
+                self._add_to_sequences(name, summed(share, value.shape[1:]), chunk)
+
+    def _add_to_sequences(self, name: str, share: torch.Tensor, chunk: Chunk) -> None:
+        if name in self._shares and share.shape[2] == 1:
+            share = share + self._shares[name][0]
+        self._shares[name] = share, chunk
+        if share.shape[2] > 1:  # no other chunk has these rows
+            self.add_roundings()
+
+    def add_roundings(self) -> None:
+        """Add what is lost where the gradients of the block's sequences are rounded one by one, and added one by one.
+
+        Autograd adds them in the parameter's dtype where a kernel takes sequence by sequence: of n of them, n - 2 sums are
+        rounded before the last one, which have about half as many of the squares where signs are mixed; see `rounded`.
+        """
+        w = self.block.workload
+        for name, (share, chunk) in self._shares.items():
+            lost = _rounding_of(name, self.gradients.precision, w).of_result(share, w.q_len).mul_(1 + (w.batch - 2) / 2)
+            add_share(self.sums[name][1], lost, chunk)
+        self._shares.clear()
 
 
 def add_values(sums: Mapping[str, torch.Tensor], steps: BackwardSteps) -> None:
@@ -412,13 +437,19 @@ def add_values(sums: Mapping[str, torch.Tensor], steps: BackwardSteps) -> None:
 
 def add_share(total: torch.Tensor, share: torch.Tensor, chunk: Chunk) -> None:
     """Add (n, heads, rows or 1, keys or 1) to a sum, in place, summed over what the sum has only once."""
-    for axis in (3, 0, 1, 2):
-        share = share.sum(axis, keepdim=True) if total.shape[axis] == 1 else share
+    share = summed(share if total.shape[0] > 1 else share.sum(0, keepdim=True), total.shape[1:])
     batches = chunk.block.batches if total.shape[0] > 1 else slice(0, 1)
     heads = chunk.block.heads if total.shape[1] > 1 else slice(0, 1)
     rows = chunk.rows if total.shape[2] > 1 else slice(0, 1)
     place = total[batches, heads, :, chunk.keys if total.shape[3] > 1 else slice(0, 1)]
     place[:, :, rows] += share
+
+
+def summed(share: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Sum (n, heads, rows, keys) over what `shape`, that of the last three, has only once."""
+    for axis, size in zip((3, 1, 2), (shape[2], shape[0], shape[1]), strict=True):
+        share = share.sum(axis, keepdim=True) if size == 1 else share
+    return share
 
 
 def zeros_of(name: str, w: Workload, device: torch.device) -> torch.Tensor:
@@ -432,8 +463,21 @@ def sums_of(parameters: tuple[str, ...], w: Workload, device: torch.device) -> S
 
 
 def rounded(sums: Sums, precision: Precision, w: Workload) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield name, value and variance of each sum once it is rounded to the dtype of its parameter."""
+    """Yield name, value and variance of each sum once it is rounded to the dtype of its parameter.
+
+    Where sequences may be added one by one, n - 2 sums of n are rounded before: a third of the square each, with one sign.
+    """
     terms = w.batch * w.q_len
     for name, (value, variance) in sums.items():
-        rounding = Rounding(precision, PARAMETERS[name].dtype(w))
-        yield f"d{name}", value, variance + rounding.of_result(value, terms)
+        times = 1 + (w.batch - 2) / 3 if adds_coarsely(name, w) else 1
+        yield f"d{name}", value, variance + _rounding_of(name, precision, w).of_result(value, terms).mul_(times)
+
+
+def adds_coarsely(name: str, w: Workload) -> bool:
+    """Whether a gradient is summed over sequences in a dtype in which that counts beside what the rest of a kernel rounds."""
+    coarse, fine = (DTYPES[dtype].spacing for dtype in (PARAMETERS[name].dtype(w), w.out_dtype))
+    return w.batch > 1 and "b" not in PARAMETERS[name].dims(w) and coarse > fine
+
+
+def _rounding_of(name: str, precision: Precision, w: Workload) -> Rounding:
+    return Rounding(precision, PARAMETERS[name].dtype(w))

@@ -84,6 +84,8 @@ class _BlockPasses:
         """Compute all chunks, then round the sums over them and put these in their place."""
         for rows in row_chunks(self.block):
             self._run_chunk(Chunk(self.block, rows))
+        if self.parameters is not None:
+            self.parameters.add_roundings()
         for name, value, variance in () if self.key_gradients is None else self.key_gradients.rounded():
             expected, (batches, kv_heads, start) = self.tensors[name], self.key_place
             place = (batches, kv_heads, slice(start, start + value.shape[2]))

@@ -462,6 +462,12 @@ _ROOM, _MOST_LEFT, _MOST_LEFT_BY_TF32 = 5 / 8, 0.9, 0.5
 _FACTOR_SHARE, _FACTOR_STDS = 0.1, 5.0
 
 
+def _is_rounded_scale(scale: float, w: Workload) -> bool:
+    """Whether a scale is the workload's, kept in its dtype."""
+    kept = float(torch.tensor(w.softmax_scale, dtype=getattr(torch, w.dtype)))
+    return kept != w.softmax_scale and math.isclose(scale, kept, rel_tol=5e-4)
+
+
 def scale_or_profile(tried: RowsOfOut, case: Case) -> list[Hint]:
     """Name the scale that explains out, or the precision profiles whose roundings do: what leaves less of the deviation."""
     w = case.workload
@@ -471,7 +477,7 @@ def scale_or_profile(tried: RowsOfOut, case: Case) -> list[Hint]:
         words = f"with scale {scale:.4g}, not {w.softmax_scale:.4g}"
         other = on_rows(AttentionFault("scale-wrong", words, of_workload(w, scale=scale)), case.limits[0])
         near = replace(other, tolerance=other.tolerance._replace(element=_ROOM * case.limits[0].element))
-        fit = explains(near, tried)
+        fit = explains(other if _is_rounded_scale(scale, w) else near, tried)
         if fit is not None and all(explains(other, rows) for rows in _spread_rows(case)):
             return [Hint(other.fault, f"{other.words} (z {fit.z:.1f} there)")]
     return profiles or _rounded_scores(tried, case)

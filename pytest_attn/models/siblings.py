@@ -48,14 +48,16 @@ def _reach(call: AttentionCall) -> int | None:
 
 
 def _shares(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return of each head the first with the same content, as `Traits` has it."""
     heads = tensor.unbind(1)
-    some = tensor[:, :, [0, -1]].transpose(0, 1).flatten(1).cpu()  # tells most apart
-
-    def is_same(one: int, other: int) -> bool:
-        return one == other or (torch.equal(some[one], some[other]) and torch.equal(heads[one], heads[other]))
-
-    first = tuple(next(n for n in range(at + 1) if is_same(n, at)) for at in range(len(heads)))
-    return first if 1 < len(set(first)) < len(heads) else ()
+    some = tensor[:, :, [0, -1]].transpose(0, 1).flatten(1).contiguous().cpu().view(torch.uint8)  # tells most apart
+    firsts: dict[bytes, list[int]] = {}
+    found = []
+    for at, part in enumerate(some):
+        alike = firsts.setdefault(bytes(part.tolist()), [])
+        found.append(next((one for one in alike if torch.equal(heads[one], heads[at])), at))
+        alike += [at] if found[-1] == at else []
+    return tuple(found) if 1 < len({*found}) < len(heads) else ()
 
 
 def with_strangers(calls: Sequence[CallComparison], callers: Mapping[str, torch.nn.Module]) -> Iterator[CallComparison]:

@@ -30,8 +30,8 @@ WORKLOADS = [
 ]
 
 
-def leaves_of(workload):
-    inputs = draw_inputs(workload)
+def leaves_of(workload, seed=0):
+    inputs = draw_inputs(workload, seed=seed)
     return inputs, {
         name: getattr(inputs, PARAMETERS[name].tensor).clone().requires_grad_() for name in parameters_of(workload)
     }
@@ -52,6 +52,40 @@ def test_an_honest_kernel_is_right_and_its_gradients_are_compared(workload):
     comparison = judged(attention_of(inputs, leaves), spec_of(workload, leaves), REFERENCES)
     assert comparison.passed, describe(comparison)
     assert {row.name for row in comparison.tensors} == {"out", "dq", "dk", "dv", *(f"d{name}" for name in leaves)}
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize(
+    "workload",
+    [
+        Workload(q_lens=(17,) * 12, heads=4, head_dim=32, sinks="bfloat16", dtype="float32"),
+        Workload(40, batch=12, heads=4, head_dim=32, sinks="bfloat16", dtype="float32"),
+        Workload(20, batch=12, heads=2, head_dim=32, bias="hqk", bias_dtype="bfloat16", dtype="float32"),
+        Workload(20, batch=12, heads=2, head_dim=32, bias="hk", bias_dtype="bfloat16", dtype="float32"),
+    ],
+    ids=lambda workload: workload.id,
+)
+def test_a_kernel_may_take_sequence_by_sequence(workload, seed):
+    """Autograd then adds the gradients of a parameter in its dtype: most of two that are of unlike sign may be lost."""
+    _, leaves = leaves_of(workload, seed)
+    spec = spec_of(workload, leaves, seed=seed)
+
+    def one(q, k, v):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if "bias" in leaves:
+            scores = scores + leaves["bias"][0]
+        if "sinks" in leaves:
+            scores = torch.cat([scores, leaves["sinks"][:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        return scores.softmax(-1)[..., : k.shape[1]] @ v
+
+    def attention(q, k, v):
+        if not workload.is_packed:
+            return torch.stack([one(*sequence) for sequence in zip(q, k, v, strict=True)])
+        parts = (t.split(workload.q_lens) for t in (q, k, v))
+        return torch.cat([one(*(t.transpose(0, 1) for t in part)).transpose(0, 1) for part in zip(*parts, strict=True)])
+
+    comparison = judged(attention, spec, REFERENCES)
+    assert comparison.passed, describe(comparison)
 
 
 def faulty(inputs, leaves, name, change):
