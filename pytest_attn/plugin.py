@@ -99,7 +99,8 @@ def _marker_lines(config: pytest.Config) -> Iterable[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Have nothing that is imported or called from now on end the run as a success before it is over."""
-    session.config.add_cleanup(keep_status(lambda: int(session.exitstatus)))
+    attention = _session(session.config)
+    session.config.add_cleanup(keep_status(lambda: int(session.exitstatus) if attention.has_ended else None))
 
 
 def pytest_enter_pdb(config: pytest.Config) -> None:
@@ -249,10 +250,11 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     add_facts(config, machine_info)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # others may end the process here, with the status that they are given
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
     """Count a listing without tests as a success, and a run as none that was to judge and has judged nothing."""
     attention = _session(session.config)
+    attention.has_ended = True
     if hasattr(session.config, "workeroutput"):
         collected = attention.collected
         session.config.workeroutput["attn_chosen"] = (collected.chosen, collected.unchosen, collected.cut_short)
@@ -265,6 +267,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         attention.unjudged_because = unjudged_because(attention, session.config)
         if attention.unjudged_because and attention.settings.unjudged == "error":
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

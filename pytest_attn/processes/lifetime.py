@@ -67,26 +67,25 @@ def replace_exits(leave: Callable[[str, int, Callable[[int], NoReturn]], NoRetur
     return put_back
 
 
-def keep_status(status: Callable[[], int]) -> Callable[[], None]:
-    """Have this process not end with 0 unless that is the status of its run; return what says that the run has ended.
+def keep_status(status: Callable[[], int | None]) -> Callable[[], None]:
+    """Have this process not end with 0 unless that is the status of its run; return what puts everything back.
 
-    status: of the run once it has ended. What code has taken hold of before then, say for its end, stays as it is.
+    status: of the run, None until it is known. What code has taken hold of before then, say for its end, stays as it is.
     """
-    has_ended, stderr = False, -1
+    stderr = -1
     with suppress(OSError):  # where there is none
         stderr = os.dup(2)  # before pytest captures it
 
     def leave(what: str, asked: int, really: Callable[[int], NoReturn]) -> NoReturn:
-        if not asked and not has_ended:
+        known = status()
+        if not asked and known is None:
             with suppress(OSError):
                 os.write(stderr, f"\n{what} was called before the run had ended: it ends with status 1\n".encode())
-        really(asked or (status() if has_ended else 1))
+        really(asked or (1 if known is None else known))
 
     put_back = replace_exits(leave)
 
     def end() -> None:
-        nonlocal has_ended
-        has_ended = True
         put_back()
         with suppress(OSError):
             os.close(stderr)

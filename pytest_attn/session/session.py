@@ -190,6 +190,8 @@ class AttentionSession:
         self.refused: dict[tuple[Subject, Workload, bool, Machine], str] = {}
         #: what the process that waits for a new one has sent to it, None in all others
         self.worker = WorkerContext.of_this_process()
+        #: whether all tests have ended, so that the run has its status
+        self.has_ended = False
         #: why a run that has judged nothing must not look like a pass, "" where it may
         self.unjudged_because = ""
         #: what becomes of each test, None where no .jsonl file asks

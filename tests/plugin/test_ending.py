@@ -316,6 +316,18 @@ def test_no_run_ends_as_a_success_before_it_is_over(pytester, way):
         result.stderr.fnmatch_lines(["os.* was called before the run had ended: it ends with status 1"])
 
 
+@pytest.mark.parametrize("hook", ["pytest_sessionfinish(session, exitstatus)", "pytest_unconfigure(config)"])
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_conftest_may_end_the_process_once_all_tests_have(pytester, hook, passes):
+    """As where a library's threads would keep it from ending."""
+    status = "exitstatus" if "exitstatus" in hook else "0"
+    pytester.makeconftest(f"import os, pytest\n@pytest.hookimpl(tryfirst=True)\ndef {hook}: os._exit({status})\n")
+    pytester.makepyfile(f"def test_it(): assert {passes}\n")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    assert result.ret == (0 if passes else 1)
+    result.stderr.no_fnmatch_line("*was called before*")
+
+
 def test_what_ends_a_process_is_as_before_after_a_run(pytester):
     before = os._exit, os.execv, os.execve
     pytester.makepyfile("def test_it(): pass\n")
