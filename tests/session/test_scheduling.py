@@ -142,7 +142,8 @@ def test_workers_share_no_backend_and_workload(pytester, monkeypatch):
             assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(max(1, os.cpu_count() // 2))
         """
     pytester.makepyfile(test_first=test, test_other=test)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "2", "--dist=loadfile", "-rP", "-v")
+    options = ("-n", "2", "--dist=loadfile", "-rP", "-v", "--attn-unjudged=ignore")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
     ran = re.findall(r"^ran (\S+ \S+) (gw\d)$", result.stdout.str(), re.MULTILINE)
     result.assert_outcomes(passed=8)
     assert len(ran) == 8
