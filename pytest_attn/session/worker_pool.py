@@ -61,7 +61,7 @@ def fresh_runs(
 
     modes: for new baselines, the mode of each case by its key, so that all processes time it alike. lacking: which items
     are to be run once more, judging by what was found so far; in up to `more` further processes. is_forked: whether a
-    server may fork them.
+    server may fork them. Where more processes were disturbed than may be added, no others are started.
 
     Raises FreshError where a process could not run them, EndsTestError where one left as if it had; a test that fails in
     one is only missing from what it returned.
@@ -81,6 +81,8 @@ def fresh_runs(
             for number, command in enumerate(commands):
                 progress(number)
                 found += _runs(number, pool, command, is_forked)
+                if not is_forked and _are_too_many_disturbed(found, more):  # what is forked is ready, and takes little
+                    return found
         except BaseException:
             pool.close()  # what was prepared is not run any more
             raise
@@ -90,6 +92,12 @@ def fresh_runs(
             progress(number)
             found += _runs(number, pool, command_of(number, wanted), is_forked)
     return found
+
+
+def _are_too_many_disturbed(runs: Runs, more: int) -> bool:
+    """Whether each case was disturbed in more processes than may be added."""
+    processes = len({run["process"] for run in runs})
+    return bool(runs) and all(processes - len(undisturbed(runs, run["key"], processes)) > more for run in runs)
 
 
 def prepare_fresh_runs(config: pytest.Config) -> None:

@@ -107,6 +107,15 @@ def test_a_disturbed_process_is_replaced_by_a_further_one_for_the_tests_that_lac
     assert [run["process"] for run in undisturbed(runs, "a", 2)] == [0, 3]
 
 
+def test_where_further_processes_cannot_make_up_for_it_no_more_are_started(started):
+    started.hot.update({0, 1, 3})
+    fresh_runs(None, ["a"], 9, lacking=lacking(9, "a"), more=2)
+    assert [number for number, *_ in started.processes] == [0, 1, 2, 3]
+    started.processes.clear()
+    fresh_runs(None, ["a"], 9, lacking=lacking(9, "a"), more=3)
+    assert [number for number, *_ in started.processes] == [*range(12)]
+
+
 def test_where_all_processes_are_disturbed_no_further_one_is_started(started):
     started.hot.update(range(9))
     assert undisturbed(fresh_runs(None, ["a"], 2, lacking=lacking(2, "a")), "a", 2) == []
@@ -153,8 +162,8 @@ def test_a_process_that_takes_too_long_confirms_nothing(starting):
 def test_a_process_is_told_its_tests_its_modes_and_who_waits_for_it(starting, monkeypatch):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "this")
-    starting.answer = Ended(0, "", [{"key": "a", "p50": 1.0}], is_finished=True)
-    assert fresh_runs(starting.config, ["a"], 1, modes={"a": "graph"}) == [{"key": "a", "p50": 1.0, "process": 0}]
+    starting.answer = Ended(0, "", [{"key": "a", "disturbances": []}], is_finished=True)
+    assert fresh_runs(starting.config, ["a"], 1, modes={"a": "graph"}) == [{"key": "a", "disturbances": [], "process": 0}]
     (command,) = starting.commands
     assert command.told["tests"] == ["a"]
     assert command.told["modes"] == {"a": "graph"}
