@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
     from pytest_attn.latency.work import StaleError
+    from pytest_attn.models.call_to_workload import DropoutError
     from pytest_attn.models.capture import AttentionCall, NotReadError, capture
     from pytest_attn.models.check import check_model, check_module
     from pytest_attn.models.comparison import ModelComparison
-    from pytest_attn.models.mask_recognition import DropoutError
     from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
     from pytest_attn.workloads.kv_layout import split_cache
@@ -87,7 +87,7 @@ _HOMES = {
     "Comparison": "pytest_attn.correctness.comparison",
     "ContractError": "pytest_attn.correctness.contract",
     "Document": "pytest_attn.workloads.masks",
-    "DropoutError": "pytest_attn.models.mask_recognition",
+    "DropoutError": "pytest_attn.models.call_to_workload",
     "Failure": "pytest_attn.cases.saved_failure",
     "Inputs": "pytest_attn.workloads.inputs",
     "InvariantReport": "pytest_attn.invariants.report",

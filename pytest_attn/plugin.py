@@ -145,8 +145,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     session = _session(config)
     if session.has_attention_tests:
         from pytest_attn.backends.compilers import share_cores
-        from pytest_attn.session.choice import choose
         from pytest_attn.session.collection import deselect_unselected
+        from pytest_attn.session.cover import choose
 
         if workers := getattr(config, "workerinput", {}).get("workercount"):
             share_cores(workers)

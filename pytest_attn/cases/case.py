@@ -37,7 +37,7 @@ from pytest_attn.latency.work import direction_of, measured_peak
 from pytest_attn.models.check import Target, module_step
 from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.ranks.isolated import isolated_of
-from pytest_attn.ranks.rank import rank_of
+from pytest_attn.ranks.rank_server import rank_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.session import WorkerContext, session_of

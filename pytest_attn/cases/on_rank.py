@@ -22,7 +22,7 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.protocol import threads
 from pytest_attn.latency.result import Latency
-from pytest_attn.ranks.rank import Rank, RankServer
+from pytest_attn.ranks.rank_server import Rank, RankServer
 from pytest_attn.ranks.shards import RankCache, parts_of, whole_of
 from pytest_attn.ranks.worker_timing import RankTiming
 from pytest_attn.session.kinds import CaseParameter

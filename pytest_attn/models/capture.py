@@ -25,9 +25,9 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of, nodes_behind
 from pytest_attn.correctness.contract import EmptyRows
+from pytest_attn.models.call_to_workload import says_the_same, to_inputs, with_mask
 from pytest_attn.models.handed_masks import HandedMasks, beyond_window, forgotten, shown_by
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
-from pytest_attn.models.mask_recognition import says_the_same, to_inputs, with_mask
 from pytest_attn.reports.lines import count, some
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.source import import_lines, write_workload

@@ -20,6 +20,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.tripwire import functions_kept
+from pytest_attn.models.call_to_workload import DropoutError
 from pytest_attn.models.capture import AttentionCall, Expected, Recorder
 from pytest_attn.models.comparison import CallComparison, ModelComparison, describe
 from pytest_attn.models.compiled import judge_compiled, runs_compiled
@@ -34,7 +35,6 @@ from pytest_attn.models.interception import (
     outside_inference,
 )
 from pytest_attn.models.judge import judge_call, known_defect_of
-from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.ratios import ratios_of
 from pytest_attn.models.siblings import traits_of, with_strangers
 from pytest_attn.models.step import StepResult, device_of, refuse_scripted, require_arguments, run_step, untouched

@@ -38,9 +38,9 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import SDPA, autocast, read_plain
 from pytest_attn.backends.libraries.transformers import function_called, read_call
+from pytest_attn.models.call_to_workload import to_inputs
 from pytest_attn.models.exact import exact_attention, exact_weights
 from pytest_attn.models.handed_masks import HandedMasks, handed_to
-from pytest_attn.models.mask_recognition import to_inputs
 from pytest_attn.models.written_out import WrittenOut
 
 

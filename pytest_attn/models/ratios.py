@@ -18,10 +18,10 @@ from pytest_attn.backends.attention_args import UnreadableError
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
+from pytest_attn.models.call_to_workload import to_inputs
 from pytest_attn.models.capture import alias, precision_of, without_gradient
 from pytest_attn.models.exact import Dithered, Rounding, Scatter, SeededGenerators, exact_attention, exact_weights
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, lacks_masks
-from pytest_attn.models.mask_recognition import to_inputs
 from pytest_attn.models.step import StepResult, run_step
 
 

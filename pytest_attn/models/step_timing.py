@@ -20,7 +20,7 @@ import torch
 from pytest_attn.backends.streams import wait
 from pytest_attn.latency.statistics import median_interval
 from pytest_attn.latency.work import LatencyDirection, StaleError, Work, WrongResultError
-from pytest_attn.models.mask_recognition import DropoutError
+from pytest_attn.models.call_to_workload import DropoutError
 from pytest_attn.models.step import backpropagate, device_of, finish_backward, named_tensors, watching_backward
 from pytest_attn.models.substitution import RecordedSubstitute, Substitute, Substitution, SubstitutionError, substitutes_of
 

@@ -27,6 +27,7 @@ from pytest_attn.correctness.comparison import limits_named, limits_of
 from pytest_attn.correctness.contract import check_contract, plain
 from pytest_attn.correctness.judge import compare_rows
 from pytest_attn.correctness.reference import Reference, exact_rows
+from pytest_attn.models.call_to_workload import asks_the_same, to_inputs
 from pytest_attn.models.capture import AttentionCall, Computed, Recorder, Unread
 from pytest_attn.models.interception import (
     InterceptedCall,
@@ -36,7 +37,6 @@ from pytest_attn.models.interception import (
     transformers_intercepted,
     wrappers_of,
 )
-from pytest_attn.models.mask_recognition import asks_the_same, to_inputs
 from pytest_attn.workloads.functions import function_name
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload

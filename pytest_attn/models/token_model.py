@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pytest_attn.models.call_to_workload import DropoutError
 from pytest_attn.models.capture import Recorder
 from pytest_attn.models.compiled import is_compiled
 from pytest_attn.models.exact import SeededGenerators
 from pytest_attn.models.interception import intercept_attention, is_of_transformers
-from pytest_attn.models.mask_recognition import DropoutError
 from pytest_attn.models.routing import Routing
 from pytest_attn.models.step import named_tensors
 from pytest_attn.workloads.workload import Workload

@@ -27,7 +27,6 @@ from pytest_attn.processes.channel import Message, wait
 from pytest_attn.processes.fork_server import ServerError, modules_ahead
 from pytest_attn.processes.launcher import Launcher, Process
 from pytest_attn.processes.worker import FINISHED
-from pytest_attn.ranks.rank import LATE_IMPORTS
 from pytest_attn.ranks.rank_group import (
     OUTPUT,
     RankGroup,
@@ -41,6 +40,7 @@ from pytest_attn.ranks.rank_group import (
     read_tensors,
     write_tensors,
 )
+from pytest_attn.ranks.rank_server import LATE_IMPORTS
 from pytest_attn.session.worker_pool import worker_command
 
 #: how long ranks may take to start, and to end by themselves
@@ -151,7 +151,7 @@ class Pool(RankGroup):
         for rank in range(self.ranks):
             command = worker_command(config, self.folder / f"own-{rank}", [], told)
             command = command._replace(
-                arguments=["-p", "no:faulthandler", "-p", "pytest_attn.ranks.rank", *command.arguments],
+                arguments=["-p", "no:faulthandler", "-p", "pytest_attn.ranks.rank_server", *command.arguments],
                 environment={**command.environment, **_as_torchrun(rank, self.ranks, store.port)},
                 output=self.folder / OUTPUT.format(rank),
             )

@@ -35,7 +35,7 @@ from pytest_attn.latency.timer import Item, repeated
 from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, first_of, peak_of, verified
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.communication import Collectives, RankTimes, communication_of
-from pytest_attn.ranks.rank import Rank, StartBarrier
+from pytest_attn.ranks.rank_server import Rank, StartBarrier
 from pytest_attn.ranks.shards import RankCache, cut, parts_of, whole_of
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.sharding import Sharding

@@ -40,7 +40,7 @@ class Collected:
         self.takes_backend = False  # whether one of the tests runs on each selected backend
         self.selected = 0  # cases that are left after deselection, which share the rate of false alarms
         self.runnable = 0  # cases of a listing that would run
-        self.chosen = self.unchosen = 0  # of those that a choice was made of (session/choice.py), as far as they would run
+        self.chosen = self.unchosen = 0  # of those that a choice was made of (session/cover.py), as far as they would run
         self.cut_short: list[str] = []  # backends of which a choice reaches a part, as the rest compiles too long
         #: why the others would not run: by reason, how many of each backend
         self.obstacles: dict[str, Counter[str]] = {}

@@ -15,8 +15,8 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.comparison import Limits
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.models import judge
+from pytest_attn.models.call_to_workload import DropoutError
 from pytest_attn.models.check import judge_model
-from pytest_attn.models.mask_recognition import DropoutError
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUPED, CPU = Workload(8, heads=4, kv_heads=2), torch.device("cpu")

@@ -297,7 +297,7 @@ def test_a_fault_of_transformer_engine_is_found_in_its_layer(te, monkeypatch, ch
 
 
 def test_dropout_of_a_module_in_training_is_refused_and_elsewhere_is_none(te):
-    from pytest_attn.models.mask_recognition import DropoutError
+    from pytest_attn.models.call_to_workload import DropoutError
 
     model, step = te_case(te, attention_dropout=0.1)
     with pytest.raises(DropoutError):

@@ -13,7 +13,7 @@ from torch import nn
 
 from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.models import token_invariants
-from pytest_attn.models.mask_recognition import DropoutError
+from pytest_attn.models.call_to_workload import DropoutError
 from pytest_attn.models.routing import Routing
 from pytest_attn.models.token_invariants import judge_model_invariants
 from pytest_attn.models.token_model import TokenModel

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pytest_attn.ranks import rank
-from pytest_attn.ranks.rank import StartBarrier
+from pytest_attn.ranks import rank_server
+from pytest_attn.ranks.rank_server import StartBarrier
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -45,5 +45,5 @@ def test_a_rank_that_begins_late_says_by_how_much(tmp_path, monkeypatch):
             self.now += 50_000
             return self.now
 
-    monkeypatch.setattr(rank, "time", Clock())
+    monkeypatch.setattr(rank_server, "time", Clock())
     assert StartBarrier(tmp_path / "starts", 0, 1).wait() == pytest.approx(30e-6)

@@ -1,7 +1,7 @@
 """A rank: what one process of a pool knows, and how it answers the judge; and the plugin of pytest that runs tests in it.
 
-`-p pytest_attn.ranks.rank` is on the command line of each rank, which collects and runs the one test that the judge names,
-again and again, and reports nothing itself. PYTEST_DONT_REWRITE: see processes/worker.py.
+`-p pytest_attn.ranks.rank_server` is on the command line of each rank, which collects and runs the one test that the judge
+names, again and again, and reports nothing itself. PYTEST_DONT_REWRITE: see processes/worker.py.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ LATE_IMPORTS = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic
 #: what NCCL 2.30 reads as a process begins to use it
 _SEVERAL_RANKS_ON_A_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 #: what calls the callable: its own frames follow
-_CALLERS = ("ranks/rank.py", "ranks/worker_timing.py", "latency/kernel_work.py")
+_CALLERS = ("ranks/rank_server.py", "ranks/worker_timing.py", "latency/kernel_work.py")
 
 
 class Steps(Protocol):

@@ -5,7 +5,7 @@ import torch
 
 from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
 from pytest_attn.backends.dense import split_additive
-from pytest_attn.models.mask_recognition import StoredMask, asks_the_same, recognize, to_inputs
+from pytest_attn.models.call_to_workload import StoredMask, asks_the_same, recognize, to_inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Sequences, Window
 from pytest_attn.workloads.workload import Workload
 

@@ -153,7 +153,7 @@ def test_what_compiles_too_long_is_left_to_those_who_name_it(collect, monkeypatc
     """One kernel serves all workloads of a dtype here, and takes 10 s."""
     whole = collect(marker='"smoke", "edges", "features"')["compiling"]
     assert {w.dtype for w in whole} == {"bfloat16", "float16"}
-    monkeypatch.setattr("pytest_attn.session.choice._COMPILING", 10.0)
+    monkeypatch.setattr("pytest_attn.session.cover._COMPILING", 10.0)
     part = collect(marker='"smoke", "edges", "features"')["compiling"]
     assert len(part) > 5
     assert len({w.dtype for w in part}) == 1
@@ -218,7 +218,7 @@ def test_one_line_says_what_was_chosen_and_what_is_left(run, pytester):
 
 
 def test_the_line_says_which_backends_are_reached_in_part(run, pytester):
-    pytester.makeconftest(CONFTEST + "\nfrom pytest_attn.session import choice\nchoice._COMPILING = 10.0\n")
+    pytester.makeconftest(CONFTEST + "\nfrom pytest_attn.session import cover\ncover._COMPILING = 10.0\n")
     pytester.makepyfile(TEST.format(marker='"smoke-full", "smoke-half"', arguments=""))
     result = run("--attn-backends=compiling")
     result.stdout.fnmatch_lines(["chosen: * each backend, of compiling what compiles in minutes; *"])
