@@ -406,8 +406,8 @@ class ParameterGradients:
             share = REDUCTIONS[name].value(steps)
             add_share(value, share, chunk)
             add_share(variance, REDUCTIONS[name].variance(steps, variances), chunk)
-            if adds_coarsely(name, self.block.workload):
-                self._add_to_sequences(name, summed(share, value.shape[1:]), chunk)
+            if adds_coarsely(name, w := self.block.workload):
+                self._add_to_sequences(name, summed(share, (w.batch, *value.shape[1:])), chunk)
 
     def _add_to_sequences(self, name: str, share: torch.Tensor, chunk: Chunk) -> None:
         if name in self._shares and share.shape[2] == 1:
@@ -437,7 +437,7 @@ def add_values(sums: Mapping[str, torch.Tensor], steps: BackwardSteps) -> None:
 
 def add_share(total: torch.Tensor, share: torch.Tensor, chunk: Chunk) -> None:
     """Add (n, heads, rows or 1, keys or 1) to a sum, in place, summed over what the sum has only once."""
-    share = summed(share if total.shape[0] > 1 else share.sum(0, keepdim=True), total.shape[1:])
+    share = summed(share, total.shape)
     batches = chunk.block.batches if total.shape[0] > 1 else slice(0, 1)
     heads = chunk.block.heads if total.shape[1] > 1 else slice(0, 1)
     rows = chunk.rows if total.shape[2] > 1 else slice(0, 1)
@@ -446,9 +446,9 @@ def add_share(total: torch.Tensor, share: torch.Tensor, chunk: Chunk) -> None:
 
 
 def summed(share: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Sum (n, heads, rows, keys) over what `shape`, that of the last three, has only once."""
-    for axis, size in zip((3, 1, 2), (shape[2], shape[0], shape[1]), strict=True):
-        share = share.sum(axis, keepdim=True) if size == 1 else share
+    """Sum (n, heads, rows or 1, keys or 1) over what `shape` has only once."""
+    for axis in (3, 0, 1, 2):
+        share = share.sum(axis, keepdim=True) if shape[axis] == 1 else share
     return share
 
 
