@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 
 import pytest
 
+from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.configured import split
+from pytest_attn.backends.library import describe_error
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.session.devices import NoTorchError, require_torch, too_few_gpus_because
@@ -68,7 +70,7 @@ class Items:
         if not case.backend:
             return None
         registry = session_of(item.config).registrations.registry
-        kernel = registry[case.backend].compiled_for(case.workload) if registry.is_known(case.backend) else case.workload.id
+        kernel = kernel_of(registry[case.backend], case.workload) if registry.is_known(case.backend) else case.workload.id
         return f"{kernel} {case.backend}"
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
@@ -122,6 +124,17 @@ class ModelItems(Items):
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         machine = session.machines.machine(marker.kwargs.get("device"))
         return session.registrations.registry[case.backend].unavailable_because(machine) if case.backend else None
+
+
+def kernel_of(backend: Backend, workload: Workload) -> Hashable:
+    """Return for what a backend compiles a kernel. Raises pytest.UsageError where it cannot say, or says nothing hashable."""
+    try:
+        kernel = backend.compiled_for(workload)
+        hash(kernel)
+    except Exception as error:
+        said = f"backend {backend.name}: compiled_for({workload.id}): {describe_error(error)}"
+        raise pytest.UsageError(f"{said}; return something hashable, equal for workloads that share a kernel") from None
+    return kernel
 
 
 def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:

@@ -23,7 +23,7 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.compilers import seconds_to_compile
 from pytest_attn.backends.library import once_in_a_run
 from pytest_attn.backends.registry import try_libraries
-from pytest_attn.session.collection import Items, absent_because, missing_because
+from pytest_attn.session.collection import Items, absent_because, kernel_of, missing_because
 from pytest_attn.session.devices import untimed_because
 from pytest_attn.session.kinds import MODEL, PARAMETER, CaseParameter, device_of, kind_of, marker_of, parameter_of, test_of
 from pytest_attn.session.manifest import left_in
@@ -79,7 +79,7 @@ class _Case:
     @cached_property
     def kernel(self) -> Hashable:
         """For what its backend compiles a kernel."""
-        return self.backend.compiled_for(self.parameter.workload)
+        return kernel_of(self.backend, self.parameter.workload)
 
     @cached_property
     def flops(self) -> int:

@@ -141,6 +141,19 @@ def test_of_the_workers_of_a_run_the_first_asks_for_all(collect, tmp_path, monke
     assert collect()["asked"] == first["asked"]
 
 
+@pytest.mark.parametrize(
+    ("body", "said"), [("return [workload.dtype]", "TypeError: unhashable type: 'list'"), ("raise KeyError(3)", "KeyError: 3")]
+)
+def test_a_backend_that_cannot_say_what_it_compiles_for_is_one_clear_error(pytester, body, said):
+    pytester.makeconftest(CONFTEST.replace("return workload.dtype", body))
+    pytester.makepyfile(TEST.format(marker='"smoke"', arguments=""))
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", "--attn-backends=compiling")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    text = result.stdout.str() + result.stderr.str()
+    assert f"ERROR: backend compiling: compiled_for(smoke-full): {said}; return something hashable, equal for" in text
+    assert "Traceback" not in text
+
+
 def test_a_test_may_say_how_many_cases_of_it_are_enough(collect):
     found, few = collect(), collect(arguments="(compiled=3)")
     assert few["plain"] == found["plain"]
