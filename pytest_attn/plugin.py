@@ -273,10 +273,13 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose attention_requires does not hold, before pytest looks at its marks."""
+    session = _session(item.config)
+    if session.has_attention_tests:
+        session.leave_memory()
     if item.get_closest_marker("attention_requires"):
         from pytest_attn.session.collection import skip_unless_met
 
-        skip_unless_met(item, _session(item.config))
+        skip_unless_met(item, session)
 
 
 @pytest.hookimpl(tryfirst=True)

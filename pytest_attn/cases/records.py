@@ -135,7 +135,12 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
     """Move the item's records to its report; a test that raised without a judgment gets one."""
     records, parameter = item.stash.get(RECORDS, []), parameter_of(item)
     if report.failed:
-        session_of(item.config).cuda.look_after(item.nodeid)
+        session = session_of(item.config)
+        session.cuda.look_after(item.nodeid)
+        if call.excinfo is not None and "out of memory" in str(call.excinfo.value) and session.sharers > 1:
+            report.sections.append(
+                ("attn", f"{session.sharers} workers share this device; fewer leave more memory to each: -n")
+            )
     is_stage = report.when in ("setup", "call")
     is_kernels = REFUSED not in item.stash
     if is_stage and is_kernels and report.failed and not records and call.excinfo is not None and parameter is not None:

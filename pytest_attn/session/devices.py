@@ -180,15 +180,21 @@ def _visible_gpus() -> list[str]:
 
 def untimed_because(gpu_per_worker: bool, device: torch.device) -> str | None:
     """Say why this process must not time: others work on the same device at the same time; None where it may."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if "PYTEST_XDIST_WORKER" not in os.environ or workers == 1:
+    if (sharers := sharers_of(gpu_per_worker, device)) == 1:
         return None
     if device.type != "cuda":
-        return f"{workers} workers share the {device.type}; latencies need -n 0"
+        return f"{sharers} workers share the {device.type}; latencies need -n 0"
     if not gpu_per_worker:
-        return f"{workers} workers share a GPU; latencies need -n 0, or --attn-gpu-per-worker with as many GPUs"
-    sharers = int(os.environ.get(_SHARERS, "1"))
-    return f"{sharers} workers share a GPU; latencies need at most as many workers as GPUs" if sharers > 1 else None
+        return f"{sharers} workers share a GPU; latencies need -n 0, or --attn-gpu-per-worker with as many GPUs"
+    return f"{sharers} workers share a GPU; latencies need at most as many workers as GPUs"
+
+
+def sharers_of(gpu_per_worker: bool, device: torch.device) -> int:
+    """Return how many workers of xdist work on this process's device, itself among them."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return 1
+    is_own = gpu_per_worker and device.type == "cuda"
+    return int(os.environ.get(_SHARERS if is_own else "PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 @contextmanager

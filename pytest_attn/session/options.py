@@ -93,7 +93,7 @@ class Settings:
         option_types.seconds,
     )
     memory: int = option(
-        "Memory for references that backends share; those that do not fit are computed again (default: 4GiB)",
+        "Memory of a device for references that backends share; those that do not fit are computed again (default: 4GiB)",
         "4GiB",
         "SIZE",
         option_types.size,

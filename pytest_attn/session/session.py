@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn.processes.worker import Worker
-from pytest_attn.session.devices import Machines
+from pytest_attn.session.devices import Machines, sharers_of
 from pytest_attn.session.options import Settings
 from pytest_attn.session.registrations import Registrations
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from pytest_attn.session.progress import Progress
     from pytest_attn.session.selection import SelectedKernels
     from pytest_attn.workloads.workload import Workload
+
+
+#: bytes that torch may keep of a shared GPU between two tests: giving back waits for the device, which less is not worth
+_MUCH_MEMORY = 256 << 20
 
 
 class Collected:
@@ -214,10 +218,23 @@ class AttentionSession:
 
     @cached_property
     def references(self) -> ReferenceCache:
-        """The references shared by the run's kernels."""
+        """The references shared by the run's kernels. The workers of one device share its memory, too."""
         from pytest_attn.correctness.spec import ReferenceCache
 
-        return ReferenceCache(self.settings.memory, self.settings.rows)
+        return ReferenceCache(self.settings.memory // self.sharers, self.settings.rows)
+
+    @cached_property
+    def sharers(self) -> int:
+        """How many workers of xdist work on the device of this process."""
+        return sharers_of(self.settings.gpu_per_worker, self.machines.device())
+
+    def leave_memory(self) -> None:
+        """Leave to other workers on a GPU what the test before has used of its memory, where that is much."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized() or self.cuda.lost_because or self.sharers == 1:
+            return
+        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _MUCH_MEMORY:
+            torch.cuda.empty_cache()
 
     @cached_property
     def progress(self) -> Progress:

@@ -14,6 +14,7 @@ from pytest_attn.processes import worker as worker_module
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.worker import Worker, own_processes
 from pytest_attn.session.devices import count_gpus, place_on_host, take_own_gpu, untimed_because
+from pytest_attn.session.session import AttentionSession, CudaContext
 
 CUDA = torch.device("cuda", 0)
 
@@ -131,6 +132,39 @@ def test_a_name_that_says_no_number_is_a_usage_error_where_the_controller_said_n
     config.workerinput["workerid"] = "left"
     with pytest.raises(pytest.UsageError, match="nobody says which worker of its host 'left' is; leave it out, or start"):
         take_own_gpu(config)
+
+
+@pytest.mark.parametrize(("sharers", "free", "is_left"), [(8, 1 << 30, True), (8, 1 << 20, False), (1, 1 << 30, False)])
+def test_a_worker_leaves_to_others_what_it_does_not_use(monkeypatch, sharers, free, is_left):
+    left = []
+    for name, value in {"is_initialized": True, "memory_reserved": free + 7, "memory_allocated": 7}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(True))
+    AttentionSession.leave_memory(types.SimpleNamespace(cuda=CudaContext(), sharers=sharers))
+    assert bool(left) == is_left
+
+
+OUT_OF_MEMORY = """
+import pytest, torch
+from pytest_attn import Workload
+from pytest_attn.session.session import session_of
+
+@pytest.mark.attention(Workload(2, heads=1))
+def test_it(attn, request):
+    assert session_of(request.config).references.limit == (2 << 30)
+
+    def kernel(q, k, v):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    attn.check(kernel)
+"""
+
+
+def test_workers_share_the_memory_of_a_device_and_say_so_where_it_is_out(pytester):
+    pytester.makepyfile(OUT_OF_MEMORY)
+    result = pytester.runpytest_subprocess("-n", "2", "--attn-memory=4GiB", "--attn-device=cpu")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*OutOfMemoryError: CUDA out of memory", "*2 workers share this device; fewer leave more*"])
 
 
 def test_gpus_are_counted(worker, monkeypatch):
