@@ -3,8 +3,6 @@
 Names are loaded when first used, so that pytest, which imports this package at every start, pays nothing for them.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,5 @@
 """`python -m pytest_attn`: what is installed here and what it can run; reports of earlier runs. Collects no tests."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import runpy

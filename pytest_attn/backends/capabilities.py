@@ -1,7 +1,5 @@
 """What a library's interface can say, declared once: its refusals and its row of the table in docs/reference/backends.md."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

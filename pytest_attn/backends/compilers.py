@@ -1,7 +1,5 @@
 """What compiles kernels for which backends, and where it keeps them for the next run."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable

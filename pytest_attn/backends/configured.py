@@ -1,7 +1,5 @@
 """Configurations: options that one kernel may be run with, and the names that make each of them a backend, "NAME@A=1:B=2"."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

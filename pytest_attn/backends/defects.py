@@ -1,7 +1,5 @@
 """Defects of libraries that are known and reported, and those of kernels that several backends have."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """From the native layout, (batch, heads, rows, dim), to those of the libraries, and back."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Optional libraries: found without importing them, tried out in a process of their own, imported when a case needs them."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

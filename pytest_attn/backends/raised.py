@@ -1,7 +1,5 @@
 """What a callable raises: it declines a case, or would end, skip or excuse its test, which is a fault of it."""
 
-from __future__ import annotations
-
 import dis
 import sys
 import threading

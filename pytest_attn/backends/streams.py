@@ -3,8 +3,6 @@
 What is made on another stream is read after the current one has waited for it: by `side_stream`, or `wait`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Latencies that were measured elsewhere, in pytest-benchmark as if it had timed them: replayed through its timer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata

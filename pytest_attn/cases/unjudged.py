@@ -3,8 +3,6 @@
 What a test may do is read from its code: what it names, and what the functions name that it names.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 import sys

@@ -4,8 +4,6 @@ Tensors lie in memory as models, and awkward callers, hand them over. What a ker
 are the switches of torch that it may turn and has to turn back, and earlier results that it may overwrite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

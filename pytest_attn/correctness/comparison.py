@@ -5,8 +5,6 @@ and each kind of fault shows at its own level: one wrong element (max |z|), one 
 small error everywhere (RMS of z over a head).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

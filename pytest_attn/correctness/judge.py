@@ -1,7 +1,5 @@
 """The judgment: call a kernel on every distribution of inputs, and compare each result with the reference."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

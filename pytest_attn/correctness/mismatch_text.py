@@ -1,7 +1,5 @@
 """How a mismatch reads: the verdict, then the worst element, the largest z, where, the usual figures, what it suggests."""
 
-from __future__ import annotations
-
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Location, Members, TensorComparison, describe_rows
 from pytest_attn.correctness.contract import ContractError

@@ -7,8 +7,6 @@ How a workload is cut, and the forward arithmetic, are in `exact.py`; the gradie
 `budget.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

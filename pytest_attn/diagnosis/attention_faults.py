@@ -1,7 +1,5 @@
 """The faults that attention kernels are known for, each said as the other attention to which it amounts; and roundings so."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

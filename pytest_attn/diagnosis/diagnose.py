@@ -4,8 +4,6 @@ For each likely fault it is computed what the callable would have returned: a fe
 distributions of inputs. A fault that explains these is named; nothing is where nothing does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -5,8 +5,6 @@ fault predicts, and the words of its hint, are in attention_faults.py, forward_f
 with the masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 #: before the identity of a fault with which P is computed again in the backward pass, while the forward pass is right

@@ -4,8 +4,6 @@ A hypothesis says what a tensor would be had the callable a certain fault. It ex
 returned, on every distribution of inputs: a wrong hint is worse than none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ A region is some rows with all keys where out or dq is asked for, and some keys 
 workloads it is all of both. lse and D come from the reference, so no region needs what it leaves out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

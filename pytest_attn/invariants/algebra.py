@@ -1,7 +1,5 @@
 """What the formula of attention says about other values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Run every invariant of one kernel on one workload, and write down what broke."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 

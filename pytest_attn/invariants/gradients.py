@@ -1,7 +1,5 @@
 """What the softmax says about its own gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Strides say where elements lie, not what attention is."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable

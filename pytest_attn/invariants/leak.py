@@ -1,7 +1,5 @@
 """Which keys a row sees, read from the kernel itself."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

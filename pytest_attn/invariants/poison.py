@@ -1,7 +1,5 @@
 """Memory that the kernel does not own may hold anything."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the invariants found: one finding per invariant, and the report of one workload."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 

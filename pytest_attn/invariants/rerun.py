@@ -1,7 +1,5 @@
 """The same call again gives the same bits, and waits for its inputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import sys

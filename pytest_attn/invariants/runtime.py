@@ -1,7 +1,5 @@
 """What the runtime around a kernel asks of it: CUDA graphs, the current device, and torch.library."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

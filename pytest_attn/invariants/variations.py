@@ -1,7 +1,5 @@
 """Other workloads that say something about this one: an option changed, the same attention said otherwise, other shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ One is bound by arithmetic, one by memory; a CPU has a third, the reference loop
 text, whose hash is kept with every baseline: times beside other anchors cannot be compared.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import NamedTuple

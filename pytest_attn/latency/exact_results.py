@@ -3,8 +3,6 @@
 It is compared with exact attention at rows that are drawn after the call.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

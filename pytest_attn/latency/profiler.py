@@ -6,8 +6,6 @@ they are. Sources: traces of an H200, with the versions of docs/results/backends
 which could not be run there, the names in their sources.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import time

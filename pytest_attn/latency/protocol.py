@@ -1,7 +1,5 @@
 """The protocol of a measurement: blocks of samples between anchors, each watched for disturbances, until there are enough."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """What a measurement found."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The arithmetic of the gate: medians with exact intervals, Student's t, and variances that cases lend one another."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How a block of calls is timed, and by the host's clock; by that of a GPU: latency/cuda_timer.py."""
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """What is timed, seen by those that time it; a kernel: latency/kernel_work.py, a step of a model: models/step_timing.py."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

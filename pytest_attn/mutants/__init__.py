@@ -1,7 +1,5 @@
 """All mutants, class by class."""
 
-from __future__ import annotations
-
 from pytest_attn.mutants.gradients import GRADIENTS
 from pytest_attn.mutants.heads import HEADS
 from pytest_attn.mutants.layout import LAYOUT

@@ -1,7 +1,5 @@
 """Gradients: faults that only the backward pass has."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Heads: query heads that read another key head, head dimensions cut or misread."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from torch import Tensor

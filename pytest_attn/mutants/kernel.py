@@ -11,8 +11,6 @@ heads-first: q (heads, rows, head_dim), k (heads, keys, head_dim), with one key 
 lse (heads, rows).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

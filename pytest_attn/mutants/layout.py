@@ -1,7 +1,5 @@
 """Layout: strides taken for granted or taken from another tensor, and inputs that are written to."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

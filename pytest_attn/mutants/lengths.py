@@ -1,7 +1,5 @@
 """Lengths: padding counted, sequences that see each other, offsets of other sequences, pages lost or mixed up."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The softmax's bookkeeping: lse in another base or incomplete, sums not rescaled, partial results merged wrongly."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Magnitude: overflow and underflow of exponentials, sums and products in too few bits."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Masks: edges one key off, alignments mixed up, tiles left out, tails counted, rows that see nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Races and uninitialized memory: results that depend on what memory held, and on who comes first."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """What a mutant is: a faulty kernel, named after the defect of a real library that it models, and how a diagnosis names it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator

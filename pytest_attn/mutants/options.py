@@ -1,7 +1,5 @@
 """Options: ignored, hard-coded, applied twice or in the wrong order."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -4,8 +4,6 @@ The real limits are 2^31 elements, 2^15 keys and 65,535 blocks. Here an offset w
 KEYS and a grid ends at BLOCKS, so that workloads of the group `edges` pass them; a mutant's `reach` may be set higher.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Which workloads reach a step of the kernel, by their fields and by what their masks show of its tiles."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 

@@ -1,7 +1,5 @@
 """State: what a library keeps from one call and uses in the next, where it should not."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The last words of a process that has ended: what it printed, how it ended, where it stood."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Callable

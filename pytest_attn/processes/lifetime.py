@@ -1,7 +1,5 @@
 """How long a process lives: a worker no longer than the one that waits for it, a run until it has come to its own end."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

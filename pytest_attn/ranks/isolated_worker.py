@@ -3,8 +3,6 @@
 What it answers is JSON, and bytes in shared memory. It knows no reference, and what it says of itself is believed by nobody.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

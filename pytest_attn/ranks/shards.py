@@ -1,7 +1,5 @@
 """Cut whole tensors into the shards of ranks, and join shards again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

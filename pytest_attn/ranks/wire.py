@@ -4,8 +4,6 @@ The process may be anybody's. So the judge unpickles nothing that comes from it,
 what it returns before it looks at it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import os

@@ -1,7 +1,5 @@
 """Write a file atomically; knows nothing of this project."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -1,7 +1,5 @@
 """What the terminal says of latencies: one row per case, what a model's step has beside its time, and what to type next."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """Lines of text: numbers and times as they are read, labels, and tables that a narrow terminal has room for."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

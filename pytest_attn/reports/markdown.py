@@ -1,7 +1,5 @@
 """What code hosts show: pages in Markdown of --attn-output and of a job of GitHub Actions, and annotations beside a test."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 They are if every test that any of them collected ran in exactly one, with the same code, options, software and device.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

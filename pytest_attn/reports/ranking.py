@@ -21,8 +21,6 @@ lines, of five in 84 %, of twenty 5 % apart in 94 %; with ten processes 1 % apar
 30 %.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

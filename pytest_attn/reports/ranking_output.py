@@ -5,8 +5,6 @@ FORWARD, BACKWARD and TRAINING (forward and backward one after the other) map a 
 where configurations were tuned, to the options of the one to use: {} is the default.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

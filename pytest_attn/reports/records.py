@@ -4,8 +4,6 @@ A line is whole or not there: it is written in one piece as soon as its test is 
 the strings "Infinity", "-Infinity" and "NaN" in the file, and numbers again when read.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """The runs in a .jsonl file: the lines of each, and the closing line that says which tests it collected, left out and ran."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What the terminal says: records in, lines out. Latencies are in latency.py, rankings in ranking_output.py."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Without pytest-benchmark in use, a run shows no line of its and leaves no folder: it is there because we require it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Generator, Sequence

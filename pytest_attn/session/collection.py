@@ -1,7 +1,5 @@
 """From a marked test to its items: one per case, named; some left out."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace

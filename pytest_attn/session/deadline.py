@@ -1,7 +1,5 @@
 """A time limit for a callable that may never return."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """How long things took, in this run and in those before; and so, how much of a run is left."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping, Sequence

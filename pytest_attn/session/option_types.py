@@ -1,7 +1,5 @@
 """What an option is, declared once as a field of `Settings`: its flag, what its text may be, its place in the help."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

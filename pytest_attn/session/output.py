@@ -1,7 +1,5 @@
 """What a run prints at its end, and the files that it writes for people and machines."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

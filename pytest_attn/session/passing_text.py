@@ -1,7 +1,5 @@
 """A text on a terminal that stands behind what pytest has printed, and is gone before pytest prints on; or a line of a log."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 The workers of xdist tell the controller, which says it.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence

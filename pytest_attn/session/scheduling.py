@@ -4,8 +4,6 @@ What a backend compiles for a workload is kept in the process that compiled it. 
 before or else by what compiles it: else one worker would still compile when all others are through.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

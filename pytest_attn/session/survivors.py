@@ -1,7 +1,5 @@
 """What would have found a faulty kernel that the tests let pass: changes of what they ask, tried until one does."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

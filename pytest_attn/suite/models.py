@@ -1,7 +1,5 @@
 """Small models: of plain torch, each of which asks attention for something else, and of timm, transformers and diffusers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial

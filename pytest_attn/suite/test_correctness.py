@@ -3,8 +3,6 @@
 Without --attn-workloads a CPU chooses from the groups smoke, edges and features, a GPU from the whole catalog.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_attn import AttentionCase, Backend

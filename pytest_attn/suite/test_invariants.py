@@ -1,7 +1,5 @@
 """Every selected backend, forward and backward, against what holds for every right kernel and needs no tolerance."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_attn import AttentionCase, Backend

@@ -1,7 +1,5 @@
 """Every selected backend, forward and backward: right, and as fast as recorded for this machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_attn import AttentionCase, Backend

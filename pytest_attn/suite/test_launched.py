@@ -1,7 +1,5 @@
 """Every backend that names a kernel family launches it: no dispatcher silently took another kernel. CUDA only."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_attn import AttentionCase, Backend, Neighborhood, Workload

@@ -3,8 +3,6 @@
 Those of plain torch always run; those of timm, transformers and diffusers where the library is installed.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any, Final
 

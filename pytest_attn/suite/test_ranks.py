@@ -3,8 +3,6 @@
 On CUDA each rank needs a GPU of its own: with fewer, and without a library, a case is skipped with that reason.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_attn import AttentionCase, Backend, Workload

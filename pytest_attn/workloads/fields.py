@@ -3,8 +3,6 @@
 Each check raises ValueError, naming the field, what was found and what was expected.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import zlib

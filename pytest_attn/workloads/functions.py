@@ -1,7 +1,5 @@
 """Functions that users give: what they are called, how they must be callable, and how they are written down and imported."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -3,8 +3,6 @@
 Everywhere else they lie in one way: pools as (pages, size, kv_heads, head_dim), padding on the right, all keys together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A paged KV cache: where the tokens of a sequence lie in a pool, and how the pool lies in memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

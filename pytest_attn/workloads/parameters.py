@@ -1,7 +1,5 @@
 """The tensors of a workload beside q, k and v that may be trained: sinks, the bias, ALiBi's slopes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 

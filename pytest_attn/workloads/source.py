@@ -1,7 +1,5 @@
 """A workload as Python that makes it again, and what that must import."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Backends say with these words what they can do, strategies what they draw, --attn-fuzz what a test's workloads have in common.
 """
 
-from __future__ import annotations
-
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.workload import Workload, is_interleaved, sequence_lengths
 

@@ -1,7 +1,5 @@
 """The attention dispatcher of diffusers: "diffusers:NAME" with a name of its own list, and its ContextParallelConfig."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """What the dispatchers of diffusers and transformers share: names of theirs, each with our own backend of the same kernel."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Attention in torch's plain operations: as a model's fallback writes it, in its dtype, and on int8 values."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

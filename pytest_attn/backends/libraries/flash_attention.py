@@ -4,8 +4,6 @@ All align causal masks and windows to the last key. flash-attn 3 has two generat
 an H200; the tests have stand-ins of both. flash-attn 4 (CuTe DSL) compiles a new configuration at its first call.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial

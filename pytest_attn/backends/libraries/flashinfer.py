@@ -1,7 +1,5 @@
 """FlashInfer's batch prefill with its fa2 and fa3 templates: ragged keys and a paged KV cache, forward only."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Hashable, Mapping
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Attention kernels of the Hugging Face Hub, loaded by the `kernels` library: "hub:ORG/REPO", "...@v1", "...@REVISION"."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -1,7 +1,5 @@
 """NATTEN: neighborhood attention over 1-, 2- and 3-D token layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module

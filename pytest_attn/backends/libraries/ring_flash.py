@@ -1,7 +1,5 @@
 """ring-flash-attn: flash-attn 2 in a ring, in a balanced ring (zigzag), and after an all-gather of keys (llama3)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Both have the same import name. What 1.0.6 makes of q, k and v is repeated here,
 (per warp, per thread) that only its CUDA sources tell, so its steps count as unknown (`Precision.qk_error`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Torch's own attention: each kernel of SDPA, FlashAttention-3 and -4 in its place, varlen_attn, and a growing cache."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """torch.distributed.tensor.experimental.context_parallel: a ring around SDPA's kernels; its Flex form gathers all keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

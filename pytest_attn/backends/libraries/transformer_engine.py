@@ -1,7 +1,5 @@
 """Transformer Engine's DotProductAttention: with each of its three kernels, over ranks, and as layers of a model call it."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

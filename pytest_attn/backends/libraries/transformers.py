@@ -1,7 +1,5 @@
 """The attention functions of transformers, as its models call them: "transformers:NAME" with a name of its interface."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

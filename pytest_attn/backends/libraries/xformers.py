@@ -1,7 +1,5 @@
 """xformers' memory_efficient_attention: with the operator that it chooses, and with CUTLASS's."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

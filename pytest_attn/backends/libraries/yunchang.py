@@ -1,7 +1,5 @@
 """yunchang (USP, as in xDiT): Ulysses' all-to-all from rows to heads, and its union with a ring."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any

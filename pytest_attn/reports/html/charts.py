@@ -4,8 +4,6 @@ Colors of text and axes are the style sheet's, so that one drawing serves light,
 dash and shape of its series with it: a backend looks the same in every chart.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import altair as alt

@@ -4,8 +4,6 @@ The page carries every text once, numbers with the digits that are shown, and no
 meet in one plot. Its charts are in charts.py, what draws them in the .js files beside it.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

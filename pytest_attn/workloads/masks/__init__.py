@@ -1,7 +1,5 @@
 """The kinds of masks that there are, and how a user's `mask=` becomes one of them."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from pytest_attn.workloads.fields import did_you_mean
