@@ -14,7 +14,7 @@ import pytest
 from pytest_attn import hooks
 from pytest_attn.processes.lifetime import keep_status
 from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
-from pytest_attn.session.kinds import KINDS, PARAMETER, CaseParameter, is_case, is_marked, kind_of
+from pytest_attn.session.kinds import KINDS, PARAMETER, CaseParameter, is_case, is_marked, kind_of, parameter_of
 from pytest_attn.session.options import add_options, require_known
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
 
@@ -270,16 +270,21 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     return (yield)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Share the memory of a GPU with the other workers of the run."""
+    case = parameter_of(item)
+    with _session(item.config).sharing_memory(case.workload if case else None):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose attention_requires does not hold, before pytest looks at its marks."""
-    session = _session(item.config)
-    if session.has_attention_tests:
-        session.leave_memory()
     if item.get_closest_marker("attention_requires"):
         from pytest_attn.session.collection import skip_unless_met
 
-        skip_unless_met(item, session)
+        skip_unless_met(item, _session(item.config))
 
 
 @pytest.hookimpl(tryfirst=True)

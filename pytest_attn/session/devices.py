@@ -7,7 +7,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import pytest
 
 if TYPE_CHECKING:
     import torch
+    from filelock import FileLock
 
     from pytest_attn.backends.machine import Machine
 
@@ -200,18 +201,39 @@ def sharers_of(gpu_per_worker: bool, device: torch.device) -> int:
 @contextmanager
 def device_lock(device: torch.device) -> Iterator[None]:
     """Let no other process of this kind time on the device meanwhile."""
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
-    path = Path(tempfile.gettempdir()) / f"pytest-attn-{lock_name(device)}.lock"
-    lock = FileLock(path, mode=0o666)
+    lock = _lock_of(device)
     try:
         lock.acquire(timeout=PATIENCE)
     except Timeout:
-        pytest.fail(f"latency: another process has been timing on {device} for {PATIENCE:.0f} s ({path})", pytrace=False)
+        pytest.fail(
+            f"latency: another process has been timing on {device} for {PATIENCE:.0f} s ({lock.lock_file})", pytrace=False
+        )
     try:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def memory_lock(device: torch.device) -> Iterator[None]:
+    """Let other processes of this kind take much of the device's memory before or after; go on without where that takes long."""
+    from filelock import Timeout
+
+    lock = _lock_of(device, "memory-")
+    with suppress(Timeout):
+        lock.acquire(timeout=PATIENCE)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock_of(device: torch.device, purpose: str = "") -> FileLock:
+    from filelock import FileLock
+
+    return FileLock(Path(tempfile.gettempdir()) / f"pytest-attn-{purpose}{lock_name(device)}.lock", mode=0o666)
 
 
 def lock_name(device: torch.device) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn.processes.worker import Worker
-from pytest_attn.session.devices import Machines, sharers_of
+from pytest_attn.session.devices import Machines, memory_lock, sharers_of
 from pytest_attn.session.options import Settings
 from pytest_attn.session.registrations import Registrations
 
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 
 
 #: bytes that torch may keep of a shared GPU between two tests: giving back waits for the device, which less is not worth
-_MUCH_MEMORY = 256 << 20
+_MUCH = 256 << 20
+#: how much memory a check takes for each byte that its kernel reads and writes: float64 results, their limits, comparisons
+_OF_A_CHECK = 32
 
 
 class Collected:
@@ -228,13 +232,27 @@ class AttentionSession:
         """How many workers of xdist work on the device of this process."""
         return sharers_of(self.settings.gpu_per_worker, self.machines.device())
 
-    def leave_memory(self) -> None:
-        """Leave to other workers on a GPU what the test before has used of its memory, where that is much."""
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized() or self.cuda.lost_because or self.sharers == 1:
+    @contextmanager
+    def sharing_memory(self, workload: Workload | None) -> Iterator[None]:
+        """Leave the other workers of a GPU what a test does not need of its memory: of two that take much, one waits.
+
+        What torch keeps of it afterwards is given back.
+        """
+        machine = self.machines.known_default
+        if machine is None or machine.kind != "cuda" or self.sharers == 1 or self.cuda.lost_because:
+            yield
             return
-        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _MUCH_MEMORY:
-            torch.cuda.empty_cache()
+        import torch
+
+        device = torch.device(machine.device)
+        share = machine.memory / self.sharers
+        is_large = workload is not None and _OF_A_CHECK * workload.bytes() > share / 2
+        with memory_lock(device) if is_large else nullcontext():
+            yield
+            if is_large:
+                gc.collect()
+            if not self.cuda.lost_because and torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > _MUCH:
+                torch.cuda.empty_cache()
 
     @cached_property
     def progress(self) -> Progress:

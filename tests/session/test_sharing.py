@@ -4,15 +4,18 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import types
 
 import execnet
 import pytest
 import torch
 
+from pytest_attn import Workload
 from pytest_attn.processes import worker as worker_module
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.worker import Worker, own_processes
+from pytest_attn.session import devices
 from pytest_attn.session.devices import count_gpus, place_on_host, take_own_gpu, untimed_because
 from pytest_attn.session.session import AttentionSession, CudaContext
 
@@ -134,14 +137,38 @@ def test_a_name_that_says_no_number_is_a_usage_error_where_the_controller_said_n
         take_own_gpu(config)
 
 
-@pytest.mark.parametrize(("sharers", "free", "is_left"), [(8, 1 << 30, True), (8, 1 << 20, False), (1, 1 << 30, False)])
-def test_a_worker_leaves_to_others_what_it_does_not_use(monkeypatch, sharers, free, is_left):
-    left = []
-    for name, value in {"is_initialized": True, "memory_reserved": free + 7, "memory_allocated": 7}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(True))
-    AttentionSession.leave_memory(types.SimpleNamespace(cuda=CudaContext(), sharers=sharers))
-    assert bool(left) == is_left
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """Make a session of one of some workers on a GPU of 80 GiB, where torch keeps one; list what becomes of it."""
+    said = []
+
+    def session(sharers, length=8192):
+        machine = types.SimpleNamespace(kind="cuda", memory=80 << 30, device="cuda:0")
+        machines = types.SimpleNamespace(known_default=machine)
+        of = types.SimpleNamespace(machines=machines, sharers=sharers, cuda=CudaContext())
+        return AttentionSession.sharing_memory(of, Workload(length, heads=128, head_dim=128, dtype="bfloat16")), said
+
+    monkeypatch.setattr(devices, "lock_name", lambda device: f"{device}-{tmp_path.name}")
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("left"))
+    return session
+
+
+@pytest.mark.parametrize(
+    ("sharers", "length", "waits", "is_left"), [(8, 8192, True, True), (8, 64, False, True), (1, 8192, False, False)]
+)
+def test_of_two_workers_that_need_much_of_a_gpu_one_waits_and_leaves_what_it_used(
+    gpu, sharers, length, waits, is_left, monkeypatch
+):
+    monkeypatch.setattr(devices, "PATIENCE", 0.2)
+    first, said = gpu(sharers, length)
+    second, _ = gpu(sharers, length)
+    with first:
+        begun = time.monotonic()
+        with second:
+            assert (time.monotonic() - begun >= 0.2) == waits
+    assert bool(said) == is_left
 
 
 OUT_OF_MEMORY = """
