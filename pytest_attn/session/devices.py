@@ -201,12 +201,10 @@ def sharers_of(gpu_per_worker: bool, device: torch.device) -> int:
 @contextmanager
 def device_lock(device: torch.device) -> Iterator[None]:
     """Let no other process of this kind time on the device meanwhile."""
-    from filelock import Timeout
-
     lock = _lock_of(device)
     try:
         lock.acquire(timeout=PATIENCE)
-    except Timeout:
+    except TimeoutError:
         pytest.fail(
             f"latency: another process has been timing on {device} for {PATIENCE:.0f} s ({lock.lock_file})", pytrace=False
         )
@@ -218,11 +216,9 @@ def device_lock(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def memory_lock(device: torch.device) -> Iterator[None]:
-    """Let other processes of this kind take much of the device's memory before or after; go on without where that takes long."""
-    from filelock import Timeout
-
+    """Let no other process of this kind take much of the device's memory meanwhile, unless one does so for long."""
     lock = _lock_of(device, "memory-")
-    with suppress(Timeout):
+    with suppress(TimeoutError):
         lock.acquire(timeout=PATIENCE)
     try:
         yield

@@ -242,8 +242,7 @@ class AttentionSession:
         if machine is None or machine.kind != "cuda" or self.sharers == 1 or self.cuda.lost_because:
             yield
             return
-        import torch
-
+        torch = sys.modules["torch"]  # which knows the machine
         device = torch.device(machine.device)
         share = machine.memory / self.sharers
         is_large = workload is not None and _OF_A_CHECK * workload.bytes() > share / 2
