@@ -67,7 +67,6 @@ class Executor:
 
     def place(self, subject: Subject, conclude: Conclude) -> Subject:
         """Return what computes there what a subject computes. conclude: of the case, for what goes wrong meanwhile."""
-        del conclude
         return subject
 
     def leave(self, result: object) -> None:

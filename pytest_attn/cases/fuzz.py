@@ -214,7 +214,9 @@ def make_fuzz_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> 
     case = FuzzCase(CaseRun.of_item(request, parameter))
     if late := _fixtures_made_once(item):
         pytest.skip(f"not fuzzed: fixture {late!r} asks for an attention fixture, and would be made once for all draws")
-    if _is_hypothesis_test(item.obj):
+    from hypothesis import is_hypothesis_test
+
+    if is_hypothesis_test(item.obj):
         pytest.skip("not fuzzed: the test already draws with Hypothesis")
     if any(w.is_quantized or w.v_in_k for w in [parameter.workload, *case.mark.workloads]):
         pytest.skip("not fuzzed: drawn workloads have neither descales nor values in their keys")
@@ -273,12 +275,6 @@ def _fixtures_made_once(item: pytest.Function) -> str | None:
         if name not in own and any(own.intersection(definition.argnames) for definition in definitions):
             return name
     return None
-
-
-def _is_hypothesis_test(function: object) -> bool:
-    from hypothesis import is_hypothesis_test
-
-    return bool(is_hypothesis_test(function))
 
 
 # -- the draws ---------------------------------------------------------------------------------------------------------

@@ -51,12 +51,10 @@ class TimingPlace:
 
     def label(self, key: bool = False, kind: str = "cpu") -> str:
         """Return what names of measurements say of it, or the keys of their baselines on a kind of device."""
-        del key, kind
         return ""
 
     def untimed_because(self, device: torch.device, session: AttentionSession) -> str | None:
         """Say why nothing can be timed there, None where it can."""
-        del device, session
         return None
 
     def devices(self, device: torch.device) -> list[torch.device]:

@@ -378,7 +378,6 @@ class ModelMeasurement(Measurement):
 
     def _take(self, mode: Mode | None) -> Latency:
         """Time the step by the host's clock, device included: a training loop waits for both."""
-        del mode
         with ExitStack() as stack:
             stack.enter_context(untouched(self.model))
             stack.enter_context(optimizer_untouched(self.optimizer))

@@ -140,7 +140,6 @@ class RankCase(CaseTensors):
 
     def measure(self, fn: Callable[..., Any] | Backend | str, backward: object = False, name: str | None = None) -> Latency:
         """Compute, and time, `fn` in step with the other ranks; return the latency that the process that judges found."""
-        del backward  # which the judge knows, and says
         latency: Latency = self._served(fn, name)
         return latency
 
@@ -212,5 +211,4 @@ class RankCase(CaseTensors):
         return self._parts["k"], self._parts["v"]
 
     def _in_layout(self, tensor: torch.Tensor) -> torch.Tensor:
-        del tensor  # the whole q
-        return self._parts["q"]
+        return self._parts["q"]  # of the tensor, which is the whole q

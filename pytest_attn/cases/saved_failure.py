@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,10 +244,9 @@ class Failure:
         spec, references = self._spec(device or self.environment["machine"]["kind"])
         subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
         if broken := self.environment["invariants"]:
-            reproduce = self._reproduce(INVARIANT_WIDTH)
-            report = judged_in_words(
-                subject, spec, lambda: judge_invariants(subject, spec, references, broken, None, self._is_thorough), reproduce
-            )
+            reproduce, thorough = self._reproduce(INVARIANT_WIDTH), self.environment["question"]["thorough"]
+            tried = partial(judge_invariants, subject, spec, references, broken, None, thorough)
+            report = judged_in_words(subject, spec, tried, reproduce)
             if not report.passed:
                 raise AssertionError(f"{describe_invariants(report)}\n{reproduce}")
             return report
@@ -256,10 +256,6 @@ class Failure:
                 f"{mismatch_text.describe(diagnose(comparison, spec.diagnosis_timeout))}\n{self._reproduce()}"
             )
         return comparison
-
-    @property
-    def _is_thorough(self) -> bool:
-        return bool(self.environment["question"]["thorough"])
 
     def _workload(self) -> Workload:
         if self.workload is None:

@@ -157,9 +157,7 @@ class _Judgment:
         if self.first is None:
             kept = {name: KeptResult(t) for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}
             self.first = _Result(distribution, reference, tensors, kept)
-        limits, w, rows = limits_named(self.spec.limits), self.spec.workload, []
-        for name, tensor in tensors.items():
-            rows.append(compare_tensor(name, distribution, tensor, reference, w, limits_of(name, limits)))
+        rows = list(self._compared(distribution, reference, tensors))
         self.rows += rows
         for row in rows:
             if not row.passed and self.failed is None:
@@ -169,7 +167,7 @@ class _Judgment:
                 self.failed = _Failed(row, Returned(distribution, reference, tensors), hints)
         self.returned.append(Returned(distribution, reference, tensors))
         if self.failed is None:
-            self.unshown = unshown_by(reference, w, tuple(tensors), self.unshown)
+            self.unshown = unshown_by(reference, self.spec.workload, tuple(tensors), self.unshown)
 
     def judge_again(self) -> None:
         """Judge the first distribution once more, where its results are others now: nothing may be left of other calls."""
@@ -428,7 +426,7 @@ def compare_rows(
     z_row, z_head = float(rows.max()) ** 0.5, float(rows.mean(-1).max()) ** 0.5
     wrong_count = max(int(wrong.sum()), unsampled_faults)
     if wrong_count and bool(wrong.any()):
-        at = _index(int(wrong.flatten().int().argmax()), wrong.shape)
+        _, at = _largest(wrong.int())
     passed = not wrong_count and limits.excess(z_element, z_row, z_head) <= 1
     return TensorComparison(
         name=name,
@@ -535,16 +533,8 @@ def _familiar_figures(residual: torch.Tensor, exact: torch.Tensor) -> dict[str, 
 
 
 def _largest(magnitude: torch.Tensor) -> tuple[float, tuple[int, ...]]:
-    at = _index(int(magnitude.flatten().argmax()), magnitude.shape)
+    at = tuple(map(int, torch.unravel_index(magnitude.argmax(), magnitude.shape)))
     return float(magnitude[at]), at
-
-
-def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        flat, here = divmod(flat, size)
-        index.append(here)
-    return tuple(reversed(index))
 
 
 def _true_index(at: tuple[int, ...], expected: Expected) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -182,8 +182,6 @@ def _parts(key: str) -> tuple[tuple[str, ...], str]:
 
 
 SCHEMA = 1
-#: from a schema to the next; a file of an older schema goes through all that follow it
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
 class BaselineError(Exception):
@@ -271,8 +269,6 @@ def read(path: Path) -> BaselineFile:
                 f"{path}: has schema {schema!r}, this pytest-attn knows up to {SCHEMA}; update pytest-attn, or record into"
                 " another folder with --attn-baselines DIR"
             )
-        for older in range(schema, SCHEMA):
-            data = MIGRATIONS[older](data)
         conditions = data["conditions"]
         cases = {key: _from_json(case, conditions) for key, case in data["cases"].items()}
         return BaselineFile(path, Identity(**data["machine"]), dict(data["anchors"]), cases)
@@ -283,29 +279,25 @@ def read(path: Path) -> BaselineFile:
         ) from None
 
 
+#: the fields of a case that its line has as they are
+_AS_THEY_ARE = ("shape", "mode", "flops", "date", "reason", "version", "memory", "check", "gpu", "protocol")
+
+
 def _to_json(case: Baseline, names: Mapping[tuple[tuple[str, str], ...], str]) -> dict[str, Any]:
     return {
-        "shape": case.shape,
-        "mode": case.mode,
+        **{name: getattr(case, name) for name in _AS_THEY_ARE},
         "p50_ns": [_nanoseconds(t) for t in case.p50],
         "host_ns": [round(t * 1e9) for t in case.launch],
         "anchors_ns": {name: [_nanoseconds(t) for t in times] for name, times in case.anchors.items()},
-        "flops": case.flops,
         "bytes": case.nbytes,
-        "date": case.date,
-        "reason": case.reason,
-        "version": case.version,
-        "memory": case.memory,
         "z": [float(f"{z:.4g}") for z in case.z] if case.z else None,
-        "check": case.check,
         "conditions": names[tuple(sorted(case.conditions.items()))],
-        "gpu": case.gpu,
         "history": [[date, _nanoseconds(p50), reason] for date, p50, reason in case.history],
-        "protocol": case.protocol,
     }
 
 
 def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, str]]) -> Baseline:
+    case = {"gpu": "", **case}  # which pytest-attn did not write at first
     p50 = tuple(t * 1e-9 for t in case["p50_ns"])
     anchors = {name: tuple(t * 1e-9 for t in times) for name, times in case["anchors_ns"].items()}
     launch = tuple(t * 1e-9 for t in case["host_ns"])
@@ -320,23 +312,14 @@ def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, st
     if not isinstance(case["protocol"], int):
         raise ValueError(f"protocol {case['protocol']!r} is not a number")
     return Baseline(
-        shape=case["shape"],
-        mode=case["mode"],
+        **{name: case[name] for name in _AS_THEY_ARE},
         p50=p50,
         launch=launch,
         anchors=anchors,
-        flops=case["flops"],
         nbytes=case["bytes"],
-        date=case["date"],
-        reason=case["reason"],
-        version=case["version"],
-        memory=case["memory"],
         z=tuple(case["z"]) if case["z"] else None,
-        check=case["check"],
         conditions=dict(conditions[case["conditions"]]),
-        gpu=str(case.get("gpu", "")),  # which pytest-attn did not write at first
         history=tuple((date, p50 * 1e-9, reason) for date, p50, reason in case["history"]),
-        protocol=case["protocol"],
     )
 
 

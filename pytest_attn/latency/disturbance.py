@@ -64,7 +64,6 @@ class DisturbanceMonitor:
 
     def begin_all(self, subject: str) -> None:
         """Begin a measurement of the samples of this name."""
-        del subject
         self.notes.clear()
 
     def begin(self) -> None:

@@ -100,7 +100,6 @@ class Attention:
 
     def _expected_of(self, name: str, native: Tensor) -> tuple[tuple[int, ...], Held | None]:
         """Return the shape that a native result must have, and what it has of all rows and heads, None for all."""
-        del native
         return native_shape(name, self._spec.workload), None
 
     def _native(self, tensor: Tensor) -> Tensor:
@@ -133,7 +132,6 @@ class AnyResult(Attention):
 
     def fault_of(self, results: Mapping[str, Tensor], tensors: Sequence[Tensor], dout: Tensor) -> str:
         """Find none."""
-        del results, tensors, dout
         return ""
 
 

@@ -72,7 +72,6 @@ class Timer(ABC):
 
     def peak_memory(self, work: Work) -> int | None:
         """Return the bytes that one call asks for beyond what was there, None where it cannot be known."""
-        del work
         return None
 
 
@@ -86,7 +85,6 @@ class HostTimer(Timer):
         self.device, self._contention = device, contention
 
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
-        del mode
         work.rotate_over(1)
         with work.context():
             for _ in range(3):  # peak_memory has called nothing

@@ -711,7 +711,6 @@ class KernelBackend(Backend):
         return "-"
 
     def pads_by_mask(self, workload: Workload) -> bool:
-        del workload
         return False
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:

@@ -97,7 +97,6 @@ class RankedTimer(Timer):
         return [one.seconds for one in shared]
 
     def peak_memory(self, work: Work) -> int | None:
-        del work
         if not self._by_device:
             return None
         self._steps.step("peak")  # whose first call may leave workspaces behind
@@ -195,7 +194,6 @@ class RankedStopwatch(Stopwatch):
         return self._used.taken
 
     def _timer_of(self, plan: Plan) -> Timer:
-        del plan
         if self.device.type == "cuda":
             self._steps.step("warm", ramp=False)
         self._used = self.timer

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,7 +71,7 @@ class Pool(RankGroup):
         self._ended: dict[int, Message] = {}
         self._is_ready = self._is_running = self._is_doubtful = False
         self.is_warm = False  # whether anything was timed on its GPUs
-        self._files = 0
+        self._files = count()
         try:
             self._start(config, launcher)
         except BaseException:
@@ -164,7 +165,7 @@ class Pool(RankGroup):
             process.channel.send(**message)
 
     def _call(self, do: str, number: int, tensors: Tensors, **more: object) -> list[Tensors]:
-        path = self._new_file()
+        path = self.folder / f"tensors-{next(self._files)}"
         write_tensors(path, tensors)
         try:
             late = number % self.ranks if number > 1 else None  # after the first call, one rank after the other
@@ -261,10 +262,6 @@ class Pool(RankGroup):
 
     def _seen(self, rank: int) -> RankPostMortem:
         return RankPostMortem.of(self.folder, rank)
-
-    def _new_file(self) -> Path:
-        self._files += 1
-        return self.folder / f"tensors-{self._files}"
 
 
 def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:

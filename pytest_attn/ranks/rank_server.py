@@ -371,7 +371,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> object:
     """Collect nothing yet."""
-    del session
     return True
 
 

@@ -46,7 +46,7 @@ class RankedSubject(Subject):
         import torch
 
         layout = "thd" if self.sharding.workload.is_packed else self.layout
-        gathered = partial(_gathered, inputs) if self.sharding.shares_pages else _as_they_are
+        gathered = partial(_gathered, inputs)
 
         class OverRanks(torch.autograd.Function):
             """One call of the callable on all ranks, and its backward pass."""
@@ -128,11 +128,9 @@ class RankedBackend(RankedSubject):
         return self.backend.defects_over(self.sharding, machine, backward) if workload == self.sharding.workload else []
 
 
-def _as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return k, v
-
-
 def _gathered(inputs: Inputs, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values out of their pages, (batch, kv_heads, kv_len, dim): each rank puts its own into other pages."""
+    if not inputs.workload.kv_pages:
+        return k, v
     k, v = canonical(inputs.workload, k, v)
     return dataclasses.replace(inputs, k=k, v=v).gathered()

@@ -58,28 +58,15 @@ class RankTiming:
         """defects: those known of the callable on this workload and machine."""
         self._fn, self._spec, self._sharding, self._rank = fn, spec, sharding, rank
         self._defects = of_timed(defects)
-        self._steps: dict[str, Callable[..., Any]] = {
-            "begin": self._begin,
-            "call": self._call,
-            "behind": self._behind,
-            "peak": self._peak,
-            "warm": self._warm,
-            "block": self._block,
-            "renew": self._renew,
-            "verify": self._verify,
-            "watch": self._watch,
-            "disturbance": self._disturbance,
-            "communication": self._communication,
-        }
 
     def step(self, what: str, given: Mapping[str, Any]) -> Any:
-        """Make a step of these keyword arguments; return what the judge learns from it, as JSON has it."""
+        """Make a step, a method below, of these keyword arguments; return what the judge learns from it, as JSON has it."""
         if what == "begin":
-            return self._begin(**given)
+            return self.begin(**given)
         with self._work.context():
-            return self._steps[what](**given)
+            return getattr(self, what)(**given)
 
-    def _begin(self, direction: Any, cold: bool, threads: int, seed: int) -> None:
+    def begin(self, direction: Any, cold: bool, threads: int, seed: int) -> None:
         """Make this rank's tensors. cold: whether a GPU's L2 is written before each sample. threads: of a CPU's rank.
 
         seed: of the data, from which all ranks draw alike: they make the same steps.
@@ -93,24 +80,24 @@ class RankTiming:
         if self._device.type == "cuda":
             self._clocks["device"] = DeviceClock(self._device, cold, self._rank.group)
 
-    def _call(self) -> None:
+    def call(self) -> None:
         """Make a call whose result must be that of its data."""
         verified(self._work)
 
-    def _behind(self) -> None:
+    def behind(self) -> None:
         """Look at a result while other work lies ahead on the device."""
         self._plain_timer.verify_behind_backlog(self._work)
 
-    def _peak(self) -> int:
+    def peak(self) -> int:
         """Return the bytes that a call asks for on this rank's GPU."""
         return peak_of(self._work.stage(), self._device)
 
-    def _warm(self, ramp: bool) -> None:
+    def warm(self, ramp: bool) -> None:
         """Bring this rank's GPU to its clock. ramp: from idle."""
         warmer = Warmer(self._plain_timer, self._anchors, self._monitor)
         (warmer.ramp_up if ramp else warmer.warm_up)()
 
-    def _block(self, names: list[str], calls: int, clock: str, backlog: float) -> dict[str, Any]:
+    def block(self, names: list[str], calls: int, clock: str, backlog: float) -> dict[str, Any]:
         """Take one sample of each name."""
         self._work.rotate_over(max(_FEWEST_SETS, calls))
         op = Item(SUBJECT, repeated(self._work.stage, calls), calls, self._work.keep)
@@ -118,27 +105,27 @@ class RankTiming:
         taken = self._clocks[clock].block([others.get(name, op) for name in names], backlog)
         return {**taken._asdict(), "samples": [list(sample) for sample in taken.samples]}
 
-    def _renew(self, clock: str) -> None:
+    def renew(self, clock: str) -> None:
         """Have other memory, on a GPU."""
         found = self._clocks[clock]
         if isinstance(found, DeviceClock):
             found.renew(self._work)
 
-    def _verify(self, is_last: bool) -> None:
+    def verify(self, is_last: bool) -> None:
         """Look at a result that was kept."""
         self._work.verify_kept(is_last)
 
-    def _watch(self) -> dict[str, Any]:
+    def watch(self) -> dict[str, Any]:
         """Begin to look for disturbances; return the state of the device."""
         self._monitor.begin_all(SUBJECT)
         self._monitor.begin()
         return self._monitor.conditions()
 
-    def _disturbance(self) -> dict[str, Any]:
+    def disturbance(self) -> dict[str, Any]:
         """Return what disturbed this rank since it was last asked, and what else is to be marked."""
         return {"disturbance": self._monitor.disturbance(), "notes": list(self._monitor.notes)}
 
-    def _communication(self) -> dict[str, float] | None:
+    def communication(self) -> dict[str, float] | None:
         """Return seconds of a call's span, of NCCL's kernels in it, and of all others."""
         return communication_of(self._work, self._device)
 
@@ -199,7 +186,6 @@ class AttentionOfShard(Attention):
 
     def sets_of(self, noise: Noise, number: int, keeps: bool) -> TensorSets:
         """Return sets of the rank's shards, which keep nothing."""
-        del keeps
         return PartSets(noise, number, self.given)
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -264,7 +250,6 @@ class HostClock(RankClock):
         self._start = collectives.watching("the timer's barrier", "", barrier.wait)
 
     def block(self, items: Sequence[Item], backlog: float = 0.0) -> Taken:
-        del backlog
         with no_collection():
             return Taken([self.sample(item) for item in items])
 

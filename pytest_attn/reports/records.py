@@ -282,20 +282,7 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
     known = record
     if any(word in line for word in _QUOTED):  # most lines hold none, and looking at each value takes longest
         known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
-    return cast(Record, {**_empty(known), **known, **_of_older_lines(record)})
-
-
-def _of_older_lines(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return what `cause`, `source` and `reason` would be in a line that was written before the first two were."""
-    if "cause" in record:
-        return {}
-    reason, is_check = str(record.get("reason", "")), record["question"] == "check"
-    fields = {"reason": reason.removeprefix("known defect ")} if record["verdict"] == Verdict.KNOWN_DEFECT else {}
-    if record.get("name") == "fuzz":
-        fields["source"] = "fuzz"
-    elif is_check and record["verdict"] == Verdict.PASSED and reason:
-        fields["cause"] = Cause.DEFECT_NOT_SHOWN.value
-    return fields
+    return cast(Record, {**_empty(known), **known})
 
 
 #: without which a record says nothing

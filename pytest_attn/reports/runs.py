@@ -108,7 +108,8 @@ def _facts_of(line: str, where: str) -> RunFacts:
         kind = dict if name in _IDS else hint
         if not isinstance(facts, dict) or type(facts.get(name)) is not kind:
             raise ValueError(f"{where}: is not the closing line of a run: {name} must be of type {kind.__name__}")
-    return cast(RunFacts, {**facts, **{name: _ids(facts[name]) for name in _IDS}})
+    ids = {name: frozenset(f"{stem}{rest}" for stem, some in facts[name].items() for rest in some) for name in _IDS}
+    return cast(RunFacts, {**facts, **ids})
 
 
 def collected_by(facts: RunFacts) -> frozenset[str]:
@@ -123,10 +124,6 @@ def grouped(ids: Iterable[str]) -> dict[str, list[str]]:
         name, bracket, rest = one.partition("[")
         found.setdefault(name, []).append(bracket + rest)
     return found
-
-
-def _ids(groups: dict[str, list[str]]) -> frozenset[str]:
-    return frozenset(f"{name}{rest}" for name, group in groups.items() for rest in group)
 
 
 def stable_id(nodeid: str) -> str:

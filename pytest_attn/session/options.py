@@ -301,17 +301,13 @@ def require_known(args: Sequence[str], parser: pytest.Parser) -> None:
     """Raise pytest.UsageError for an option that begins with --attn- and is declared by nobody, be it a conftest."""
     known = [one.flag for one in declared_options(Settings)]
     typed = [name for name in (one.partition("=")[0] for one in args) if name.startswith("--attn-") and name not in known]
-    if unknown := [one for one in typed if any(other.partition("=")[0] == one for other in _left_over(args, parser))]:
+    left_over = parser.parse_known_and_unknown_args(args, argparse.Namespace())[1] if typed else []
+    if unknown := [one for one in typed if any(other.partition("=")[0] == one for other in left_over)]:
         from difflib import get_close_matches  # few runs come here
 
         alike = get_close_matches(unknown[0].removeprefix("--attn-"), [one.removeprefix("--attn-") for one in known], n=2)
         hint = f"did you mean {' or '.join(f'--attn-{stem}' for stem in alike)}?" if alike else "pytest --help lists all"
         raise pytest.UsageError(f"{unknown[0]}: no such option; {hint}")
-
-
-def _left_over(args: Sequence[str], parser: pytest.Parser) -> list[str]:
-    """Return the arguments that no option takes."""
-    return parser.parse_known_and_unknown_args(args, argparse.Namespace())[1]
 
 
 def _text(config: pytest.Config, one: Option) -> tuple[Any, str]:

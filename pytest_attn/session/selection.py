@@ -93,12 +93,10 @@ class SelectedKernels:
         own: the backend of the case. within: the qualified name of the test. dequantized: what a callable that quantizes
         makes of q, k and v.
         """
-        del own
         return spec.subject(self.registrations.registry, target, name, within, dequantized)
 
     def skipped_because(self, test: str, name: str) -> str | None:
         """Say why a case need not run any more, None where it must."""
-        del test, name
         return None
 
     def settle(self, item: pytest.Item, report: pytest.TestReport, progress: Progress) -> None:

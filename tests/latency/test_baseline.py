@@ -209,17 +209,6 @@ def test_a_file_from_the_future_is_named_and_never_overwritten(tmp_path):
     assert file.path.read_text() == text
 
 
-def test_an_older_schema_is_migrated(tmp_path, monkeypatch):
-    file = find(tmp_path, H200, ANCHORS)
-    file.write({"a": case()})
-    data = json.loads(file.path.read_text())
-    data["schema"] = 0
-    data["rows"] = data.pop("cases")
-    file.path.write_text(json.dumps(data))
-    monkeypatch.setitem(module.MIGRATIONS, 0, lambda old: {**old, "cases": old["rows"]})
-    assert set(read(file.path).cases) == {"a"}
-
-
 def test_other_anchors_are_refused(tmp_path):
     find(tmp_path, H200, ANCHORS).write({"a": case()})
     with pytest.raises(BaselineError, match="recorded beside other controls"):

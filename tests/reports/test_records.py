@@ -194,20 +194,3 @@ def test_a_line_without_what_it_is_about_is_named(tmp_path, missing):
     path.write_text(json.dumps({name: value for name, value in complete.items() if name != missing}) + "\n")
     with pytest.raises(ValueError, match=f'has no "{missing}", expected string'):
         read_records(path)
-
-
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [
-        ({"reason": "#1 did not show: dq"}, {"cause": "defect not shown", "reason": "#1 did not show: dq"}),
-        ({"verdict": "known defect", "reason": "known defect #1: dq"}, {"cause": "", "reason": "#1: dq"}),
-        ({"name": "fuzz", "reason": "10 draws"}, {"source": "fuzz", "cause": ""}),
-        ({"reason": ""}, {"cause": "", "source": ""}),
-    ],
-)
-def test_lines_of_before_there_were_causes_are_read_as_if_there_had_been(tmp_path, written, read):
-    path = tmp_path / "old.jsonl"
-    line = {"schema": 1, "question": "check", "verdict": "passed", "workload": "w", "subject": "s", **written}
-    path.write_text(json.dumps(line) + "\n")
-    (record,) = read_records(path)
-    assert {name: record[name] for name in read} == read
