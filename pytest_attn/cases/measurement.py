@@ -20,7 +20,7 @@ from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of,
 from pytest_attn.latency.gate import Policy, policy_for
 from pytest_attn.latency.kernel_work import Call, KernelWork, work_of
 from pytest_attn.latency.nvml import ClockError, locked_clocks
-from pytest_attn.latency.protocol import Stopwatch, protocol_of, stopwatch_of, threads
+from pytest_attn.latency.protocol import Stopwatch, stopwatch_of, threads
 from pytest_attn.latency.regression import Measured
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
@@ -316,10 +316,10 @@ class Measurement:
             latency=latency,
             key=self.key,
             shape=self.shape,
-            version=self._version,
-            check=self._check,
+            version=self.subject.version(),
+            check=f"{','.join(self.spec.inputs)} seed {self.spec.seed}",  # what the check depended on
             z=self._z(),
-            conditions=self._conditions(),
+            conditions=conditions_of(self.spec.device, self.stopwatch.monitor.conditions()),
             gpu=gpu_of(self.spec.device),
             kind=self.spec.device.type,
             folder=self.session.baselines_folder,
@@ -327,8 +327,10 @@ class Measurement:
 
     def to_baseline(self, latency: Latency, reason: str, date: str) -> Baseline:
         """Return its baseline but for the runs, which new processes take."""
+        measured, shared = self.measured(latency), ("shape", "version", "check", "z", "conditions", "gpu", "protocol")
+        facts: dict[str, Any] = {name: getattr(measured, name) for name in shared}
         return Baseline(
-            shape=self.shape,
+            **facts,
             mode=latency.mode,
             p50=(),
             launch=(),
@@ -337,13 +339,7 @@ class Measurement:
             nbytes=self._work_of_passes("bytes"),
             date=date,
             reason=reason,
-            version=self._version,
             memory=latency.memory,
-            z=self._z(),
-            check=self._check,
-            conditions=self._conditions(),
-            gpu=gpu_of(self.spec.device),
-            protocol=protocol_of(self.spec.device.type),
         )
 
     @property
@@ -358,18 +354,6 @@ class Measurement:
     def _work_of_passes(self, what: Literal["flops", "bytes"]) -> int:
         parts: Any = ("forward", "backward") if self.direction == "forward+backward" else (self.direction,)
         return sum(getattr(self.spec.workload, what)(part) for part in parts)
-
-    @property
-    def _version(self) -> str:
-        return self.subject.version()
-
-    @property
-    def _check(self) -> str:
-        """Say what the check depended on."""
-        return f"{','.join(self.spec.inputs)} seed {self.spec.seed}"
-
-    def _conditions(self) -> dict[str, str]:
-        return conditions_of(self.spec.device, self.stopwatch.monitor.conditions())
 
     def _z(self) -> tuple[float, float, float] | None:
         """Return the largest residuals over an element, a row and a head of what this direction computes."""

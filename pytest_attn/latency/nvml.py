@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.library import Library
+from pytest_attn.backends.machine import text_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -89,14 +90,14 @@ class Gpu:
 
     def conditions(self) -> dict[str, int | float | str]:
         """Return what could be read of the state of the GPU."""
-        nvml, reasons = self._nvml, self.reasons()
+        nvml, reasons, said = self._nvml, self.reasons(), self._ask("nvmlSystemGetDriverVersion")
         found = {
             "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", self._whole, nvml.NVML_CLOCK_SM),
             "memory_clock_mhz": self._ask("nvmlDeviceGetClockInfo", self._whole, nvml.NVML_CLOCK_MEM),
             "temperature_c": self._ask("nvmlDeviceGetTemperature", self._whole, nvml.NVML_TEMPERATURE_GPU),
             "power_w": _watts(self._ask("nvmlDeviceGetPowerUsage", self._whole)),
             "power_limit_w": _watts(self._ask("nvmlDeviceGetEnforcedPowerLimit", self._whole)),
-            "driver": _text(self._ask("nvmlSystemGetDriverVersion")),
+            "driver": said and text_of(said),
             "reasons": None if reasons is None else ", ".join(reasons),
             "mig": self._mig(),
         }
@@ -127,7 +128,7 @@ class Gpu:
 
     def _mig(self) -> str | None:
         if self._is_slice:
-            return _text(self._ask("nvmlDeviceGetName", self._handle)) or "on"
+            return text_of(self._ask("nvmlDeviceGetName", self._handle) or "on")
         mode = self._ask("nvmlDeviceGetMigMode", self._whole)
         return None if mode is None else "on" if mode[0] else ""
 
@@ -195,10 +196,6 @@ def _names_of(device: torch.device) -> Iterator[tuple[str, bytes | int]]:
 
 def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else round(milliwatts / 1000, 1)
-
-
-def _text(said: str | bytes | None) -> str | None:
-    return said.decode() if isinstance(said, bytes) else said
 
 
 #: NVML's code for a user who may not do this

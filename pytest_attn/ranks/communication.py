@@ -199,17 +199,11 @@ CPU, NVLINK, PCIE, UNKNOWN = "CPU", "NVLink", "PCIe", "links unknown"
 
 
 def topology_of(kind: str, ranks: int) -> str:
-    """Return what connects the first `ranks` devices of a kind: NVLink only where it connects every two of them."""
+    """Return what connects the first `ranks` devices of a kind: NVLink only where NVML says so of every two of them."""
     if kind != "cuda":
         return CPU
-
-    return topology_of_gpus([torch.device("cuda", number) for number in range(ranks)])
-
-
-def topology_of_gpus(devices: list[torch.device]) -> str:
-    """Return what connects GPUs, as far as NVML says."""
     try:
-        gpus = [Gpu(device) for device in devices]
+        gpus = [Gpu(torch.device("cuda", number)) for number in range(ranks)]
     except AbsentError:
         return UNKNOWN
     linked = [one.has_nvlink_to(other) for one, other in combinations(gpus, 2)]

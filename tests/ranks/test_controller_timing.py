@@ -142,5 +142,5 @@ def test_nvlink_must_connect_every_two(monkeypatch, links, text):
     answers = iter(links)
     gpu = type("Gpu", (), {"__init__": lambda self, device: None, "has_nvlink_to": lambda self, other: next(answers)})
     monkeypatch.setattr(communication, "Gpu", gpu)
-    assert communication.topology_of_gpus([0, 1, 2]) == text
+    assert communication.topology_of("cuda", 3) == text
     assert communication.topology_of("cpu", 2) == "CPU"

@@ -293,9 +293,7 @@ class SdpaFa3(LibraryBackend):
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Activate around each call, and around its backward pass where there is one."""
-        w = inputs.workload
-        causal, scale, grouped = w.mask is not None, w.scale, w.group > 1
-        return within(functools.partial(_activated, self.implementation), _sdpa(causal, scale, grouped))
+        return within(functools.partial(_activated, self.implementation), Flash().prepare(inputs, backward))
 
 
 class SdpaFa4(SdpaFa3):
@@ -331,14 +329,6 @@ def _activated(implementation: str) -> Iterator[None]:
             restore_flash_attention_impl()
 
 
-def _sdpa(causal: bool, scale: float | None, grouped: bool) -> AttentionFn:
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-
-    return call
-
-
 def _not_activated_because(implementation: str) -> str | None:
     try:
         with _activated(implementation):
@@ -357,7 +347,8 @@ _OF_ANY_SIZE = r"(TypeError|ValueError|AttributeError|(Import|ModuleNotFound)Err
 def _failure_of_one_token(implementation: str, device: str, backward: bool, head_dim: int, dtype: str) -> str | None:
     of = {"dtype": getattr(torch, dtype), "device": device, "requires_grad": backward}
     q, k, v = (torch.zeros(1, 1, 1, head_dim, **of) for _ in range(3))
-    kernel = within(functools.partial(_activated, implementation), _sdpa(causal=False, scale=None, grouped=False))
+    plain = _on_kernel(F.scaled_dot_product_attention, "FLASH_ATTENTION")
+    kernel = within(functools.partial(_activated, implementation), plain)
     try:
         out = kernel(q, k, v)
         if backward:
