@@ -157,7 +157,9 @@ class _Judgment:
         if self.first is None:
             kept = {name: KeptResult(t) for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}
             self.first = _Result(distribution, reference, tensors, kept)
-        rows = list(self._compared(distribution, reference, tensors))
+        limits, w, rows = limits_named(self.spec.limits), self.spec.workload, []
+        for name, tensor in tensors.items():
+            rows.append(compare_tensor(name, distribution, tensor, reference, w, limits_of(name, limits)))
         self.rows += rows
         for row in rows:
             if not row.passed and self.failed is None:
@@ -167,7 +169,7 @@ class _Judgment:
                 self.failed = _Failed(row, Returned(distribution, reference, tensors), hints)
         self.returned.append(Returned(distribution, reference, tensors))
         if self.failed is None:
-            self.unshown = unshown_by(reference, self.spec.workload, tuple(tensors), self.unshown)
+            self.unshown = unshown_by(reference, w, tuple(tensors), self.unshown)
 
     def judge_again(self) -> None:
         """Judge the first distribution once more, where its results are others now: nothing may be left of other calls."""
