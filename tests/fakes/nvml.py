@@ -6,6 +6,7 @@ A fault is a code by function's name: the machine's in `FAULTS`, a GPU's in `Gpu
 
 # ruff: noqa: N801, N802, N815, N816
 
+import inspect
 import string
 import sys
 from ctypes import Structure, Union, c_double, c_int, c_int64, c_longlong, c_uint, c_uint32, c_ulong, c_ulonglong, c_ushort
@@ -251,28 +252,34 @@ def _of_the_whole(handle):
     return handle.gpu
 
 
-def _of_the_whole_gpu(name, read):
+#: whose first parameter the library calls so
+_OF_DEVICES = ("MigMode", "ViolationStatus")
+
+
+def _of_the_whole_gpu(name, read, handle):
     def call(handle, *arguments):
         return read(_of_the_whole(handle), *arguments)
 
     call.__name__ = name
+    _, *arguments = inspect.signature(read).parameters.values()
+    call.__signature__ = inspect.Signature([inspect.Parameter(handle, inspect.Parameter.POSITIONAL_OR_KEYWORD), *arguments])
     return _of_gpu(call)
 
 
 globals().update(
     {
-        f"nvmlDeviceGet{name}": _of_the_whole_gpu(f"nvmlDeviceGet{name}", read)
+        f"nvmlDeviceGet{name}": _of_the_whole_gpu(f"nvmlDeviceGet{name}", read, "device" if name in _OF_DEVICES else "handle")
         for name, read in {
             "MigMode": lambda gpu: list(gpu.mig),
-            "ClockInfo": lambda gpu, kind: {NVML_CLOCK_GRAPHICS: 1515, NVML_CLOCK_SM: 1515, NVML_CLOCK_MEM: 2619}[kind],
-            "MaxClockInfo": lambda gpu, kind: {NVML_CLOCK_GRAPHICS: 1970, NVML_CLOCK_SM: 1970, NVML_CLOCK_MEM: 2619}[kind],
+            "ClockInfo": lambda gpu, type: {NVML_CLOCK_GRAPHICS: 1515, NVML_CLOCK_SM: 1515, NVML_CLOCK_MEM: 2619}[type],  # noqa: A006
+            "MaxClockInfo": lambda gpu, type: {NVML_CLOCK_GRAPHICS: 1970, NVML_CLOCK_SM: 1970, NVML_CLOCK_MEM: 2619}[type],  # noqa: A006
             "SupportedMemoryClocks": lambda gpu: list(gpu.clocks),
             "Temperature": lambda gpu, sensor: {NVML_TEMPERATURE_GPU: 41}[sensor],
             "PowerUsage": lambda gpu: 440_260,  # milliwatts
             "EnforcedPowerLimit": lambda gpu: 700_000,
             "CurrentClocksEventReasons": lambda gpu: c_ulonglong(gpu.reasons).value,
             "CurrentClocksThrottleReasons": lambda gpu: c_ulonglong(gpu.reasons).value,
-            "ViolationStatus": lambda gpu, policy: c_nvmlViolationTime_t(0, gpu.violations[policy]),
+            "ViolationStatus": lambda gpu, perfPolicyType: c_nvmlViolationTime_t(0, gpu.violations[perfPolicyType]),
         }.items()
     }
 )
