@@ -8,7 +8,7 @@ from torch import Tensor
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, OTHER_ALIGNMENT, TAIL_MISSING, recomputed
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
 from pytest_attn.mutants.masks import BottomRightTakenForTopLeft
-from pytest_attn.mutants.mutant import Applies, Defects
+from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import (
     all_of,
     cuts_keys,
@@ -16,7 +16,6 @@ from pytest_attn.mutants.reach import (
     has_key_tail,
     has_several_heads,
     has_several_row_tiles,
-    in_backward,
     is_bottom_right,
     is_dense,
     is_grouped,
@@ -25,14 +24,10 @@ from pytest_attn.mutants.reach import (
     shows_tail,
 )
 
-GRADIENTS = Defects("gradients")
+GRADIENTS = Defects("gradients", backward=True)
 
 
-def _backward(*conditions: Applies) -> Applies:
-    return all_of(in_backward, *conditions)
-
-
-@GRADIENTS("FA#2756", applies=in_backward, faults=("d-missing",))
+@GRADIENTS("FA#2756", faults=("d-missing",))
 class _DeltaMissing(Kernel):
     """dS is P dP: the softmax's own sum is forgotten."""
 
@@ -40,7 +35,7 @@ class _DeltaMissing(Kernel):
         return p * dp
 
 
-@GRADIENTS("FA@b3f1b6a5", applies=_backward(has_several_heads), faults=("d-of-next-head",))
+@GRADIENTS("FA@b3f1b6a5", applies=has_several_heads, faults=("d-of-next-head",))
 class _DeltaOfNextHead(Kernel):
     """A head takes the delta of its neighbor."""
 
@@ -48,7 +43,7 @@ class _DeltaOfNextHead(Kernel):
         return super().delta(call, out, dout, dlse).roll(-1, -2)
 
 
-@GRADIENTS("TE#3216", applies=_backward(is_dense, lambda w, _: w.batch > 1), faults=("lse-of-first-batch-entry",))
+@GRADIENTS("TE#3216", applies=all_of(is_dense, lambda w: w.batch > 1), faults=("lse-of-first-batch-entry",))
 class _LseOfFirstBatchEntry(Kernel):
     """The backward pass takes the lse of the batch's first entry for all."""
 
@@ -56,7 +51,7 @@ class _LseOfFirstBatchEntry(Kernel):
         return lse if call.workload.is_packed else lse[:1].expand_as(lse)
 
 
-@GRADIENTS("PT#188302", applies=in_backward, faults=("lse-missing-in-backward",))
+@GRADIENTS("PT#188302", faults=("lse-missing-in-backward",))
 class _NullLse(Kernel):
     """P is computed again as exp(s), as no lse was saved."""
 
@@ -64,7 +59,7 @@ class _NullLse(Kernel):
         return lse.new_zeros(lse.shape)
 
 
-@GRADIENTS("cudnn-frontend#421", applies=_backward(lambda w, _: bool(w.sinks)), faults=("sink-missing-in-lse",))
+@GRADIENTS("cudnn-frontend#421", applies=lambda w: bool(w.sinks), faults=("sink-missing-in-lse",))
 class _LseWithoutSinkAgain(Kernel):
     """P is computed again without the sink's share of the denominator."""
 
@@ -76,7 +71,7 @@ class _LseWithoutSinkAgain(Kernel):
         return lse + (1 - share).clamp_(min=0).log()
 
 
-@GRADIENTS("FA#2651", applies=_backward(lambda w, _: w.softmax_scale != 1), faults=("gradient-scale-missing",))
+@GRADIENTS("FA#2651", applies=lambda w: w.softmax_scale != 1, faults=("gradient-scale-missing",))
 class _ScaleMissingInDk(Kernel):
     """dk is not scaled."""
 
@@ -86,7 +81,7 @@ class _ScaleMissingInDk(Kernel):
 
 @GRADIENTS(
     "HKUSTDial/flash-sparse-attention#203",
-    applies=_backward(lambda w, _: w.softmax_scale != 1),
+    applies=lambda w: w.softmax_scale != 1,
     faults=("gradient-scale-applied-twice",),
 )
 class _DqScaledTwice(Kernel):
@@ -96,7 +91,7 @@ class _DqScaledTwice(Kernel):
         return super().dq(tile, ds, k) * self.scale(tile.seq.call)
 
 
-@GRADIENTS("NATTEN#328", applies=_backward(is_grouped), faults=("group-overwritten",))
+@GRADIENTS("NATTEN#328", applies=is_grouped, faults=("group-overwritten",))
 class _GroupOverwritten(Kernel):
     """Of a group's shares of dk and dv only the last query head's is left."""
 
@@ -104,7 +99,7 @@ class _GroupOverwritten(Kernel):
         return x[tile.workload.group - 1 :: tile.workload.group]
 
 
-@GRADIENTS("fla#384", "NATTEN#328", applies=_backward(is_grouped_twice), faults=("group-summed-interleaved",))
+@GRADIENTS("fla#384", "NATTEN#328", applies=is_grouped_twice, faults=("group-summed-interleaved",))
 class _GroupSummedInterleaved(Kernel):
     """dk and dv of query head h are added to key head h % kv_heads."""
 
@@ -113,7 +108,7 @@ class _GroupSummedInterleaved(Kernel):
         return x.view(w.group, w.kv_heads, *x.shape[1:]).sum(0)
 
 
-@GRADIENTS("NATTEN#328", "xf#381", applies=_backward(has_several_row_tiles), faults=("row-tiles-overwrite",))
+@GRADIENTS("NATTEN#328", "xf#381", applies=has_several_row_tiles, faults=("row-tiles-overwrite",))
 class _RowTilesOverwriteDk(Kernel):
     """dk and dv are those of the last tile of rows: shares are stored, not added."""
 
@@ -125,7 +120,7 @@ class _RowTilesOverwriteDk(Kernel):
 @GRADIENTS(
     "FA@a4f148b6",
     "fla#988",
-    applies=_backward(cuts_keys),
+    applies=cuts_keys,
     faults=recomputed(("mask-ignored", "mask-ignored-within-tiles", "window-left-ignored", "window-right-ignored")),
 )
 class _MaskMissingInBackward(Kernel):
@@ -139,7 +134,7 @@ class _MaskMissingInBackward(Kernel):
     "triton#4541",
     "triton#5660",
     "triton#7216",
-    applies=_backward(lambda w, _: w.mask is None and w.kv_len > 1),
+    applies=lambda w: w.mask is None and w.kv_len > 1,
     faults=("recomputed-causal-not-asked-for", "causal-not-asked-for"),
 )
 class _AlwaysCausalInBackward(Kernel):
@@ -150,9 +145,7 @@ class _AlwaysCausalInBackward(Kernel):
         return self.masked(tile, s).masked_fill(~seen, -math.inf)
 
 
-@GRADIENTS(
-    "ffpa#300", "FA@c65b5106", applies=_backward(is_bottom_right), faults=(*recomputed(OTHER_ALIGNMENT), *OTHER_ALIGNMENT)
-)
+@GRADIENTS("ffpa#300", "FA@c65b5106", applies=is_bottom_right, faults=(*recomputed(OTHER_ALIGNMENT), *OTHER_ALIGNMENT))
 class _AlignedTopLeftInBackward(Kernel):
     """The backward pass aligns a causal mask to the first key, where the forward pass took the last."""
 
@@ -163,7 +156,7 @@ class _AlignedTopLeftInBackward(Kernel):
         return BottomRightTakenForTopLeft(self.row_tile, self.key_tile).key_tiles(seq, rows)
 
 
-@GRADIENTS("FA@a4f148b6", applies=_backward(has_key_tail), faults=(*recomputed(TAIL_MISSING), *TAIL_MISSING))
+@GRADIENTS("FA@a4f148b6", applies=has_key_tail, faults=(*recomputed(TAIL_MISSING), *TAIL_MISSING))
 class _LastKeyTileMissingInBackward(Kernel):
     """The backward pass leaves out the keys after the last full tile."""
 
@@ -171,7 +164,7 @@ class _LastKeyTileMissingInBackward(Kernel):
         return [keys for keys in self.key_tiles(seq, rows) if keys.stop <= seq.kv_len]
 
 
-@GRADIENTS("PT#196678", "FA@a4f148b6", applies=_backward(shows_tail), condition="magnitude", faults=("exp-overflow",))
+@GRADIENTS("PT#196678", "FA@a4f148b6", applies=shows_tail, condition="magnitude", faults=("exp-overflow",))
 class _TailNotMaskedAgain(Kernel):
     """The zeros that fill up the last tile of keys are not masked: they add nothing, unless exp(0 - lse) is infinite."""
 
@@ -179,7 +172,7 @@ class _TailNotMaskedAgain(Kernel):
         return s.masked_fill(~self.unmasked(tile), -math.inf)
 
 
-@GRADIENTS("FA#2315", "FA#2167", applies=_backward(is_padded), faults=(*recomputed(LENGTHS_MISREAD), *LENGTHS_MISREAD))
+@GRADIENTS("FA#2315", "FA#2167", applies=is_padded, faults=(*recomputed(LENGTHS_MISREAD), *LENGTHS_MISREAD))
 class _KvLengthIgnoredInBackward(Kernel):
     """The backward pass sees padded keys."""
 
@@ -191,7 +184,7 @@ class _KvLengthIgnoredInBackward(Kernel):
 @GRADIENTS(
     "PT#188302",
     "FA#540",
-    applies=_backward(lambda w, _: bool(w.bias or w.alibi)),
+    applies=lambda w: bool(w.bias or w.alibi),
     faults=recomputed(("bias-ignored", "alibi-ignored")),
 )
 class _BiasMissingInBackward(Kernel):
@@ -201,7 +194,7 @@ class _BiasMissingInBackward(Kernel):
         return self.capped(tile, s) if tile.workload.score_mod is None else self.modified(tile, s)
 
 
-@GRADIENTS("FA#2402", applies=_backward(lambda w, _: w.softcap is not None), faults=("softcap-slope-missing",))
+@GRADIENTS("FA#2402", applies=lambda w: w.softcap is not None, faults=("softcap-slope-missing",))
 class _SoftcapSlopeMissing(Kernel):
     """The derivative of the softcap is taken for 1."""
 
@@ -209,7 +202,7 @@ class _SoftcapSlopeMissing(Kernel):
         return scaled * 0 + 1
 
 
-@GRADIENTS("FA#2402", applies=_backward(lambda w, _: w.softcap is not None), faults=("softcap-slope-of-capped-score",))
+@GRADIENTS("FA#2402", applies=lambda w: w.softcap is not None, faults=("softcap-slope-of-capped-score",))
 class _SoftcapSlopeOfCappedScore(Kernel):
     """The derivative of the softcap is taken at the capped score, not at the score."""
 
@@ -217,9 +210,7 @@ class _SoftcapSlopeOfCappedScore(Kernel):
         return super().softcap_slope(cap * (scaled / cap).tanh(), cap)
 
 
-@GRADIENTS(
-    "FA#2402", "PT#146377", applies=_backward(lambda w, _: w.score_mod is not None), faults=("score-mod-slope-missing",)
-)
+@GRADIENTS("FA#2402", "PT#146377", applies=lambda w: w.score_mod is not None, faults=("score-mod-slope-missing",))
 class _ScoreModSlopeMissing(Kernel):
     """The derivative of score_mod is taken for 1."""
 
@@ -227,7 +218,7 @@ class _ScoreModSlopeMissing(Kernel):
         return s * 0 + 1
 
 
-@GRADIENTS("PT#125674", "FA#2421", applies=_backward(has_fully_masked_row_in_visited_tile), faults=EMPTY_ROWS)
+@GRADIENTS("PT#125674", "FA#2421", applies=has_fully_masked_row_in_visited_tile, faults=EMPTY_ROWS)
 class _EmptyRowIsNanInBackward(Kernel):
     """P of a row that sees no key is computed again as exp(-inf - -inf)."""
 
@@ -235,7 +226,7 @@ class _EmptyRowIsNanInBackward(Kernel):
         return (s - lse[..., None]).exp()
 
 
-@GRADIENTS("FA#2552", applies=_backward(lambda w, _: w.v_head_dim != w.head_dim))
+@GRADIENTS("FA#2552", applies=lambda w: w.v_head_dim != w.head_dim)
 class _DvColumnsMisplaced(Kernel):
     """The last 16 columns of dv are stored in the wrong order where v's head dimension is not k's."""
 
@@ -247,7 +238,7 @@ class _DvColumnsMisplaced(Kernel):
         return share
 
 
-@GRADIENTS("FA#404", "FA#889", "FA#1137", applies=in_backward, condition="lse-gradient")
+@GRADIENTS("FA#404", "FA#889", "FA#1137", condition="lse-gradient")
 class _GradientOfLseIgnored(Kernel):
     """What flows back through lse is dropped."""
 
@@ -255,7 +246,7 @@ class _GradientOfLseIgnored(Kernel):
         return super().delta(call, out, dout, None)
 
 
-@GRADIENTS("FA#1137", "NATTEN#299", applies=in_backward, condition="lse-gradient")
+@GRADIENTS("FA#1137", "NATTEN#299", condition="lse-gradient")
 class _GradientOfLseWithWrongSign(Kernel):
     """What flows back through lse is added to delta, not taken off."""
 

@@ -16,7 +16,7 @@ HEADS = Defects("heads")
 @HEADS(
     "HipKittens#22",
     "FI#1148",
-    applies=all_of(is_grouped_twice, lambda w, _: not is_interleaved(w)),
+    applies=all_of(is_grouped_twice, lambda w: not is_interleaved(w)),
     faults=("heads-interleaved",),
 )
 class _GroupsInterleaved(Kernel):
@@ -26,7 +26,7 @@ class _GroupsInterleaved(Kernel):
         return positions(range(seq.workload.heads), seq.call.q) % seq.workload.kv_heads
 
 
-@HEADS("HipKittens#22", applies=lambda w, _: w.kv_heads not in (1, w.group), faults=("group-taken-for-kv-heads",))
+@HEADS("HipKittens#22", applies=lambda w: w.kv_heads not in (1, w.group), faults=("group-taken-for-kv-heads",))
 class _GroupTakenForNumberOfKeyHeads(Kernel):
     """Query head h reads key head h // kv_heads, which is right only where groups are as large as they are many."""
 
@@ -38,7 +38,7 @@ class _GroupTakenForNumberOfKeyHeads(Kernel):
 @HEADS(
     "FI#1148",
     "FI#1614",
-    applies=all_of(is_grouped_twice, lambda w, _: bool(w.group & (w.group - 1))),
+    applies=all_of(is_grouped_twice, lambda w: bool(w.group & (w.group - 1))),
     faults=("group-rounded-to-power-of-two",),
 )
 class _GroupRoundedToPowerOfTwo(Kernel):
@@ -56,7 +56,7 @@ class _GroupsIgnored(Kernel):
         return positions(range(seq.workload.heads), seq.call.q).clamp_(max=seq.workload.kv_heads - 1)
 
 
-@HEADS("PT#193893", applies=lambda w, _: w.heads % 2 == 1, faults=("zeros-there",))
+@HEADS("PT#193893", applies=lambda w: w.heads % 2 == 1, faults=("zeros-there",))
 class _LastOddHeadLost(Kernel):
     """Heads are taken two by two, and the last of an odd number stays zero."""
 
@@ -66,9 +66,7 @@ class _LastOddHeadLost(Kernel):
         return out, lse
 
 
-@HEADS(
-    "FA#2591", "FA#2594", applies=lambda w, _: bool(w.head_dim % 16), faults=("head-dim-tail-unread", "scores-without-effect")
-)
+@HEADS("FA#2591", "FA#2594", applies=lambda w: bool(w.head_dim % 16), faults=("head-dim-tail-unread", "scores-without-effect"))
 class _HeadDimTailNotRead(Kernel):
     """Only whole steps of 16 of the head dimension are multiplied."""
 
@@ -80,7 +78,7 @@ class _HeadDimTailNotRead(Kernel):
 @HEADS(
     "FA@e3b2400a",
     "FA@9e07d6d3",
-    applies=all_of(is_dense, lambda w, _: w.v_head_dim != w.head_dim),
+    applies=all_of(is_dense, lambda w: w.v_head_dim != w.head_dim),
     faults=("v-with-head-dim-of-k",),
 )
 class _ValuesReadWithKeysHeadDim(Kernel):
@@ -92,7 +90,7 @@ class _ValuesReadWithKeysHeadDim(Kernel):
         return q, k, read_with_strides(v, contiguous_strides((*v.shape[:-1], k.shape[-1])))
 
 
-@HEADS("TE#3216", "jax#36702", applies=all_of(is_dense, lambda w, _: w.batch > 1), faults=("keys-of-first-batch-entry",))
+@HEADS("TE#3216", "jax#36702", applies=all_of(is_dense, lambda w: w.batch > 1), faults=("keys-of-first-batch-entry",))
 class _KeysOfFirstBatchEntry(Kernel):
     """Every batch entry reads the keys of the first: a stride of 0."""
 
@@ -101,7 +99,7 @@ class _KeysOfFirstBatchEntry(Kernel):
         return self.load(seq, seq.call.k, tile.keys)
 
 
-@HEADS("FI#4525", applies=all_of(is_grouped, lambda w, _: bool(w.sinks)), faults=("sink-of-key-head",))
+@HEADS("FI#4525", applies=all_of(is_grouped, lambda w: bool(w.sinks)), faults=("sink-of-key-head",))
 class _SinkOfKeyHead(Kernel):
     """A query head takes the sink with the number of its key head."""
 
@@ -110,7 +108,7 @@ class _SinkOfKeyHead(Kernel):
         return None if sinks is None else sinks[self.kv_head_of(seq)]
 
 
-@HEADS("vllm#1938", applies=all_of(is_grouped, lambda w, _: bool(w.alibi)), faults=("alibi-slope-of-key-head",))
+@HEADS("vllm#1938", applies=all_of(is_grouped, lambda w: bool(w.alibi)), faults=("alibi-slope-of-key-head",))
 class _AlibiSlopeOfKeyHead(Kernel):
     """A query head takes the slope with the number of its key head."""
 
@@ -118,7 +116,7 @@ class _AlibiSlopeOfKeyHead(Kernel):
         return slopes[self.kv_head_of(tile.seq)]
 
 
-@HEADS("jax#36702", "xf#788", applies=lambda w, _: w.heads > 1 and "h" in (w.bias or ""), faults=("bias-of-first-head",))
+@HEADS("jax#36702", "xf#788", applies=lambda w: w.heads > 1 and "h" in (w.bias or ""), faults=("bias-of-first-head",))
 class _BiasOfFirstHead(Kernel):
     """A bias that differs between heads is read for the first."""
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import QKV, Call, Kernel
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, always, in_backward, is_dense
+from pytest_attn.mutants.reach import all_of, is_dense
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def _as_if_contiguous(tensor: Tensor) -> Tensor:
     return read_with_strides(tensor, contiguous_strides(tensor.shape))
 
 
-@LAYOUT("FA#1217", "PT#112577", applies=always, condition="layout", faults=("strides-misread",))
+@LAYOUT("FA#1217", "PT#112577", condition="layout", faults=("strides-misread",))
 class _QAssumedContiguous(Kernel):
     """q is read as if it were contiguous."""
 
@@ -70,7 +70,7 @@ class _QAssumedContiguous(Kernel):
         return _as_if_contiguous(q), k, v
 
 
-@LAYOUT("FlagAttention#45", "triton#1821", applies=always, condition="layout", faults=("strides-misread",))
+@LAYOUT("FlagAttention#45", "triton#1821", condition="layout", faults=("strides-misread",))
 class _VReadWithStridesOfK(Kernel):
     """v is read with the strides of k."""
 
@@ -78,7 +78,7 @@ class _VReadWithStridesOfK(Kernel):
         return q, k, read_with_strides(v, k.stride() if k.shape == v.shape else v.stride())
 
 
-@LAYOUT("FI#1865", "FI#2414", applies=always, condition="layout", faults=("strides-misread",))
+@LAYOUT("FI#1865", "FI#2414", condition="layout", faults=("strides-misread",))
 class _OutWrittenWithStridesOfQ(Kernel):
     """out is contiguous, but is written with the strides of q."""
 
@@ -98,7 +98,7 @@ class _HeadStrideFromBatchStride(Kernel):
         return q, read_with_strides(k, (batch, batch // k.shape[1], *rest)), v
 
 
-@LAYOUT("FA#2745", applies=always, condition="layout", faults=("strides-misread",))
+@LAYOUT("FA#2745", condition="layout", faults=("strides-misread",))
 class _StorageOffsetIgnored(Kernel):
     """k is read from the beginning of its memory, also where it is a slice of it."""
 
@@ -106,7 +106,7 @@ class _StorageOffsetIgnored(Kernel):
         return q, read_with_strides(k, k.stride(), start=0), v
 
 
-@LAYOUT("FA#2298", "PT#191937", applies=always, condition="layout", faults=("strides-misread",))
+@LAYOUT("FA#2298", "PT#191937", condition="layout", faults=("strides-misread",))
 class _ExpandedReadAsContiguous(Kernel):
     """A tensor that is expanded, with a stride of 0, is read as if it were contiguous."""
 
@@ -115,7 +115,7 @@ class _ExpandedReadAsContiguous(Kernel):
         return q, k, v
 
 
-@LAYOUT("PT#187506", applies=always, condition="strides", faults=("strides-misread",))
+@LAYOUT("PT#187506", condition="strides", faults=("strides-misread",))
 class _InnermostStrideIgnored(Kernel):
     """The elements of a head's vector are taken to lie side by side."""
 
@@ -123,7 +123,7 @@ class _InnermostStrideIgnored(Kernel):
         return q, read_with_strides(k, (*k.stride()[:-1], 1)), v
 
 
-@LAYOUT("FA#2745", applies=always, condition="strides")
+@LAYOUT("FA#2745", condition="strides")
 class _AddressRoundedTo16Bytes(Kernel):
     """v is read from the last address before its own that is a multiple of 16 bytes."""
 
@@ -132,7 +132,7 @@ class _AddressRoundedTo16Bytes(Kernel):
         return q, k, read_with_strides(v, v.stride(), start=aligned)
 
 
-@LAYOUT("FA@2423cca3", "PT#146377", applies=in_backward, condition="layout", faults=("strides-misread",))
+@LAYOUT("FA@2423cca3", "PT#146377", backward=True, condition="layout", faults=("strides-misread",))
 class _KeysReadAgainWithStridesOfQ(Kernel):
     """The backward pass reads k with the strides of q."""
 
@@ -140,7 +140,7 @@ class _KeysReadAgainWithStridesOfQ(Kernel):
         return q, read_with_strides(k, q.stride()) if q.shape == k.shape else k, v
 
 
-@LAYOUT("FA#355", "FA@9ee0ff1d", "FlagAttention#1", applies=in_backward, condition="layout", faults=("strides-misread",))
+@LAYOUT("FA#355", "FA@9ee0ff1d", "FlagAttention#1", backward=True, condition="layout", faults=("strides-misread",))
 class _DoutAssumedContiguous(Kernel):
     """The gradient of out is read as if it were contiguous, as out is."""
 
@@ -148,7 +148,7 @@ class _DoutAssumedContiguous(Kernel):
         return _as_if_contiguous(dout)
 
 
-@LAYOUT("xf#548", "xf#282", applies=in_backward, condition="layout", faults=("strides-misread",))
+@LAYOUT("xf#548", "xf#282", backward=True, condition="layout", faults=("strides-misread",))
 class _DqWrittenWithStridesOfQ(Kernel):
     """dq is contiguous, but is written with the strides of q."""
 
@@ -170,7 +170,7 @@ class _KeysCenteredInPlace(Kernel):
 @LAYOUT(
     "diffusers#14338",
     "diffusers#14341",
-    applies=all_of(is_dense, lambda w, _: w.kv_heads == w.kv_len and w.kv_len > 1),
+    applies=all_of(is_dense, lambda w: w.kv_heads == w.kv_len and w.kv_len > 1),
     faults=("k-heads-and-rows-swapped",),
 )
 class _KeysTransposedWhereSquare(Kernel):
@@ -182,7 +182,7 @@ class _KeysTransposedWhereSquare(Kernel):
 
 @LAYOUT(
     "diffusers#14338",
-    applies=all_of(is_dense, lambda w, _: w.heads == w.q_len and w.q_len > 1),
+    applies=all_of(is_dense, lambda w: w.heads == w.q_len and w.q_len > 1),
     faults=("heads-and-rows-swapped",),
 )
 class _OutTransposedWhereSquare(Kernel):

@@ -26,7 +26,7 @@ class _KvLengthIgnored(Kernel):
 @LENGTHS(
     "fla#766",
     "FI#3393",
-    applies=lambda w, _: w.kv_lens is not None and not w.packs_keys,
+    applies=lambda w: w.kv_lens is not None and not w.packs_keys,
     faults=("newest-key-missing", "last-key-missing", "causal-hides-diagonal"),
 )
 class _NewestKeyNotSeen(Kernel):
@@ -47,7 +47,7 @@ class _LengthOfFirstSequence(Kernel):
 
 @LENGTHS(
     "vllm-project/vllm-omni#3525",
-    applies=lambda w, _: w.packs_keys and w.q_lens != w.kv_lens,
+    applies=lambda w: w.packs_keys and w.q_lens != w.kv_lens,
     faults=("keys-at-offsets-of-queries",),
 )
 class _QueriesOffsetsForKeys(Kernel):
@@ -90,7 +90,7 @@ class _SequencesNotSeparated(Kernel):
         return [Sequence(call, 0, 0, len(call.q), 0, len(call.k))]
 
 
-def _tail_is_followed(w: Workload, _backward: bool) -> bool:
+def _tail_is_followed(w: Workload) -> bool:
     """Whether a packed sequence with a tail that no mask hides is followed by another."""
     is_top_left = w.band is not None and w.band.top_left
     return w.packs_keys and not is_top_left and any(kv_len % TILE for _, kv_len in sequence_lengths(w)[:-1])
@@ -108,9 +108,9 @@ class _TailReadsNextSequence(Kernel):
         return extent._replace(kv_len=min(filled, len(call.k) - extent.kv_start))
 
 
-def _aligns_to_its_end(w: Workload, backward: bool) -> bool:
+def _aligns_to_its_end(w: Workload) -> bool:
     """Whether some sequence's last row stands elsewhere, from its first key, than that of the longest."""
-    if not is_band(w, backward) or w.mask.band.top_left:
+    if not is_band(w) or w.mask.band.top_left:
         return False
     return any(kv_len - q_len != w.kv_len - w.q_len for q_len, kv_len in sequence_lengths(w))
 
@@ -133,7 +133,7 @@ class _AlignmentOfLongestSequence(Kernel):
 @LENGTHS(
     "FA#2550",
     "hw-native-sys/pypto#470",
-    applies=lambda w, _: w.kv_pages is not None and any(n % w.kv_pages.size for n in w.kv_lens or ()),
+    applies=lambda w: w.kv_pages is not None and any(n % w.kv_pages.size for n in w.kv_lens or ()),
     faults=("last-page-skipped", "tail-tile-missing"),
 )
 class _LastPageSkipped(Kernel):
@@ -144,7 +144,7 @@ class _LastPageSkipped(Kernel):
         return extent if pages is None else extent._replace(kv_len=extent.kv_len // pages.size * pages.size)
 
 
-@LENGTHS("FA#2550", "FI#3136", applies=all_of(is_paged, lambda w, _: w.batch > 1), faults=("pages-of-first-sequence",))
+@LENGTHS("FA#2550", "FI#3136", applies=all_of(is_paged, lambda w: w.batch > 1), faults=("pages-of-first-sequence",))
 class _PagesOfFirstSequence(Kernel):
     """Every sequence reads the pages of the first."""
 
@@ -181,7 +181,7 @@ class _PageOfAnotherSize(Kernel):
         return pool[self.pages(seq, at // (2 * size)), at % size].transpose(0, 1)
 
 
-@LENGTHS("FA#2470", "FA#2421", applies=lambda w, _: any(q and not kv for q, kv in sequence_lengths(w)), faults=EMPTY_ROWS)
+@LENGTHS("FA#2470", "FA#2421", applies=lambda w: any(q and not kv for q, kv in sequence_lengths(w)), faults=EMPTY_ROWS)
 class _NoKeysIsNan(Kernel):
     """A sequence without keys is divided by its denominator of 0."""
 
@@ -193,7 +193,7 @@ class _NoKeysIsNan(Kernel):
 @LENGTHS(
     "FA#2562",
     "FA#2568",
-    applies=lambda w, _: w.packs_keys and 0 in (w.q_lens or ())[:-1],
+    applies=lambda w: w.packs_keys and 0 in (w.q_lens or ())[:-1],
     faults=("sequence-without-queries-left-out",),
 )
 class _SequenceWithoutQueriesShiftsKeys(Kernel):

@@ -10,7 +10,6 @@ from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, SplitKernel, T
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import (
     all_of,
-    always,
     any_of,
     has_fully_masked_rows,
     has_row_fully_masked_in_last_tile,
@@ -21,7 +20,7 @@ from pytest_attn.mutants.reach import (
 LSE = Defects("lse")
 
 
-@LSE("sglang#35045", "sglang#40903", "FI#2113", "FI#4485", applies=always, faults=("lse-base-2",))
+@LSE("sglang#35045", "sglang#40903", "FI#2113", "FI#4485", faults=("lse-base-2",))
 class _LseInBase2(Kernel):
     """lse is handed out as a logarithm of base 2; the backward pass knows."""
 
@@ -32,7 +31,7 @@ class _LseInBase2(Kernel):
         return super().recomputed(s, lse * math.log(2))
 
 
-@LSE("SageAttention@3ec1f13", "FA#404", applies=always, faults=("lse-without-maximum",))
+@LSE("SageAttention@3ec1f13", "FA#404", faults=("lse-without-maximum",))
 class _LseWithoutMaximum(Kernel):
     """lse is the logarithm of the sum relative to the row's maximum; the maximum is not added."""
 
@@ -40,7 +39,7 @@ class _LseWithoutMaximum(Kernel):
         return state.total.log()
 
 
-@LSE("PT#181645", applies=always, faults=("lse-ln-2-too-large",))
+@LSE("PT#181645", faults=("lse-ln-2-too-large",))
 class _LseOffByLn2(Kernel):
     """lse is ln 2 too large, and consistently so: only who merges by it notices."""
 
@@ -51,7 +50,7 @@ class _LseOffByLn2(Kernel):
         return super().recomputed(s, lse - math.log(2))
 
 
-@LSE("FA@2f78d484", "cudnn-frontend#421", applies=lambda w, _: bool(w.sinks), faults=("sinks-ignored",))
+@LSE("FA@2f78d484", "cudnn-frontend#421", applies=lambda w: bool(w.sinks), faults=("sinks-ignored",))
 class _LseWithoutSink(Kernel):
     """The sink takes its share of out, but is not in lse."""
 
@@ -61,7 +60,7 @@ class _LseWithoutSink(Kernel):
         return out, self.lse(state)
 
 
-@LSE("xf#850", applies=always, faults=TAIL_MISSING)
+@LSE("xf#850", faults=TAIL_MISSING)
 class _LseWithoutLastTile(Kernel):
     """lse is taken before the last tile of keys was added."""
 
@@ -145,7 +144,7 @@ class _MergeInBase2(SplitKernel):
         return dataclasses.replace(merged, top=merged.top / math.log(2))
 
 
-@LSE("NATTEN#299", "rocm-libraries#12229", applies=always, faults=("splits-averaged",))
+@LSE("NATTEN#299", "rocm-libraries#12229", faults=("splits-averaged",))
 class _MergeWithoutWeights(SplitKernel):
     """Partial results are averaged, whatever their denominators."""
 
@@ -155,7 +154,7 @@ class _MergeWithoutWeights(SplitKernel):
         return dataclasses.replace(merged, acc=mean * merged.total[..., None])
 
 
-@LSE("FI#4382", applies=all_of(any_of(has_several_key_tiles, has_fully_masked_rows), lambda w, _: w.q_len > 1))
+@LSE("FI#4382", applies=all_of(any_of(has_several_key_tiles, has_fully_masked_rows), lambda w: w.q_len > 1))
 class _MergeWeightsOfFirstRow(SplitKernel):
     """All rows' partial results are merged by the lse of the first row, as suits decoding one token."""
 

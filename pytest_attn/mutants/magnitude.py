@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pytest_attn.mutants.kernel import Kernel, Sequence, Softmax, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import always, hides_keys, in_backward, is_half
+from pytest_attn.mutants.reach import hides_keys, is_half
 
 MAGNITUDE = Defects("magnitude")
 
@@ -16,7 +16,6 @@ MAGNITUDE = Defects("magnitude")
     "executorch#18407",
     "llama.cpp#2665",
     "NVIDIA/FasterTransformer#43",
-    applies=always,
     condition="magnitude",
     faults=("exp-out-of-reach",),
 )
@@ -27,7 +26,7 @@ class _NoMaximumSubtracted(Kernel):
         return top.new_zeros(top.shape)
 
 
-@MAGNITUDE("HabanaAI/vllm-fork#275", applies=always, condition="magnitude", faults=("exp-out-of-reach",))
+@MAGNITUDE("HabanaAI/vllm-fork#275", condition="magnitude", faults=("exp-out-of-reach",))
 class _MaximumTakenFor10(Kernel):
     """10 is subtracted in place of the maximum: rows far below have a denominator of 0."""
 
@@ -35,7 +34,7 @@ class _MaximumTakenFor10(Kernel):
         return top.new_full(top.shape, 10)
 
 
-@MAGNITUDE("FI#4267", "FI#4450", "FI#4401", applies=always, condition="magnitude")
+@MAGNITUDE("FI#4267", "FI#4450", "FI#4401", condition="magnitude")
 class _MaximumStartsAtMinus50000(Kernel):
     """The running maximum starts at -50,000, not at -inf: rows whose scores are all below give zeros."""
 
@@ -58,7 +57,7 @@ class _MaximumOverHiddenScores(Kernel):
         return super().step(tile, q, Softmax(top, state.total * factor, state.acc * factor[..., None]))
 
 
-@MAGNITUDE("PaddlePaddle/Paddle#71919", "PT#119320", applies=always, faults=("scores-rounded",))
+@MAGNITUDE("PaddlePaddle/Paddle#71919", "PT#119320", faults=("scores-rounded",))
 class _ScoresInFloat16(Kernel):
     """q . k is summed in float16, which ends at 65,504."""
 
@@ -66,7 +65,7 @@ class _ScoresInFloat16(Kernel):
         return super().logits(q, k).half().float()
 
 
-@MAGNITUDE("llama.cpp#17746", "SageAttention#93", applies=always)
+@MAGNITUDE("llama.cpp#17746", "SageAttention#93")
 class _ValuesSummedInFloat16(Kernel):
     """P v is summed in float16."""
 
@@ -103,7 +102,7 @@ class _ExponentInTheTensorsDtype(Kernel):
         return super().masked(tile, s.to(tile.dtype).float())
 
 
-@MAGNITUDE("FA#2717", "FA#2716", applies=always)
+@MAGNITUDE("FA#2717", "FA#2716")
 class _ProbabilitiesInFp8(Kernel):
     """P is rounded to fp8 in a kernel that does not say so."""
 
@@ -111,7 +110,7 @@ class _ProbabilitiesInFp8(Kernel):
         return p.to(torch.float8_e4m3fn).float()
 
 
-@MAGNITUDE("triton#1671", "triton#674", applies=lambda w, _: w.dtype == "float32", faults=("precision-tf32",))
+@MAGNITUDE("triton#1671", "triton#674", applies=lambda w: w.dtype == "float32", faults=("precision-tf32",))
 class _ProductsInTf32(Kernel):
     """float32 inputs lose 13 of their 23 bits before they are multiplied."""
 
@@ -127,7 +126,7 @@ def _tf32(x: Tensor) -> Tensor:
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-@MAGNITUDE("PT#196678", "PT#119320", applies=in_backward, condition="magnitude", faults=("exp-out-of-reach", "exp-overflow"))
+@MAGNITUDE("PT#196678", "PT#119320", backward=True, condition="magnitude", faults=("exp-out-of-reach", "exp-overflow"))
 class _PFromExponentialOfLse(Kernel):
     """The backward pass forms P as exp(s) / exp(lse): below -88 both are 0."""
 
@@ -135,7 +134,7 @@ class _PFromExponentialOfLse(Kernel):
         return s.exp() / self.shift(lse).exp()[..., None]
 
 
-@MAGNITUDE("vllm#56578", applies=lambda w, _: w.softcap is not None, condition="magnitude")
+@MAGNITUDE("vllm#56578", applies=lambda w: w.softcap is not None, condition="magnitude")
 class _TanhByExponentials(Kernel):
     """The softcap's tanh is (e - 1) / (e + 1) with e = exp(2 x), infinity over infinity for large x."""
 

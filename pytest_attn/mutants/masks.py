@@ -145,7 +145,7 @@ class _TileOfOneKeyLost(Kernel):
 
 
 @MASKS(
-    "rasbt/LLMs-from-scratch#1062", applies=all_of(is_custom, lambda w, _: w.mask.kind == "boolean"), faults=("mask-inverted",)
+    "rasbt/LLMs-from-scratch#1062", applies=all_of(is_custom, lambda w: w.mask.kind == "boolean"), faults=("mask-inverted",)
 )
 class _MaskInverted(Kernel):
     """True in a boolean mask is taken for hidden."""
@@ -191,7 +191,7 @@ class _DocumentsNotSeparated(Kernel):
         return super().document_of(mask, like) * 0
 
 
-@MASKS("transformers#39408", applies=lambda w, _: isinstance(w.mask, Neighborhood), faults=("neighborhood-one-larger",))
+@MASKS("transformers#39408", applies=lambda w: isinstance(w.mask, Neighborhood), faults=("neighborhood-one-larger",))
 class _NeighborhoodOneTokenLarger(Kernel):
     """A neighborhood reaches one token further along its last axis."""
 

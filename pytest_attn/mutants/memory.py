@@ -8,7 +8,7 @@ from torch import Tensor
 from pytest_attn.diagnosis.faults import EMPTY_ROWS
 from pytest_attn.mutants.kernel import TILE, Call, Kernel, Sequence, SplitKernel, Tile
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, always, has_fully_masked_rows, has_row_tail, in_backward, is_padded
+from pytest_attn.mutants.reach import has_fully_masked_rows, has_row_tail, is_padded
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 MEMORY = Defects("memory")
@@ -44,7 +44,7 @@ class _EmptyRowsUnwritten(Kernel):
         super().store(seq, rows, out, lse, kept, lse_rows)
 
 
-@MEMORY("FI#3838", applies=always, faults=("calls-differ",))
+@MEMORY("FI#3838", faults=("calls-differ",))
 class _LseUnwritten(Kernel):
     """lse is never written; the backward pass has one of its own."""
 
@@ -58,7 +58,7 @@ class _LseUnwritten(Kernel):
         return own
 
 
-@MEMORY("FA#1228", "FA#2324", "FA#1990", applies=all_of(in_backward, is_padded), faults=("calls-differ",))
+@MEMORY("FA#1228", "FA#2324", "FA#1990", applies=is_padded, backward=True, faults=("calls-differ",))
 class _GradientOfPaddingUnwritten(Kernel):
     """dk and dv of padded keys are what memory held."""
 
@@ -72,7 +72,7 @@ class _GradientOfPaddingUnwritten(Kernel):
         return memory
 
 
-@MEMORY("FA#2229", "FI#1559", applies=always, faults=("calls-differ",))
+@MEMORY("FA#2229", "FI#1559", faults=("calls-differ",))
 class _SplitMergedBeforeItIsWritten(SplitKernel):
     """The merge reads the last split's place in the workspace before this call's result is there."""
 
@@ -84,7 +84,7 @@ class _SplitMergedBeforeItIsWritten(SplitKernel):
         return [*outs[:-1], out], [*lses[:-1], lse]
 
 
-@MEMORY("FA#359", "xf#684", "xf#709", applies=always, faults=("calls-differ",))
+@MEMORY("FA#359", "xf#684", "xf#709", faults=("calls-differ",))
 class _ShareOfOutLost(_Racing):
     """Now and then a tile's P v is overwritten by another's."""
 
@@ -92,7 +92,7 @@ class _ShareOfOutLost(_Racing):
         return acc if self.is_late() else super().accumulate(tile, acc, p, v)
 
 
-@MEMORY("FA#2229", "FI#1826", "FI#1559", applies=always, faults=("calls-differ",))
+@MEMORY("FA#2229", "FI#1826", "FI#1559", faults=("calls-differ",))
 class _ValuesOfPreviousTile(_Racing):
     """Now and then a tile is multiplied with the values that the buffer held before: a barrier is missing."""
 
@@ -103,7 +103,7 @@ class _ValuesOfPreviousTile(_Racing):
         return before if self.is_late() and before.shape == loaded.shape else loaded
 
 
-@MEMORY("FA@1c41d2b0", "NATTEN#328", applies=in_backward, faults=("calls-differ",))
+@MEMORY("FA@1c41d2b0", "NATTEN#328", backward=True, faults=("calls-differ",))
 class _ShareOfDkLost(_Racing):
     """Now and then a tile's share of dk is overwritten by another's."""
 
@@ -112,7 +112,7 @@ class _ShareOfDkLost(_Racing):
         return share * 0 if self.is_late() else share
 
 
-@MEMORY("torchtitan#3235", applies=always, condition="repeats")
+@MEMORY("torchtitan#3235", condition="repeats")
 class _NanInOneOfAHundredCalls(_Racing):
     """One call in a hundred has NaN in one row."""
 
@@ -125,7 +125,7 @@ class _NanInOneOfAHundredCalls(_Racing):
         return out, lse
 
 
-@MEMORY("FA#2756", applies=in_backward, faults=("calls-differ",))
+@MEMORY("FA#2756", backward=True, faults=("calls-differ",))
 class _DeltaReadBeforeItIsWritten(Kernel):
     """The backward pass does not wait for delta: it reads that of the call before."""
 
@@ -136,7 +136,7 @@ class _DeltaReadBeforeItIsWritten(Kernel):
         return stale
 
 
-def _has_tail_before_another(w: Workload, _backward: bool) -> bool:
+def _has_tail_before_another(w: Workload) -> bool:
     """Whether a packed sequence whose last tile of rows is not full is followed by another."""
     return w.is_packed and any(q_len % TILE for q_len, _ in sequence_lengths(w)[:-1])
 

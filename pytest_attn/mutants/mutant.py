@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias, TypeVar
 from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.workload import Workload
 
-#: Whether a workload, called with or without backward, reaches the faulty step.
-Applies: TypeAlias = Callable[[Workload, bool], bool]
+#: Whether a workload reaches the faulty step.
+Applies: TypeAlias = Callable[[Workload], bool]
 AnyKernel = TypeVar("AnyKernel", bound=type[Kernel])
 
 #: What it takes to see a mutant, beside a workload where it applies.
@@ -36,8 +36,9 @@ class Mutant:
     name: after the defect, in kebab-case. kind: the class of defects. summary: the defect in one sentence.
     references: issues, pull requests ("FA#1133") and commits ("FA@a4f148b6") of the defects that it models; FA is
     Dao-AILab/flash-attention, FI flashinfer-ai/flashinfer, PT pytorch/pytorch, TE NVIDIA/TransformerEngine, xf
-    facebookresearch/xformers. applies: which workloads reach the faulty step, at the default tile size. condition: what else
-    it takes to see it. faults: the identities by which a diagnosis may name its fault; none where it has no name.
+    facebookresearch/xformers. reaches: whether a workload reaches the faulty step, at the default tile size. in_backward: that
+    is one of the backward pass alone. condition: what else it takes to see it. faults: the identities by which a diagnosis may
+    name its fault; none where it has no name.
     """
 
     name: str
@@ -45,9 +46,14 @@ class Mutant:
     summary: str
     references: tuple[str, ...]
     kernel: type[Kernel]
-    applies: Applies
+    reaches: Applies
+    in_backward: bool = False
     condition: Condition = "call"
     faults: tuple[str, ...] = ()
+
+    def applies(self, workload: Workload, backward: bool) -> bool:
+        """Whether a workload, called with or without backward, reaches its faulty step."""
+        return (backward or not self.in_backward) and self.reaches(workload)
 
     def is_reached_by(self, workload: Workload, backward: bool) -> bool:
         """Whether a workload runs its faulty step: none drops, dequantizes, reads v from k, or has gradients of pages."""
@@ -61,17 +67,22 @@ class Mutant:
 
 
 class Defects:
-    """The mutants of one class of defects, in the order in which they are declared."""
+    """The mutants of one class of defects, in the order in which they are declared. backward: all are of that pass."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, backward: bool = False) -> None:
+        self.kind, self.backward = kind, backward
         self._mutants: list[Mutant] = []
 
     def __iter__(self) -> Iterator[Mutant]:
         return iter(self._mutants)
 
     def __call__(
-        self, *references: str, applies: Applies, condition: Condition = "call", faults: tuple[str, ...] = ()
+        self,
+        *references: str,
+        applies: Applies = lambda w: True,
+        backward: bool = False,
+        condition: Condition = "call",
+        faults: tuple[str, ...] = (),
     ) -> Callable[[AnyKernel], AnyKernel]:
         """Declare the decorated kernel a mutant; its docstring is the summary, its own name in kebab-case the name."""
 
@@ -79,7 +90,8 @@ class Defects:
             summary = " ".join((inspect.getdoc(kernel) or "").split())
             words = re.sub(r"(?<!^)(?=[A-Z])|(?<=[a-z])(?=[0-9])", "-", kernel.__name__.lstrip("_")).lower()
             name = re.sub(r"(float|fp|tf|log)-(?=[0-9])", r"\1", words)  # float16 is one word
-            self._mutants.append(Mutant(name, self.kind, summary, references, kernel, applies, condition, faults))
+            reached = kernel, applies, backward or self.backward
+            self._mutants.append(Mutant(name, self.kind, summary, references, *reached, condition, faults))
             return kernel
 
         return declare

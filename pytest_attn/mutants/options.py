@@ -9,7 +9,6 @@ from pytest_attn.mutants.kernel import Call, Index, Kernel, Sequence, Softmax, S
 from pytest_attn.mutants.mutant import Defects
 from pytest_attn.mutants.reach import (
     all_of,
-    always,
     has,
     has_left_edge,
     has_other_lengths,
@@ -26,7 +25,7 @@ OPTIONS = Defects("options")
 _has_softcap, _has_bias, _has_alibi, _has_sinks = map(has, ("softcap", "bias", "alibi", "sinks"))
 
 
-@OPTIONS("FI#1072", applies=lambda w, _: w.scale not in (None, 1 / math.sqrt(w.head_dim)), faults=("scale-option-ignored",))
+@OPTIONS("FI#1072", applies=lambda w: w.scale not in (None, 1 / math.sqrt(w.head_dim)), faults=("scale-option-ignored",))
 class _ScaleIgnored(Kernel):
     """A scale that is given is ignored: it is always 1 / sqrt(head_dim)."""
 
@@ -36,7 +35,7 @@ class _ScaleIgnored(Kernel):
 
 @OPTIONS(
     "FI#1072",
-    applies=lambda w, _: w.softmax_scale != 1 / 8,
+    applies=lambda w: w.softmax_scale != 1 / 8,
     faults=("scale-wrong", "scale-missing", "scale-applied-twice", "scale-option-ignored"),
 )
 class _ScaleHardCoded(Kernel):
@@ -46,7 +45,7 @@ class _ScaleHardCoded(Kernel):
         return 1 / 8
 
 
-@OPTIONS("FI#1023", "FI#1254", applies=lambda w, _: w.softmax_scale != 1, faults=("scale-missing",))
+@OPTIONS("FI#1023", "FI#1254", applies=lambda w: w.softmax_scale != 1, faults=("scale-missing",))
 class _ScaleDropped(Kernel):
     """Scores are not scaled."""
 
@@ -54,7 +53,7 @@ class _ScaleDropped(Kernel):
         return s
 
 
-@OPTIONS("aiter#5661", "HKUSTDial/flash-sparse-attention#203", applies=always, faults=("scale-applied-twice",))
+@OPTIONS("aiter#5661", "HKUSTDial/flash-sparse-attention#203", faults=("scale-applied-twice",))
 class _ScaleAppliedTwice(Kernel):
     """Scores are scaled once with q and once more as scores."""
 
@@ -62,7 +61,7 @@ class _ScaleAppliedTwice(Kernel):
         return super().scaled(tile, super().scaled(tile, s))
 
 
-@OPTIONS("FI#787", applies=always, faults=("log2e-not-meant",))
+@OPTIONS("FI#787", faults=("log2e-not-meant",))
 class _ScaleWithLog2e(Kernel):
     """The scale has log2(e) folded in for an exponential of base 2, but the exponential is the natural one."""
 
@@ -116,7 +115,7 @@ class _SoftcapAfterMask(Kernel):
 
 @OPTIONS(
     "onnxruntime#28370",
-    applies=all_of(_has_softcap, _has_bias, lambda w, _: not w.bias_before_softcap),
+    applies=all_of(_has_softcap, _has_bias, lambda w: not w.bias_before_softcap),
     faults=("softcap-after-bias",),
 )
 class _SoftcapAfterBias(Kernel):
@@ -169,7 +168,7 @@ class _AlibiFromFirstKey(Kernel):
         return tile.row_index - tile.key_index
 
 
-@OPTIONS("FA#1585", "vllm#945", applies=all_of(_has_alibi, lambda w, _: w.mask is None), faults=("alibi-one-sided",))
+@OPTIONS("FA#1585", "vllm#945", applies=all_of(_has_alibi, lambda w: w.mask is None), faults=("alibi-one-sided",))
 class _AlibiOneSided(Kernel):
     """ALiBi is that of causal attention, which rewards the keys of the future."""
 
@@ -207,7 +206,7 @@ class _SinkCountedInEverySplit(SplitKernel):
 
 @OPTIONS(
     "vllm#47332",
-    applies=all_of(has_several_row_tiles, lambda w, _: w.score_mod is not None),
+    applies=all_of(has_several_row_tiles, lambda w: w.score_mod is not None),
     faults=("score-mod-rows-within-tile",),
 )
 class _ScoreModWithTileRows(Kernel):

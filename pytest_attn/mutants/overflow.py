@@ -12,7 +12,7 @@ from torch import Tensor
 from pytest_attn.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
 from pytest_attn.mutants.layout import read_wrapped
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import all_of, in_backward, is_custom, is_paged
+from pytest_attn.mutants.reach import all_of, is_custom, is_paged
 from pytest_attn.workloads.masks import Mask, MaskMod
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
@@ -28,7 +28,7 @@ class _Wraps(Kernel):
     reach = REACH
 
 
-def _keys_are_far(w: Workload, _backward: bool) -> bool:
+def _keys_are_far(w: Workload) -> bool:
     """Whether memory has so many keys, padding and unused parts of pages included."""
     page = 1 if w.kv_pages is None else w.kv_pages.size
     dense = w.batch * math.ceil(w.kv_len / page) * page
@@ -36,7 +36,7 @@ def _keys_are_far(w: Workload, _backward: bool) -> bool:
     return tokens * w.kv_heads * w.head_dim > REACH
 
 
-def _queries_are_far(w: Workload, _backward: bool) -> bool:
+def _queries_are_far(w: Workload) -> bool:
     return _tokens_of_queries(w) * w.heads * w.head_dim > REACH
 
 
@@ -71,7 +71,7 @@ def _wrapped_around(tensor: Tensor, reach: int) -> Tensor:
 @OVERFLOW(
     "NATTEN#294",
     "FA#2260",
-    applies=lambda w, _: _tokens_of_queries(w) * w.heads * w.v_head_dim > REACH,
+    applies=lambda w: _tokens_of_queries(w) * w.heads * w.v_head_dim > REACH,
     faults=("offset-wraps",),
 )
 class _OutOffsetWraps(_Wraps):
@@ -82,7 +82,7 @@ class _OutOffsetWraps(_Wraps):
         return _wrapped_around(out, self.reach), lse
 
 
-@OVERFLOW("NATTEN#305", "NATTEN#317", applies=all_of(in_backward, _queries_are_far), faults=("offset-wraps",))
+@OVERFLOW("NATTEN#305", "NATTEN#317", applies=_queries_are_far, backward=True, faults=("offset-wraps",))
 class _GradientOffsetWraps(_Wraps):
     """The offset at which a row of dq is written is a 32-bit number."""
 
@@ -105,7 +105,7 @@ class _PageOffsetWraps(_Wraps):
     "xf#788",
     "xf#679",
     "PT#145869",
-    applies=lambda w, _: "q" in (w.bias or "") and "k" in (w.bias or "") and _elements_of_bias(w) > REACH,
+    applies=lambda w: "q" in (w.bias or "") and "k" in (w.bias or "") and _elements_of_bias(w) > REACH,
 )
 class _BiasOffsetWraps(_Wraps):
     """The offset of a bias is a 32-bit number."""
@@ -119,7 +119,7 @@ def _elements_of_bias(w: Workload) -> int:
     return math.prod(sizes[d] for d in w.bias or "")
 
 
-@OVERFLOW("FI#1290", "FI#1271", applies=all_of(is_custom, lambda w, _: w.q_len * w.kv_len > REACH))
+@OVERFLOW("FI#1290", "FI#1271", applies=all_of(is_custom, lambda w: w.q_len * w.kv_len > REACH))
 class _MaskOffsetWraps(_Wraps):
     """The place of a row and key in a written out mask is a 32-bit number."""
 
@@ -133,7 +133,7 @@ class _MaskOffsetWraps(_Wraps):
         return wrapped
 
 
-def _sequence_begins_far(w: Workload, _backward: bool) -> bool:
+def _sequence_begins_far(w: Workload) -> bool:
     return w.is_packed and sum(q_len for q_len, _ in sequence_lengths(w)[:-1]) * w.heads * w.head_dim > REACH
 
 
@@ -149,7 +149,7 @@ class _SequenceOffsetWraps(_Wraps):
 
 @OVERFLOW(
     "xf#719",
-    applies=lambda w, _: any(kv_len > KEYS for _, kv_len in sequence_lengths(w)),
+    applies=lambda w: any(kv_len > KEYS for _, kv_len in sequence_lengths(w)),
     faults=("key-positions-wrap", "page-of-another-size"),
 )  # of two pages, the second is read as the first in either case
 class _KeyPositionWraps(Kernel):
@@ -162,7 +162,7 @@ class _KeyPositionWraps(Kernel):
 
 
 @OVERFLOW(
-    "PT#142228", "PT#176096", "FI#3125", "xf#1054", applies=lambda w, _: w.batch * w.heads > BLOCKS, faults=("calls-differ",)
+    "PT#142228", "PT#176096", "FI#3125", "xf#1054", applies=lambda w: w.batch * w.heads > BLOCKS, faults=("calls-differ",)
 )
 class _GridTooLarge(Kernel):
     """More batch entries and heads than a grid may have blocks: nothing is launched, and the error is not looked at."""

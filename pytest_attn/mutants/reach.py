@@ -12,38 +12,28 @@ from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 def all_of(*conditions: Applies) -> Applies:
     """Return whether all conditions hold."""
-    return lambda w, backward: all(condition(w, backward) for condition in conditions)
-
-
-def always(w: Workload, backward: bool) -> bool:
-    """Every workload."""
-    return True
+    return lambda w: all(condition(w) for condition in conditions)
 
 
 def any_of(*conditions: Applies) -> Applies:
     """Return whether one of the conditions holds."""
-    return lambda w, backward: any(condition(w, backward) for condition in conditions)
+    return lambda w: any(condition(w) for condition in conditions)
 
 
 def has(trait: str) -> Applies:
     """Return whether the workload has a trait, in the words of `traits_of`."""
-    return lambda w, backward: trait in traits_of(w)
-
-
-def in_backward(w: Workload, backward: bool) -> bool:
-    """The backward pass."""
-    return backward
+    return lambda w: trait in traits_of(w)
 
 
 # -- lengths ---------------------------------------------------------------------------------------------------------------
 
 
-def is_packed(w: Workload, backward: bool) -> bool:
+def is_packed(w: Workload) -> bool:
     """Several sequences end to end, keys too."""
     return w.packs_keys and len(w.q_lens or ()) > 1
 
 
-def is_padded(w: Workload, backward: bool) -> bool:
+def is_padded(w: Workload) -> bool:
     """Keys that no row may see, dense or in pages."""
     return not w.packs_keys and any(kv_len < w.kv_len for kv_len in w.kv_lens or ())
 
@@ -51,27 +41,27 @@ def is_padded(w: Workload, backward: bool) -> bool:
 is_paged = has("paged")
 
 
-def is_dense(w: Workload, backward: bool) -> bool:
+def is_dense(w: Workload) -> bool:
     """Keys as (batch, kv_heads, kv_len, head_dim)."""
     return not w.is_packed and w.kv_pages is None
 
 
-def has_several_key_tiles(w: Workload, backward: bool) -> bool:
+def has_several_key_tiles(w: Workload) -> bool:
     """More keys than fit a tile."""
     return any(kv_len > TILE for _, kv_len in sequence_lengths(w))
 
 
-def has_several_row_tiles(w: Workload, backward: bool) -> bool:
+def has_several_row_tiles(w: Workload) -> bool:
     """More rows than fit a tile."""
     return any(q_len > TILE for q_len, _ in sequence_lengths(w))
 
 
-def has_row_tail(w: Workload, backward: bool) -> bool:
+def has_row_tail(w: Workload) -> bool:
     """A last tile of rows that is not full."""
     return any(q_len % TILE for q_len, _ in sequence_lengths(w))
 
 
-def has_other_lengths(w: Workload, backward: bool) -> bool:
+def has_other_lengths(w: Workload) -> bool:
     """A sequence with more keys than queries, or fewer."""
     return any(q_len != kv_len for q_len, kv_len in sequence_lengths(w))
 
@@ -82,17 +72,17 @@ def has_other_lengths(w: Workload, backward: bool) -> bool:
 is_grouped = has("grouped heads")
 
 
-def is_grouped_twice(w: Workload, backward: bool) -> bool:
+def is_grouped_twice(w: Workload) -> bool:
     """Several key heads, each shared by query heads."""
     return w.group > 1 and w.kv_heads > 1
 
 
-def has_several_heads(w: Workload, backward: bool) -> bool:
+def has_several_heads(w: Workload) -> bool:
     """More than one query head."""
     return w.heads > 1
 
 
-def is_half(w: Workload, backward: bool) -> bool:
+def is_half(w: Workload) -> bool:
     """float16 or bfloat16."""
     return w.dtype != "float32"
 
@@ -100,39 +90,39 @@ def is_half(w: Workload, backward: bool) -> bool:
 # -- masks -----------------------------------------------------------------------------------------------------------------
 
 
-def is_band(w: Workload, backward: bool) -> bool:
+def is_band(w: Workload) -> bool:
     """A causal mask or a window."""
     return w.mask is not None and w.band is not None
 
 
-def is_custom(w: Workload, backward: bool) -> bool:
+def is_custom(w: Workload) -> bool:
     """A mask that only its own predicate knows."""
     return w.band is None and not w.documents
 
 
-def is_causal(w: Workload, backward: bool) -> bool:
+def is_causal(w: Workload) -> bool:
     """A causal mask."""
-    return is_band(w, backward) and w.mask.is_causal
+    return is_band(w) and w.mask.is_causal
 
 
-def is_window(w: Workload, backward: bool) -> bool:
+def is_window(w: Workload) -> bool:
     """A sliding window."""
-    return is_band(w, backward) and not w.mask.is_causal
+    return is_band(w) and not w.mask.is_causal
 
 
-def is_document(w: Workload, backward: bool) -> bool:
+def is_document(w: Workload) -> bool:
     """Several documents in one sequence."""
     return len(w.documents) > 1
 
 
-def is_top_left(w: Workload, backward: bool) -> bool:
+def is_top_left(w: Workload) -> bool:
     """A causal mask aligned to the first key, where that makes a difference."""
-    return w.band is not None and w.band.top_left and has_other_lengths(w, backward)
+    return w.band is not None and w.band.top_left and has_other_lengths(w)
 
 
-def is_bottom_right(w: Workload, backward: bool) -> bool:
+def is_bottom_right(w: Workload) -> bool:
     """A causal mask or window aligned to the last key, where that makes a difference."""
-    return is_band(w, backward) and not is_top_left(w, backward) and has_other_lengths(w, backward)
+    return is_band(w) and not is_top_left(w) and has_other_lengths(w)
 
 
 @dataclass(frozen=True)
@@ -174,44 +164,44 @@ def _row_tiles(w: Workload) -> tuple[_RowTile, ...]:
     return tuple(tiles)
 
 
-def has_key_tail(w: Workload, backward: bool) -> bool:
+def has_key_tail(w: Workload) -> bool:
     """A last tile of keys that is not full, and is visited."""
-    if not is_band(w, backward):
+    if not is_band(w):
         return any(q_len and kv_len % TILE for q_len, kv_len in sequence_lengths(w))
     return any(tile.visited and tile.visited[-1] + TILE > tile.kv_len for tile in _row_tiles(w))
 
 
-def has_odd_tiles(w: Workload, backward: bool) -> bool:
+def has_odd_tiles(w: Workload) -> bool:
     """A tile of rows that visits an odd number of tiles of keys."""
-    if not is_band(w, backward):
+    if not is_band(w):
         return any(-(-kv_len // TILE) % 2 for _, kv_len in sequence_lengths(w))
     return any(len(tile.visited) % 2 for tile in _row_tiles(w))
 
 
-def hides_keys(w: Workload, backward: bool) -> bool:
+def hides_keys(w: Workload) -> bool:
     """A mask, or a last tile of keys that is not full."""
-    return w.mask is not None or has_key_tail(w, backward)
+    return w.mask is not None or has_key_tail(w)
 
 
-def has_right_edge(w: Workload, backward: bool) -> bool:
+def has_right_edge(w: Workload) -> bool:
     """A causal mask or window that ends before the keys do."""
-    return is_band(w, backward) and any(s.end < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
+    return is_band(w) and any(s.end < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
 
 
-def has_left_edge(w: Workload, backward: bool) -> bool:
+def has_left_edge(w: Workload) -> bool:
     """A window that begins after the keys do."""
-    return is_band(w, backward) and any(0 < s.first < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
+    return is_band(w) and any(0 < s.first < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
 
 
-def cuts_keys(w: Workload, backward: bool) -> bool:
+def cuts_keys(w: Workload) -> bool:
     """A mask that hides some key from some row."""
-    edges = has_left_edge(w, backward) or has_right_edge(w, backward)
-    return edges or is_custom(w, backward) or is_document(w, backward)
+    edges = has_left_edge(w) or has_right_edge(w)
+    return edges or is_custom(w) or is_document(w)
 
 
-def has_edge_before_last_tile(w: Workload, backward: bool) -> bool:
+def has_edge_before_last_tile(w: Workload) -> bool:
     """A causal mask or window that cuts another tile of keys than the last that a tile of rows visits."""
-    if not is_band(w, backward):
+    if not is_band(w):
         return False
     return any(
         s.first > tile.visited[0] or s.end < tile.visited[-1]
@@ -221,44 +211,44 @@ def has_edge_before_last_tile(w: Workload, backward: bool) -> bool:
     )
 
 
-def has_unaligned_left_edge(w: Workload, backward: bool) -> bool:
+def has_unaligned_left_edge(w: Workload) -> bool:
     """A window that begins inside a tile, for the first row of a tile."""
-    return is_band(w, backward) and any(tile.visited and tile.spans[0].first % TILE for tile in _row_tiles(w))
+    return is_band(w) and any(tile.visited and tile.spans[0].first % TILE for tile in _row_tiles(w))
 
 
-def shows_tail(w: Workload, backward: bool) -> bool:
+def shows_tail(w: Workload) -> bool:
     """A last tile of keys that is not full, and that only the sequence's end cuts."""
-    if is_window(w, backward) and not w.mask.right:
+    if is_window(w) and not w.mask.right:
         return False
-    if is_causal(w, backward):
-        return is_top_left(w, backward) and any(q_len > kv_len and kv_len % TILE for q_len, kv_len in sequence_lengths(w))
-    return has_key_tail(w, backward)
+    if is_causal(w):
+        return is_top_left(w) and any(q_len > kv_len and kv_len % TILE for q_len, kv_len in sequence_lengths(w))
+    return has_key_tail(w)
 
 
-def has_tile_of_one_key(w: Workload, backward: bool) -> bool:
+def has_tile_of_one_key(w: Workload) -> bool:
     """A tile of rows of whose last tile of keys one key is seen."""
     return any(max(s.end for s in tile.spans) % TILE == 1 for tile in _row_tiles(w) if tile.visited)
 
 
-def has_fully_masked_rows(w: Workload, backward: bool) -> bool:
+def has_fully_masked_rows(w: Workload) -> bool:
     """Rows that see no key, and no sink."""
     return not w.sinks and any(s.is_empty for tile in _row_tiles(w) for s in tile.spans)
 
 
-def has_row_fully_masked_in_first_tile(w: Workload, backward: bool) -> bool:
+def has_row_fully_masked_in_first_tile(w: Workload) -> bool:
     """A row that sees nothing of the first tile of keys that its tile of rows visits."""
-    if is_custom(w, backward) or is_document(w, backward):
+    if is_custom(w) or is_document(w):
         return True
     return any(s.is_empty or s.first >= tile.visited[0] + TILE for tile in _row_tiles(w) if tile.visited for s in tile.spans)
 
 
-def has_row_fully_masked_in_last_tile(w: Workload, backward: bool) -> bool:
+def has_row_fully_masked_in_last_tile(w: Workload) -> bool:
     """A row that sees nothing of the last tile of keys that its tile of rows visits."""
-    if is_custom(w, backward) or is_document(w, backward):
-        return has_several_key_tiles(w, backward)
+    if is_custom(w) or is_document(w):
+        return has_several_key_tiles(w)
     return any(s.end <= tile.visited[-1] for tile in _row_tiles(w) if tile.visited for s in tile.spans)
 
 
-def has_fully_masked_row_in_visited_tile(w: Workload, backward: bool) -> bool:
+def has_fully_masked_row_in_visited_tile(w: Workload) -> bool:
     """A row that sees no key, in a tile with one that does, and no sink."""
     return not w.sinks and any(s.is_empty for tile in _row_tiles(w) if tile.visited for s in tile.spans)

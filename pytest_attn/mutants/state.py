@@ -8,7 +8,7 @@ from torch import Tensor
 from pytest_attn.mutants.kernel import QKV, Call, Extent, Kernel, Sequence
 from pytest_attn.mutants.layout import read_with_strides
 from pytest_attn.mutants.mutant import Defects
-from pytest_attn.mutants.reach import always, in_backward, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
+from pytest_attn.mutants.reach import any_of, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Mask, MaskMod
 
@@ -28,7 +28,6 @@ def _shapes(call: Call) -> tuple[Any, ...]:
 @STATE(
     "KernelBench#82",
     "FI#4014",
-    applies=always,
     condition="calls",
     faults=("result-changes-later", "other-calls-matter", "calls-differ"),
 )
@@ -65,7 +64,7 @@ class _CausalFlagOfFirstCall(Kernel):
         return first
 
 
-@STATE("FI#4014", "FI#1072", applies=always, condition="workloads")
+@STATE("FI#4014", "FI#1072", condition="workloads")
 class _ScaleOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the scale."""
 
@@ -74,7 +73,7 @@ class _ScaleOfFirstCall(Kernel):
         return first
 
 
-@STATE("FA#2402", applies=lambda w, _: w.softcap is not None, condition="workloads")
+@STATE("FA#2402", applies=lambda w: w.softcap is not None, condition="workloads")
 class _SoftcapOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the softcap."""
 
@@ -83,7 +82,7 @@ class _SoftcapOfFirstCall(Kernel):
         return first
 
 
-@STATE("vllm#37442", "vllm#37682", applies=lambda w, b: is_padded(w, b) or is_packed(w, b), condition="workloads")
+@STATE("vllm#37442", "vllm#37682", applies=any_of(is_padded, is_packed), condition="workloads")
 class _LengthsOfFirstCall(Kernel):
     """A captured graph has the lengths in it that it was captured with."""
 
@@ -112,7 +111,7 @@ class _StridesOfFirstCall(Kernel):
         return q, read_with_strides(k, strides), v
 
 
-@STATE("PT#141147", applies=lambda w, b: is_dense(w, b) and b, condition="layouts")
+@STATE("PT#141147", applies=is_dense, backward=True, condition="layouts")
 class _DoutStridesOfFirstCall(Kernel):
     """The key under which a plan of the backward pass is found lacks dout's strides, as cuDNN's in torch 2.11 does."""
 
@@ -124,7 +123,7 @@ class _DoutStridesOfFirstCall(Kernel):
         return super().backward(call, out, lse, read_with_strides(dout, first), dlse)
 
 
-@STATE("FI#2002", "diffusers#14265", applies=in_backward, condition="calls", faults=("calls-differ",))
+@STATE("FI#2002", "diffusers#14265", backward=True, condition="calls", faults=("calls-differ",))
 class _GradientSumsNotCleared(Kernel):
     """The workspace in which dk is summed still holds that of the call before."""
 
@@ -133,7 +132,7 @@ class _GradientSumsNotCleared(Kernel):
         return dq, self.kept.setdefault(("dk", _shapes(call)), dk), dv
 
 
-@STATE("KernelBench#82", "FA#2063", applies=always, condition="held", faults=("result-changes-later",))
+@STATE("KernelBench#82", "FA#2063", condition="held", faults=("result-changes-later",))
 class _OutBufferReused(Kernel):
     """Every call of a shape returns the same memory: an earlier result changes."""
 
@@ -143,7 +142,7 @@ class _OutBufferReused(Kernel):
         return kept.detach(), lse
 
 
-@STATE("FA#2063", "diffusers#14265", applies=in_backward, condition="held")
+@STATE("FA#2063", "diffusers#14265", backward=True, condition="held")
 class _SavedLseInSharedWorkspace(Kernel):
     """lse is saved for the backward pass in a workspace that the next forward pass writes to."""
 

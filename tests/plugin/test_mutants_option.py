@@ -200,7 +200,7 @@ def test_it_is_said_that_a_mutant_did_not_run_and_that_time_was_over(pytester):
 
 
 def test_a_kernel_without_a_fault_and_a_change_that_no_kernel_passes_are_not_found(monkeypatch):
-    honest = Mutant("harmless", "masks", "It is right.", (), Kernel, lambda w, _: w.q_len <= 64)
+    honest = Mutant("harmless", "masks", "It is right.", (), Kernel, lambda w: w.q_len <= 64)
     search = survivors.Search(0, builtin_catalog(), 1 << 28)
     spec = CheckSpec(Workload(16, head_dim=16, name="tiny"), torch.device("cpu"))
     few = list(survivors.changes(honest, spec, builtin_catalog()))[:6]
