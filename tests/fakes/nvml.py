@@ -4,13 +4,12 @@
 A fault is a code by function's name: the machine's in `FAULTS`, a GPU's in `Gpu.faults`.
 """
 
-# ruff: noqa: N801, N802, N815, N816
+# ruff: noqa: A006, N801, N802, N815, N816
 
-import inspect
 import string
 import sys
 from ctypes import Structure, Union, c_double, c_int, c_int64, c_longlong, c_uint, c_uint32, c_ulong, c_ulonglong, c_ushort
-from functools import wraps
+from inspect import signature
 
 NVML_FEATURE_DISABLED = 0
 NVML_FEATURE_ENABLED = 1
@@ -161,24 +160,6 @@ def _checked(faults, name):
         raise NVMLError(code)
 
 
-def _of_machine(function):
-    @wraps(function)
-    def call(*arguments):
-        _checked(FAULTS, function.__name__)
-        return function(*arguments)
-
-    return call
-
-
-def _of_gpu(function):
-    @wraps(function)
-    def call(handle, *arguments):
-        _checked(handle.gpu.faults, function.__name__)
-        return function(handle, *arguments)
-
-    return call
-
-
 def _found(key, of):
     if isinstance(key, str):
         if STRINGS is bytes:
@@ -194,114 +175,43 @@ def _said(text):
     return text.encode() if STRINGS is bytes else text
 
 
-@_of_machine
-def nvmlInit():
-    global _users
-    _users += 1
-
-
-@_of_machine
-def nvmlShutdown():
-    global _users
-    _users -= 1
-
-
-@_of_machine
-def nvmlSystemGetDriverVersion():
-    return _said("570.86.15")
-
-
-@_of_machine
-def nvmlDeviceGetHandleByUUID(uuid):
-    return _found(uuid, lambda gpu: gpu.uuid.encode())
-
-
-@_of_machine
-def nvmlDeviceGetHandleByPciBusId(pciBusId):
-    return _found(pciBusId, lambda gpu: gpu.bus.encode())
-
-
-@_of_machine
-def nvmlDeviceGetHandleByIndex(index):
-    whole = [gpu for gpu in GPUS if gpu.slice_of is None]
-    if not 0 <= index < len(whole):
-        raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
-    return _Handle(whole[index])
-
-
-@_of_gpu
-def nvmlDeviceGetName(handle):
-    return _said(handle.gpu.name)
-
-
-@_of_gpu
-def nvmlDeviceIsMigDeviceHandle(device):
-    return c_uint(device.gpu.slice_of is not None).value
-
-
-@_of_gpu
-def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(migDevice):
-    if migDevice.gpu.slice_of is None:
-        raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
-    return _Handle(migDevice.gpu.slice_of)
-
-
 def _of_the_whole(handle):
     if handle.gpu.slice_of is not None:
         raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
     return handle.gpu
 
 
-#: whose first parameter the library calls so
-_OF_DEVICES = ("MigMode", "ViolationStatus")
+def _use(more):
+    global _users
+    _users += more
 
 
-def _of_the_whole_gpu(name, read, handle):
-    def call(handle, *arguments):
-        return read(_of_the_whole(handle), *arguments)
-
-    call.__name__ = name
-    _, *arguments = inspect.signature(read).parameters.values()
-    call.__signature__ = inspect.Signature([inspect.Parameter(handle, inspect.Parameter.POSITIONAL_OR_KEYWORD), *arguments])
-    return _of_gpu(call)
+def _whole(index):
+    whole = [gpu for gpu in GPUS if gpu.slice_of is None]
+    if not 0 <= index < len(whole):
+        raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
+    return _Handle(whole[index])
 
 
-globals().update(
-    {
-        f"nvmlDeviceGet{name}": _of_the_whole_gpu(f"nvmlDeviceGet{name}", read, "device" if name in _OF_DEVICES else "handle")
-        for name, read in {
-            "MigMode": lambda gpu: list(gpu.mig),
-            "ClockInfo": lambda gpu, type: {NVML_CLOCK_GRAPHICS: 1515, NVML_CLOCK_SM: 1515, NVML_CLOCK_MEM: 2619}[type],  # noqa: A006
-            "MaxClockInfo": lambda gpu, type: {NVML_CLOCK_GRAPHICS: 1970, NVML_CLOCK_SM: 1970, NVML_CLOCK_MEM: 2619}[type],  # noqa: A006
-            "SupportedMemoryClocks": lambda gpu: list(gpu.clocks),
-            "Temperature": lambda gpu, sensor: {NVML_TEMPERATURE_GPU: 41}[sensor],
-            "PowerUsage": lambda gpu: 440_260,  # milliwatts
-            "EnforcedPowerLimit": lambda gpu: 700_000,
-            "CurrentClocksEventReasons": lambda gpu: c_ulonglong(gpu.reasons).value,
-            "CurrentClocksThrottleReasons": lambda gpu: c_ulonglong(gpu.reasons).value,
-            "ViolationStatus": lambda gpu, perfPolicyType: c_nvmlViolationTime_t(0, gpu.violations[perfPolicyType]),
-        }.items()
-    }
-)
+def _sliced(migDevice):
+    if migDevice.gpu.slice_of is None:
+        raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
+    return _Handle(migDevice.gpu.slice_of)
 
 
-@_of_gpu
-def nvmlDeviceGetSupportedGraphicsClocks(handle, memoryClockMHz):
-    clocks = _of_the_whole(handle).clocks
-    if memoryClockMHz not in clocks:
+def _graphics_clocks(handle, memoryClockMHz):
+    if memoryClockMHz not in handle.clocks:
         raise NVMLError(NVML_ERROR_NOT_FOUND)
-    return list(clocks[memoryClockMHz])
+    return list(handle.clocks[memoryClockMHz])
 
 
-@_of_gpu
-def nvmlDeviceGetFieldValues(handle, fieldIds):
-    counted = _of_the_whole(handle).fields
+def _field_values(handle, fieldIds):
     values = (c_nvmlFieldValue_t * len(fieldIds))()
     for value, field in zip(values, fieldIds, strict=True):
         value.fieldId = field
-        value.nvmlReturn = NVML_SUCCESS if field in counted else NVML_ERROR_NOT_SUPPORTED
+        value.nvmlReturn = NVML_SUCCESS if field in handle.fields else NVML_ERROR_NOT_SUPPORTED
         value.valueType = NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
-        value.value.ullVal = counted.get(field, 77)
+        value.value.ullVal = handle.fields.get(field, 77)
     return values
 
 
@@ -310,39 +220,71 @@ def _running(handle):
     return [nvmlFriendlyObject({"pid": pid, **blank}) for pid in handle.gpu.pids]
 
 
-@_of_gpu
-def nvmlDeviceGetComputeRunningProcesses_v2(handle):
-    return _running(handle)
-
-
-@_of_gpu
-def nvmlDeviceGetComputeRunningProcesses_v3(handle):
-    return _running(handle)
-
-
-def nvmlDeviceGetComputeRunningProcesses(handle):
-    try:
-        return nvmlDeviceGetComputeRunningProcesses_v3(handle)
-    except NVMLError_FunctionNotFound:  # noqa: F821
-        raise NVMLLibraryMismatchError("the pyNVML version does not match the NVML lib version") from None
-
-
-@_of_gpu
-def nvmlDeviceGetProcessUtilization(handle, timeStamp):
-    gpu = _of_the_whole(handle)
-    new = [sample for sample in gpu.samples if sample[1] > c_ulonglong(timeStamp).value]
+def _utilization(handle, timeStamp):
+    new = [sample for sample in handle.samples if sample[1] > c_ulonglong(timeStamp).value]
     if not new:
-        raise NVMLError(gpu.nobody)
-    new = new + gpu.unfilled
+        raise NVMLError(handle.nobody)
+    new = new + handle.unfilled
     samples = (c_nvmlProcessUtilizationSample_t * len(new))(*new)
     return samples[0 : len(new)]
 
 
-@_of_gpu
-def nvmlDeviceSetGpuLockedClocks(handle, minGpuClockMHz, maxGpuClockMHz):
-    _of_the_whole(handle).locked = (c_uint(minGpuClockMHz).value, c_uint(maxGpuClockMHz).value)
+def _lock(handle, minGpuClockMHz, maxGpuClockMHz):
+    handle.locked = (c_uint(minGpuClockMHz).value, c_uint(maxGpuClockMHz).value)
 
 
-@_of_gpu
-def nvmlDeviceResetGpuLockedClocks(handle):
-    _of_the_whole(handle).locked = None
+def nvmlDeviceGetComputeRunningProcesses(handle):
+    try:
+        return globals()["nvmlDeviceGetComputeRunningProcesses_v3"](handle)
+    except NVMLError_FunctionNotFound:  # noqa: F821
+        raise NVMLLibraryMismatchError("the pyNVML version does not match the NVML lib version") from None
+
+
+#: what is asked of the machine, of a handle, and of a whole GPU, which a slice does not know: with the library's parameters
+OF_MACHINE = {
+    "Init": lambda: _use(1),
+    "Shutdown": lambda: _use(-1),
+    "SystemGetDriverVersion": lambda: _said("570.86.15"),
+    "DeviceGetHandleByUUID": lambda uuid: _found(uuid, lambda gpu: gpu.uuid.encode()),
+    "DeviceGetHandleByPciBusId": lambda pciBusId: _found(pciBusId, lambda gpu: gpu.bus.encode()),
+    "DeviceGetHandleByIndex": lambda index: _whole(index),
+}
+OF_HANDLE = {
+    "DeviceGetName": lambda handle: _said(handle.gpu.name),
+    "DeviceIsMigDeviceHandle": lambda device: c_uint(device.gpu.slice_of is not None).value,
+    "DeviceGetDeviceHandleFromMigDeviceHandle": _sliced,
+    "DeviceGetComputeRunningProcesses_v2": _running,
+    "DeviceGetComputeRunningProcesses_v3": _running,
+}
+OF_GPU = {
+    "DeviceGetMigMode": lambda device: list(device.mig),
+    "DeviceGetClockInfo": lambda handle, type: {NVML_CLOCK_GRAPHICS: 1515, NVML_CLOCK_SM: 1515, NVML_CLOCK_MEM: 2619}[type],
+    "DeviceGetMaxClockInfo": lambda handle, type: {NVML_CLOCK_GRAPHICS: 1970, NVML_CLOCK_SM: 1970, NVML_CLOCK_MEM: 2619}[type],
+    "DeviceGetSupportedMemoryClocks": lambda handle: list(handle.clocks),
+    "DeviceGetSupportedGraphicsClocks": _graphics_clocks,
+    "DeviceGetTemperature": lambda handle, sensor: {NVML_TEMPERATURE_GPU: 41}[sensor],
+    "DeviceGetPowerUsage": lambda handle: 440_260,  # milliwatts
+    "DeviceGetEnforcedPowerLimit": lambda handle: 700_000,
+    "DeviceGetCurrentClocksEventReasons": lambda handle: c_ulonglong(handle.reasons).value,
+    "DeviceGetCurrentClocksThrottleReasons": lambda handle: c_ulonglong(handle.reasons).value,
+    "DeviceGetViolationStatus": lambda device, perfPolicyType: c_nvmlViolationTime_t(0, device.violations[perfPolicyType]),
+    "DeviceGetFieldValues": _field_values,
+    "DeviceGetProcessUtilization": _utilization,
+    "DeviceSetGpuLockedClocks": _lock,
+    "DeviceResetGpuLockedClocks": lambda handle: setattr(handle, "locked", None),
+}
+
+
+def _function(name, read, of):
+    """Return a function of the library, which refuses where the machine or the GPU has that fault."""
+
+    def call(*arguments):
+        _checked(FAULTS if of is OF_MACHINE else arguments[0].gpu.faults, name)
+        return read(_of_the_whole(arguments[0]), *arguments[1:]) if of is OF_GPU else read(*arguments)
+
+    call.__name__, call.__signature__ = name, signature(read)
+    return call
+
+
+for of in (OF_MACHINE, OF_HANDLE, OF_GPU):
+    globals().update({f"nvml{name}": _function(f"nvml{name}", read, of) for name, read in of.items()})

@@ -107,21 +107,6 @@ def test_a_slow_machine_is_told_from_a_slow_kernel():
     assert abs(decision.change) < 0.01
 
 
-def test_a_machine_that_is_another_makes_everything_inconclusive():
-    decision = decide(runs_of(3, drift=0.3, slower=0.2), recorded(), PRIOR, GPU, cases=200)
-    assert decision.verdict == "inconclusive"
-    assert "compute control moved by" in decision.reason
-
-
-def test_other_software_needs_anchors_that_agree():
-    drifted = runs_of(3, drift=0.04, slower=0.2)
-    assert decide(drifted, recorded(), PRIOR, GPU, cases=200).verdict == "regressed"
-    other = decide(drifted, recorded(), PRIOR, GPU, cases=200, agreed=False)
-    assert other.verdict == "inconclusive"
-    assert "software is another" in other.reason
-    assert decide(runs_of(3, slower=0.2), recorded(), PRIOR, GPU, cases=200, agreed=False).verdict == "regressed"
-
-
 def test_more_cases_need_more_certainty():
     fresh, noisy = runs_of(3, sd=0.012, slower=0.07), recorded(sd=0.012)
     found = [decide(fresh, noisy, Prior(0.012**2, 6), GPU, cases) for cases in (1, 100_000_000)]

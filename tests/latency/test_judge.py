@@ -37,28 +37,10 @@ def test_a_slower_time_is_decided_by_the_times_of_fresh_processes():
     assert fresh.asked == 1
 
 
-def test_a_slower_time_that_fresh_processes_do_not_confirm_passes():
-    decision = judged(measured(1.5e-4), Fresh(1e-4, 1.01e-4, 1e-4, 1e-4))
-    assert decision.verdict == Verdict.PASSED
-    assert decision.runs == (1e-4, 1.01e-4, 1e-4, 1e-4)
-
-
 def test_a_regression_in_fresh_processes_only_is_not_looked_for():
     fresh = Fresh(1.5e-4, 1.5e-4, 1.5e-4, 1.5e-4)
     assert judged(measured(1e-4), fresh).verdict == Verdict.PASSED
     assert fresh.asked == 0
-
-
-def test_a_slow_machine_is_inconclusive_and_no_pass():
-    decision = judged(measured(3e-4, anchor=3), Fresh(3e-4, 3e-4, 3e-4, 3e-4, anchor=3))
-    assert (decision.verdict, decision.reason) == (
-        Verdict.INCONCLUSIVE,
-        "the compute control moved by +200.0% since the recording",
-    )
-
-
-def test_a_machine_that_was_slow_for_a_moment_is_judged_by_fresh_processes():
-    assert judged(measured(3e-4, anchor=3), Fresh(1e-4, 1e-4, 1e-4, 1e-4)).verdict == Verdict.PASSED
 
 
 def test_a_kernel_that_scatters_too_much_is_inconclusive_after_fresh_processes_were_asked():
@@ -69,18 +51,81 @@ def test_a_kernel_that_scatters_too_much_is_inconclusive_after_fresh_processes_w
     assert decision.detectable > 0.5
 
 
-@pytest.mark.parametrize(("slowdown", "verdict"), [(0.6, Verdict.PASSED), (0.4, Verdict.REGRESSED)])
-def test_the_policy_says_which_slowdown_fails(slowdown, verdict):
-    assert judged(measured(1.5e-4), Fresh(1.5e-4, 1.5e-4, 1.5e-4, 1.5e-4), slowdown=slowdown).verdict == verdict
+DISTURBED = {"disturbances": ("hot", "shared")}
+NO_MORE, TOO_FEW = StartError("no more"), FreshError("3 of 4 new processes timed it")
+ACCEPTED = (("2026-01-01", 6e-5, "first recording"), ("2026-11-21", 1e-4, "accepted"))
+MEMORY = "peak memory 5.0 MiB, recorded 0.0 MiB"
+ACCURACY = "less accurate: z 1 in one element, recorded 0.1; less accurate: z 0.5 in one head, recorded 0.01"
+LAUNCHES = "the host takes 500 us to launch a call, recorded at most 30 us"
+
+
+def alike(p50, number=4, **more):
+    return Fresh(*[p50] * number, **more)
+
+
+#: what was measured, what new processes say if they may be asked, what else is known, the verdict and its reason
+DECISIONS = {
+    "not confirmed": (measured(1.5e-4), Fresh(1e-4, 1.01e-4, 1e-4, 1e-4), {}, Verdict.PASSED, ""),
+    "the limit is 60 %": (measured(1.5e-4), None, {"slowdown": 0.6}, Verdict.PASSED, ""),
+    "the limit is 40 %": (measured(1.5e-4), alike(1.5e-4), {"slowdown": 0.4}, Verdict.REGRESSED, ""),
+    "a slow machine": (
+        *(measured(3e-4, anchor=3), alike(3e-4, anchor=3), {}),
+        *(Verdict.INCONCLUSIVE, "the compute control moved by +200.0% since the recording"),
+    ),
+    "a machine that was slow for a moment": (measured(3e-4, anchor=3), alike(1e-4), {}, Verdict.PASSED, ""),
+    "a gpu's name is nothing to a CPU": (
+        *(measured(1e-4), Fresh(1e-4, 1.6e-4, 0.7e-4, 1.3e-4), {"baselines": recorded(p50=SCATTERED, gpu="48f07d55")}),
+        *(Verdict.INCONCLUSIVE, "a slowdown of 25% cannot be excluded"),
+    ),
+    "no new process runs": (measured(1.5e-4), Fresh(error=NO_MORE), {}, Verdict.UNCONFIRMED, "no more"),
+    "too few run": (measured(1.5e-4), Fresh(error=TOO_FEW), {}, Verdict.INCONCLUSIVE, f"not confirmed: {TOO_FEW}"),
+    "they are disturbed": (
+        *(measured(1.5e-4), Fresh(error=DisturbedError("hot")), {}, Verdict.INCONCLUSIVE, "not confirmed: hot"),
+    ),
+    "disturbed here, slower there": (measured(1e-4, latency=DISTURBED), alike(3e-4), {}, Verdict.REGRESSED, ""),
+    "disturbed here, equal there": (measured(1e-4, latency=DISTURBED), alike(1e-4), {}, Verdict.PASSED, ""),
+    "disturbed here and there": (
+        *(measured(3e-4, latency=DISTURBED), Fresh(error=DisturbedError("hotter")), {}, Verdict.INCONCLUSIVE, "hot; shared"),
+    ),
+    "disturbed here, too few there": (
+        *(measured(3e-4, latency=DISTURBED), Fresh(error=TOO_FEW), {}, Verdict.INCONCLUSIVE, f"hot; shared; {TOO_FEW}"),
+    ),
+    "disturbed here, none there": (
+        *(measured(3e-4, latency=DISTURBED), Fresh(error=NO_MORE), {}, Verdict.INCONCLUSIVE, "hot; shared; no more"),
+    ),
+    "slower among a crowd": (measured(3e-4), alike(3e-4), {"crowd": SharedCpu(is_there=True)}, Verdict.REGRESSED, ""),
+    "more memory": (measured(1e-4, latency={"memory": 5 << 20}), None, {}, Verdict.REGRESSED, MEMORY),
+    "more memory, disturbed": (
+        *(measured(1e-4, "cuda", latency={**DISTURBED, "memory": 5 << 20}), None, {}),
+        *(Verdict.REGRESSED, f"hot; shared; {MEMORY}"),
+    ),
+    "unknown memory": (measured(1e-4, latency={"memory": None}), None, {}, Verdict.PASSED, ""),
+    "little more memory": (measured(1e-4, latency={"memory": 1 << 20}), None, {}, Verdict.PASSED, ""),
+    "the same memory": (measured(1e-4, latency={"memory": 1000}), None, {}, Verdict.PASSED, ""),
+    "less accuracy": (measured(1e-4, z=(1.0, 0.05, 0.5)), None, {}, Verdict.REGRESSED, ACCURACY),
+    "of another check": (measured(1e-4, check="structured seed 1", z=(1.0, 1.0, 1.0)), None, {}, Verdict.PASSED, ""),
+    "unknown accuracy": (measured(1e-4, z=None), None, {}, Verdict.PASSED, ""),
+    "a host that launches far slower": (
+        *(measured(1e-4, "cuda", latency={"launch": 5e-4}), alike(1e-4, 3, launch=5e-4), {}, Verdict.REGRESSED, LAUNCHES),
+    ),
+    "small changes, accepted one by one": (
+        *(measured(1e-4), None, {"baselines": recorded(history=ACCEPTED)}),
+        *(Verdict.PASSED, "+66.7% since the first recording on 2026-01-01"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_measurement_and_new_processes_make_a_decision(name):
+    one, fresh, known, verdict, reason = DECISIONS[name]
+    decision = judged(one, fresh, **known)
+    assert (decision.verdict, decision.reason) == (verdict, reason)
+    if fresh:
+        assert fresh.asked == 1
+        assert fresh.error or decision.runs == tuple(run.p50 for run in fresh.runs)
 
 
 # -- new processes that do not answer ----------------------------------------------------------------------------------
-
-
-def test_a_fresh_process_that_cannot_run_hides_no_slowdown():
-    decision = judged(measured(1.5e-4), Fresh(error=StartError("a new process could not run it: no more")))
-    assert (decision.verdict, decision.reason) == (Verdict.UNCONFIRMED, "a new process could not run it: no more")
-    assert decision.change == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_fresh_process_that_cannot_run_makes_no_slowdown_of_one_that_is_too_small():
@@ -89,24 +134,7 @@ def test_a_fresh_process_that_cannot_run_makes_no_slowdown_of_one_that_is_too_sm
     assert (decision.verdict, decision.reason) == (Verdict.INCONCLUSIVE, "no more")
 
 
-@pytest.mark.parametrize("error", [FreshError("3 of 4 new processes timed it"), DisturbedError("hot")])
-def test_a_slower_time_that_fresh_processes_could_not_take_is_inconclusive(error):
-    decision = judged(measured(1.5e-4), Fresh(error=error))
-    assert (decision.verdict, decision.reason) == (Verdict.INCONCLUSIVE, f"not confirmed: {error}")
-    assert decision.change == pytest.approx(0.5, abs=0.01)
-
-
 # -- disturbances --------------------------------------------------------------------------------------------------------
-
-
-DISTURBED = {"disturbances": ("hot", "shared")}
-
-
-@pytest.mark.parametrize(("p50", "verdict"), [(3e-4, Verdict.REGRESSED), (1e-4, Verdict.PASSED)])
-def test_a_disturbed_time_is_decided_by_fresh_processes_on_a_cpu(p50, verdict):
-    fresh = Fresh(p50, p50, p50, p50)
-    decision = judged(measured(1e-4, latency=DISTURBED), fresh)
-    assert (decision.verdict, decision.runs, fresh.asked) == (verdict, (p50,) * 4, 1)
 
 
 def test_a_disturbed_time_on_a_gpu_is_inconclusive_and_nobody_is_asked():
@@ -116,28 +144,12 @@ def test_a_disturbed_time_on_a_gpu_is_inconclusive_and_nobody_is_asked():
     assert not crowd.is_there
 
 
-def test_a_disturbed_time_stays_what_it_is_where_fresh_processes_are_disturbed_as_well():
-    decision = judged(measured(3e-4, latency=DISTURBED), Fresh(error=DisturbedError("hotter")))
-    assert (decision.verdict, decision.reason) == (Verdict.INCONCLUSIVE, "hot; shared")
-
-
-@pytest.mark.parametrize("error", [FreshError("3 of 4 new processes timed it"), StartError("no more")])
-def test_a_disturbed_time_says_why_fresh_processes_did_not_decide(error):
-    decision = judged(measured(3e-4, latency=DISTURBED), Fresh(error=error))
-    assert (decision.verdict, decision.reason) == (Verdict.INCONCLUSIVE, f"hot; shared; {error}")
-
-
 def test_where_fresh_processes_were_disturbed_as_well_they_are_not_asked_again():
     crowd, disturbed = SharedCpu(), Fresh(error=DisturbedError("hot"))
     judged(measured(3e-4, latency=DISTURBED), disturbed, crowd=crowd)
     assert crowd.is_there
     assert judged(measured(3e-4, latency=DISTURBED), disturbed, crowd=crowd).verdict == Verdict.INCONCLUSIVE
     assert disturbed.asked == 1
-
-
-def test_a_slower_time_among_a_crowd_is_confirmed_all_the_same():
-    fresh = Fresh(3e-4, 3e-4, 3e-4, 3e-4)
-    assert judged(measured(3e-4), fresh, crowd=SharedCpu(is_there=True)).verdict == Verdict.REGRESSED
 
 
 def test_an_undisturbed_time_says_that_the_crowd_has_gone():
@@ -283,12 +295,6 @@ def test_a_gpu_is_that_of_the_recording_or_may_be_slower_by_itself(gpu, of_recor
         assert slower_by(0.036) == (Verdict.INCONCLUSIVE, words, 1)
 
 
-def test_a_cpu_needs_no_name_to_be_that_of_the_recording():
-    fresh = Fresh(1e-4, 1.6e-4, 0.7e-4, 1.3e-4)
-    decision = judged(measured(1e-4), fresh, recorded(p50=SCATTERED, gpu="48f07d55"))
-    assert (decision.reason, fresh.asked) == ("a slowdown of 25% cannot be excluded", 1)
-
-
 @pytest.mark.parametrize("changes", [{"conditions": {"torch": "2.14.0"}}, {"version": "2.8.3"}])
 def test_other_software_needs_anchors_that_agree(changes):
     fresh = Fresh(*[1.5e-4] * 4, anchor=1.1)
@@ -304,51 +310,8 @@ def test_other_software_needs_anchors_that_agree(changes):
 # -- what is gated beside the time ---------------------------------------------------------------------------------------
 
 
-def test_more_memory_is_a_regression():
-    decision = judged(measured(1e-4, latency={"memory": 5 << 20}))
-    assert (decision.verdict, decision.reason) == (Verdict.REGRESSED, "peak memory 5.0 MiB, recorded 0.0 MiB")
-
-
-@pytest.mark.parametrize("memory", [None, 1 << 20, 1000])
-def test_memory_that_nobody_knows_or_that_is_little_more_passes(memory):
-    assert judged(measured(1e-4, latency={"memory": memory})).verdict == Verdict.PASSED
-
-
-def test_less_accuracy_is_a_regression():
-    decision = judged(measured(1e-4, z=(1.0, 0.05, 0.5)))
-    assert (decision.verdict, decision.reason) == (
-        Verdict.REGRESSED,
-        "less accurate: z 1 in one element, recorded 0.1; less accurate: z 0.5 in one head, recorded 0.01",
-    )
-
-
-@pytest.mark.parametrize("changes", [{"check": "structured seed 1", "z": (1.0, 1.0, 1.0)}, {"z": None}])
-def test_accuracy_is_held_against_that_of_the_same_check_only(changes):
-    assert judged(measured(1e-4, **changes)).verdict == Verdict.PASSED
-
-
-def test_a_time_of_which_nothing_can_be_said_is_a_regression_for_its_memory_and_says_both():
-    decision = judged(measured(1e-4, "cuda", latency={**DISTURBED, "memory": 5 << 20}))
-    assert (decision.verdict, decision.reason) == (Verdict.REGRESSED, "hot; shared; peak memory 5.0 MiB, recorded 0.0 MiB")
-
-
-def test_a_host_that_launches_far_slower_is_a_regression_of_a_gpu_kernel():
-    decision = judged(measured(1e-4, "cuda", latency={"launch": 5e-4}), Fresh(*[1e-4] * 3, launch=5e-4))
-    assert (decision.verdict, decision.reason) == (
-        Verdict.REGRESSED,
-        "the host takes 500 us to launch a call, recorded at most 30 us",
-    )
-
-
 def test_the_host_s_clock_times_the_kernel_itself_and_no_launch():
     one = measured(1e-4, "cuda", latency={"mode": "host", "launch": 5e-4})
     assert one.launch == 0
     assert measured(1e-4, "cuda", latency={"launch": 5e-4}).launch == 5e-4
     assert judged(one).verdict == Verdict.PASSED
-
-
-def test_small_changes_that_were_accepted_one_by_one_are_said():
-    history = (("2026-01-01", 6e-5, "first recording"), ("2026-11-21", 1e-4, "accepted"))
-    decision = judged(measured(1e-4), baselines=recorded(history=history))
-    assert decision.verdict == Verdict.PASSED
-    assert decision.reason == "+66.7% since the first recording on 2026-01-01"

@@ -12,6 +12,8 @@ import pkgutil
 import platform
 import sys
 import tempfile
+from collections import Counter
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 
@@ -117,13 +119,10 @@ def run(request, pytester):
     return run_it
 
 
-@pytest.fixture
-def kernel_test(pytester):
-    """Write a test of one kernel: its body, the marker's arguments, the fixtures it takes."""
-
-    def write(body, marker='Workload(32, heads=2, head_dim=32), device="cpu"', fixtures="attn", before=""):
-        lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
-        pytester.makepyfile(f"""
+def module_of(body, marker='Workload(32, heads=2, head_dim=32), device="cpu"', fixtures="attn", before="", after=""):
+    """Return a module with a test of one kernel: its body, the marker's arguments, the fixtures it takes."""
+    lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+    return f"""
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -133,9 +132,48 @@ from pytest_attn import Workload, Window, Pages
 @pytest.mark.attention({marker})
 def test_kernel({fixtures}):
 {lines}
-""")
 
-    return write
+{after}"""
+
+
+@pytest.fixture
+def kernel_test(pytester):
+    """Write a test of one kernel."""
+    return lambda *args, **kwargs: pytester.makepyfile(module_of(*args, **kwargs))
+
+
+@pytest.fixture
+def tell(run, pytester):
+    """Tell stories of one test each in one run, and assert how each ends and what it, or the summary, says of it.
+
+    A story, by its name: the body of the test, its outcome, parts of lines that are said (fnmatch), and what else `module_of`
+    takes.
+    """
+
+    def together(stories, *options, **other_outcomes):
+        stories = {name: (*story, *((), {})[len(story) - 2 :]) for name, story in stories.items()}
+        pytester.makepyfile(
+            **{f"test_{number}": module_of(body, **how) for number, (body, _, _, how) in enumerate(stories.values())}
+        )
+        result = run("-rs", *options)
+        shown = result.stdout.str()
+        reports = result.reprec.getreports("pytest_runtest_logreport") if run.is_serial else []
+        texts = [(one.nodeid.partition(".py")[0], one.outcome, one.longreprtext) for one in reports]
+        of_all = set(shown.splitlines()).difference(*(text.splitlines() for *_, text in texts))
+        found = {}
+        for number, (name, (_, outcome, said, _)) in enumerate(stories.items()):
+            own = [(outcome, text) for test, outcome, text in texts if test == f"test_{number}"]
+            lines = of_all.union(*(text.splitlines() for _, text in own))
+            unsaid = [words for words in said if not any(fnmatch(line, f"*{words}*") for line in lines)]
+            ended = outcome in [ended for ended, _ in own] and (outcome != "passed" or len({end for end, _ in own}) == 1)
+            if unsaid or (own and not ended):
+                found[name] = [end for end, _ in own], unsaid
+        assert found == {}
+        result.assert_outcomes(**{**Counter(outcome for _, outcome, *_ in stories.values()), **other_outcomes})
+        assert "INTERNALERROR" not in shown
+        return result
+
+    return together
 
 
 @pytest.fixture

@@ -169,40 +169,15 @@ def test_faulty_kernels_and_tuning_leave_models_out(run):
 
 
 def test_a_listing_counts_models(run):
-    result = run(
-        "\n@pytest.mark.attention_model\ndef test_it(attn_model, attn_backend): pass\n",
-        "--attn-list",
-        "--attn-backends=math,flash3",
-    )
+    test = """
+@pytest.mark.attention_model
+def test_it(attn_model, attn_backend): pass
 
-    result.stdout.fnmatch_lines(["*1 of 2 cases would run*"])
-
-
-@pytest.mark.slow("is another way")
-def test_a_listing_counts_each_model_of_a_parametrized_test(run):
-    result = run(
-        """
 @pytest.mark.attention_model
 @pytest.mark.parametrize("name", ["a", "b", "c"])
-def test_it(attn_model, attn_backend, name): pass
-""",
-        "--attn-list",
-        "--attn-backends=math,flash3",
-    )
-
-    result.stdout.fnmatch_lines(["*3 of 6 cases would run*"])
-
-
-def test_a_step_that_returns_nothing_to_judge_is_named_without_a_workload(run):
-    result = run("""
-@pytest.mark.attention_model
-def test_it(attn_model, model):
-    attn_model.check(model, lambda: 3)
-""")
-
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["raised * on model: TypeError: the step returned int; expected a tensor of *"])
-    result.stdout.no_fnmatch_line("*models/step.py*")
+def test_each(attn_model, attn_backend, name): pass
+"""
+    run(test, "--attn-list", "--attn-backends=math,flash3").stdout.fnmatch_lines(["*4 of 8 cases would run*"])
 
 
 def test_invariants_of_a_model_are_a_judgment_of_their_own(run, pytester):
@@ -318,7 +293,7 @@ def test_it(attn_model, attn_backend, model, step):
     assert [call["kernel"] for call in record["calls"]] == ["SDPA flash"] * 2
 
 
-def test_what_was_not_judged_is_told_below_the_table(run):
+def test_what_was_not_or_cannot_be_judged_is_told(run):
     result = run(
         """
 @pytest.mark.attention_model
@@ -327,14 +302,25 @@ def test_it(attn_model):
     model[1].forward = lambda x: x + (x @ x.mT).softmax(-1) @ x
     x = torch.randn(2, 24, 32, dtype=torch.bfloat16)
     attn_model.check(model, lambda: model(x).float().square().mean(), scatter=0, inline=["1"])
+
+@pytest.mark.attention_model
+def test_no_tensor(attn_model, model):
+    attn_model.check(model, lambda: 3)
+
+@pytest.mark.attention_model
+def test_excuse(attn_model, model, step):
+    attn_model.check(model, step, excused=["refusal"])
 """,
         "-v",
     )
 
-    result.assert_outcomes(passed=1)
+    result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(
         ["layer * function * kernel * workload*", "  note: not judged, because inline= names them: 1*"]
     )
+    result.stdout.fnmatch_lines(["*ValueError: unknown excuse 'refusal'; known: refusals, known defects"])
+    result.stdout.fnmatch_lines(["raised * on model: TypeError: the step returned int; expected a tensor of *"])
+    result.stdout.no_fnmatch_line("*models/step.py*")
 
 
 PARTLY = """
@@ -367,12 +353,6 @@ def test_refusals_of_single_calls_are_a_skip_where_they_are_excused_and_the_rest
     result.stdout.fnmatch_lines(["SKIPPED*mine: takes no mask*"])
     pytester.makeconftest(PARTLY.format(factor="1.1"))
     run(EXCUSED, "--attn-backends=mine").assert_outcomes(failed=1)
-
-
-def test_an_excuse_that_is_none_is_refused(run):
-    result = run(EXCUSED.replace("refusals", "refusal"), "--attn-backends=math")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*ValueError: unknown excuse 'refusal'; known: refusals, known defects"])
 
 
 @pytest.mark.slow("is another way")

@@ -7,15 +7,13 @@ import pytest
 
 from pytest_attn.reports.records import read_records
 
+GRADIENTS = 'backward must be True, False, or a tuple of "q", "k", "v", "sinks", "bias", "alibi"'
 MARKERS = [
     ('"flix"', "unknown workload 'flix'; did you mean flux? groups: smoke, edges, features, flux"),
     ("[]", "attention was given an empty list of workloads; name one, or nothing for the run's selection"),
     ("42", "a workload must be a name or a Workload, got int 42"),
     ('"smoke-full", backwards=True', "attention got an unknown argument 'backwards'; did you mean backward"),
-    (
-        '"smoke-full", atol=1e-3',
-        "attention got an unknown argument 'atol'; each element has a budget of its own: precision= says",
-    ),
+    ('"smoke-full", atol=1e-3', "attention got an unknown argument 'atol'; each element has a budget of its own: precision="),
     ('"smoke-full", heads=4', "attention got an unknown argument 'heads'; Workload(...) takes it; known: backends"),
     ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; did you mean backends"),
     ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; did you mean sdpa? known: math"),
@@ -29,6 +27,16 @@ MARKERS = [
     ('"smoke-full", contiguous="yes"', "contiguous must be one of True, False, got 'yes'"),
     ('"smoke-full", backward="yes"', 'backward must be True, False, or a tuple of "q", "k"'),
     ('"smoke-full", device="cuda:99"', "device 'cuda:99' is not there; this machine has"),
+    ('"smoke-full", layout="thd"', "layout 'thd' is for packed workloads (q_lens), smoke-full is not one; say 'shd'"),
+    ('Workload(36, batch=2), layout="shd"', "layout 'shd' has no batch dimension and needs batch=1; b2-s36-d64 has batch=2"),
+    ('"smoke-full", backward=("q", "k", "v", "mask")', f"{GRADIENTS}, got "),
+    ('"smoke-full", backward=()', f"{GRADIENTS}, got ()"),
+    ('"smoke-full", backward=("q", "bias")', "backward asks for a gradient of bias, and no workload has bias"),
+    ('"smoke-full", ranks=0', "ranks must be a number of processes, 1 or more"),
+    ('"smoke-full", ranks=(2, "4")', "ranks must be a number of processes"),
+    ('"smoke-full", shard="striped"', "shard says how ranks share a sequence; say over how many"),
+    ('"smoke-full", ranks=2, shard="zigzag"', "shard must be contiguous, head-tail, striped, or a function"),
+    ('Workload(64, sinks=True), ranks=2, backward=("q", "k", "v", "sinks")', "ranks have gradients of q, k and v"),
     (
         'Workload(32, name="ours"), Workload(33, name="ours")',
         "two different workloads are named 'ours': s32-d64 and s33-d64; rename one",
@@ -59,38 +67,33 @@ def test_a_bad_marker_is_a_collection_error(run_each):
         assert f"test_{number}.py::test_kernel: {message}" in result.stdout.str()
 
 
-REQUIREMENTS = [
-    ("sm=90", "attention_requires got an unknown argument 'sm'; known: backend, arch, memory, gpus"),
-    ("'sm90'", "attention_requires takes keyword arguments only, got 'sm90'"),
-    ("arch='hopper'", "arch must be like '>=8.0,<10.0', 'sm90', 'gfx942' or 'cpu', got 'hopper'"),
-    ("memory='much'", "memory must be a size such as '4 GiB', got 'much'"),
-    ("gpus=-1", "gpus must be a whole number >= 0, got -1"),
-    ("backend='nope>=2'", "unknown backend 'nope'"),
+#: a marker, its arguments, and what is said of them
+OTHER_MARKERS = [
+    ("requires", "sm=90", "attention_requires got an unknown argument 'sm'; known: backend, arch, memory, gpus"),
+    ("requires", "'sm90'", "attention_requires takes keyword arguments only, got 'sm90'"),
+    ("requires", "arch='hopper'", "arch must be like '>=8.0,<10.0', 'sm90', 'gfx942' or 'cpu', got 'hopper'"),
+    ("requires", "memory='much'", "memory must be a size such as '4 GiB', got 'much'"),
+    ("requires", "gpus=-1", "gpus must be a whole number >= 0, got -1"),
+    ("requires", "backend='nope>=2'", "unknown backend 'nope'"),
+    (
+        "chosen",
+        "compild=3",
+        "attention_chosen got an unknown argument 'compild'; did you mean compiled? known: timed, compiled",
+    ),
+    ("chosen", "3", "attention_chosen takes keyword arguments only, got 3"),
+    ("chosen", "compiled='three'", "attention_chosen: compiled must be a whole number >= 1, got 'three'"),
+    ("chosen", "compiled=0", "attention_chosen: compiled must be a whole number >= 1, got 0"),
 ]
 
 
-def with_mark(mark, several):
-    return [{"before": f"pytestmark = pytest.mark.{mark}({arguments})"} for arguments, _ in several]
+def with_mark(mark, arguments):
+    return {"before": f"pytestmark = pytest.mark.attention_{mark}({arguments})"}
 
 
-def test_a_bad_requirement_is_a_collection_error(run_each):
-    result = run_each("pass", with_mark("attention_requires", REQUIREMENTS))
-    result.assert_outcomes(errors=len(REQUIREMENTS))
-    assert [message for _, message in REQUIREMENTS if message not in result.stdout.str()] == []
-
-
-CHOICES = [
-    ("compild=3", "attention_chosen got an unknown argument 'compild'; did you mean compiled? known: timed, compiled"),
-    ("3", "attention_chosen takes keyword arguments only, got 3"),
-    ("compiled='three'", "attention_chosen: compiled must be a whole number >= 1, got 'three'"),
-    ("compiled=0", "attention_chosen: compiled must be a whole number >= 1, got 0"),
-]
-
-
-def test_a_bad_choice_is_a_collection_error(run_each):
-    result = run_each("pass", with_mark("attention_chosen", CHOICES))
-    result.assert_outcomes(errors=len(CHOICES))
-    assert [message for _, message in CHOICES if message not in result.stdout.str()] == []
+def test_a_bad_argument_of_another_marker_is_a_collection_error(run_each):
+    result = run_each("pass", [with_mark(mark, arguments) for mark, arguments, _ in OTHER_MARKERS])
+    result.assert_outcomes(errors=len(OTHER_MARKERS))
+    assert [message for *_, message in OTHER_MARKERS if message not in result.stdout.str()] == []
 
 
 UNMET = [
@@ -103,10 +106,10 @@ UNMET = [
 ]
 
 
-def test_an_unmet_requirement_skips_with_its_reason(run_each):
-    result = run_each("raise SystemExit('ran')", with_mark("attention_requires", UNMET), "-rs")
-    result.assert_outcomes(skipped=len(UNMET))
-    assert [reason for _, reason in UNMET if reason not in result.stdout.str()] == []
+def test_an_unmet_requirement_skips_with_its_reason_and_a_met_one_runs(tell):
+    unmet = {one: ("raise SystemExit('ran')", "skipped", [reason], with_mark("requires", one)) for one, reason in UNMET}
+    met = with_mark("requires", "arch='cpu', memory='1 MiB', gpus=0, backend='math>=2.0'")
+    tell({**unmet, "met": ("attn.check(sdpa)", "passed", (), met)})
 
 
 @pytest.mark.parametrize("marker", ['"smoke-full", device="cuda:99"', 'device="cuda:99", backends="math"'])
@@ -121,12 +124,6 @@ def test_a_requirement_on_a_device_that_is_not_there_skips_and_the_others_run(ru
         result = run(option)
         assert "device 'cuda:99' is not there; this machine has cpu" in result.stdout.str()
         assert outcome is None or result.parseoutcomes()[outcome] == 1
-
-
-def test_a_met_requirement_runs(run, kernel_test):
-    requirement = "arch='cpu', memory='1 MiB', gpus=0, backend='math>=2.0'"
-    kernel_test("attn.check(sdpa)", before=f"pytestmark = pytest.mark.attention_requires({requirement})")
-    run().assert_outcomes(passed=1)
 
 
 def test_two_markers_on_one_test_are_a_collection_error(run, kernel_test):
@@ -209,36 +206,44 @@ def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test, pytes
         result.stdout.fnmatch_lines([by, "E *reproduce  pytest 'test_*.py::test_kernel[[]h2-s32-d32]' --attn-device=cpu"])
 
 
-def test_a_device_may_be_torchs_own(run, kernel_test):
-    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))", marker='"smoke-full", device=torch.device("cpu")')
-    run().assert_outcomes(passed=1)
+STORIES = {
+    "a device may be torch's own": ("attn.check(sdpa)", "passed", (), {"marker": '"smoke-full", device=torch.device("cpu")'}),
+    **{
+        f"{judgment} of one that raises": (
+            f"attn.{judgment}({judgment}_raises)",
+            "failed",
+            ["E*KeyError: 'tile'", f"raised        {judgment}_raises on h2-s32-d32: KeyError: 'tile'"],
+            {"before": f"def {judgment}_raises(q, k, v):\n    raise KeyError('tile')\n"},
+        )
+        for judgment in ("check", "check_invariants", "measure")
+    },
+}
 
 
-@pytest.mark.parametrize("question", ["check", "check_invariants", "measure"])
-def test_whatever_is_asked_a_kernel_that_raises_is_named_and_shown_alone(run, kernel_test, question):
-    kernel_test(f"attn.{question}(broken)", before="def broken(q, k, v):\n    raise KeyError('tile')\n")
-    result = run()
-    result.stdout.fnmatch_lines(["E*KeyError: 'tile'", "raised        broken on h2-s32-d32: KeyError: 'tile'"])
-    assert "pytest_attn/" not in result.stdout.str(), "the plugin's own frames show"
+def test_whatever_is_asked_what_cannot_be_judged_is_named_and_shown_alone(tell):
+    assert "pytest_attn/" not in tell(STORIES).stdout.str(), "the plugin's own frames show"
 
 
-def test_a_callable_that_is_none_of_these_is_refused(run, kernel_test):
-    kernel_test("attn.check(42)")
-    result = run()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E*TypeError: needs a callable of (q, k, v), a backend or a backend's name, got int"])
+ENDLESS = """
+def endless(q, k, v):
+    while True:
+        pass
+
+def stubborn(q, k, v):
+    try:
+        endless(q, k, v)
+    except Exception:
+        return sdpa(q, k, v)
+"""
 
 
-def test_a_callable_that_never_returns_is_stopped_and_named(run, kernel_test):
-    kernel_test("attn.check(endless)", before="def endless(q, k, v):\n    while True:\n        pass\n")
-    result = run("--attn-timeout=1")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        [
-            "E*no result after 1 s (--attn-timeout): endless on h2-s32-d32, *::test_kernel[[]h2-s32-d32[]]",
-            "no result *no result after*",
-        ]
-    )
+def test_a_callable_that_never_returns_is_stopped_and_named(tell):
+    said = "no result after 1 s (--attn-timeout): {} on h2-s32-d32, *::test_kernel[[]h2-s32-d32[]]"
+    stories = {
+        name: (f"attn.check({name})", "failed", [f"E*{said.format(name)}", "no result *no result after"], {"before": ENDLESS})
+        for name in ("endless", "stubborn")
+    }
+    tell(stories, "--attn-timeout=1")
 
 
 @pytest.mark.one_in(2)

@@ -35,41 +35,77 @@ def test_the_data_are_the_samples_bit_for_bit(report):
     assert row["group"] is None
 
 
-def test_samples_of_numpy_and_zeros_are_samples_like_others(report):
-    np = pytest.importorskip("numpy")
-    found = report(
-        """
-        import numpy as np
+TESTS = """
+import numpy as np
+from pytest_attn.cases import pytest_benchmark
 
-        def test_array(attn_benchmark):
-            attn_benchmark(np.array([1e-3, 2e-3], dtype="float32"))
+def test_array(attn_benchmark):
+    attn_benchmark(np.array([1e-3, 2e-3], dtype="float32"))
 
-        def test_measures(attn):
-            assert attn.measure(*np.array([1e-3, 2e-3], dtype="float32"))
+def test_measured_array(attn):
+    assert attn.measure(*np.array([1e-3, 2e-3], dtype="float32"))
 
-        def test_zeros(attn_benchmark):
-            attn_benchmark([0, 0.0])
-        """,
-        passed=3,
-    )
-    for name in ("test_array", "test_measures"):
-        assert found[name]["stats"]["data"] == [float(x) for x in np.array([1e-3, 2e-3], dtype="float32")]
-    assert found["test_zeros"]["stats"]["data"] == [0.0, 0.0]
+def test_zeros(attn_benchmark):
+    attn_benchmark([0, 0.0])
+
+def test_recorder(attn_benchmark):
+    assert attn_benchmark([1e-3, 2], samples=7, p50=1) is None
+
+def test_facts(request):
+    facts = {"p50": 1}
+    assert pytest_benchmark.record_samples(request, [1e-3], facts)
+    facts["p50"] = 2
+
+def test_twice(attn, request):
+    assert attn.measure() is False  # which is none
+    assert attn.measure(1e-3, which=1) is True
+    assert attn.measure(2e-3, which=2) is False
+    assert len(list(request.node.iter_markers("benchmark"))) == 1
+
+def test_own_before(attn, benchmark):
+    benchmark.pedantic(sum, [[1]], rounds=7)
+    assert attn.measure(123.0) is False
+
+def test_own_after(attn, benchmark):
+    assert attn.measure(123.0) is False
+    benchmark.pedantic(sum, [[1]], rounds=7)
+
+def test_made_at_run_time(attn, request):
+    request.getfixturevalue("benchmark").pedantic(sum, [[1]], rounds=7)
+    assert attn.measure(123.0) is False
+
+def test_unused(attn, request):
+    request.getfixturevalue("benchmark")
+    assert attn.measure(123.0) is False
+
+def test_after_all(attn):
+    assert attn.measure(1e-3) is True
+"""
 
 
-def test_facts_are_a_copy(report):
-    found = report(
-        """
-        from pytest_attn.cases import pytest_benchmark
-
-        def test_measures(request):
-            facts = {"p50": 1}
-            assert pytest_benchmark.record_samples(request, [1e-3], facts)
-            facts["p50"] = 2
-        """,
-        passed=1,
-    )
-    assert found["test_measures"]["extra_info"]["attn"] == {"p50": 1}
+def test_the_first_samples_of_a_test_without_a_benchmark_of_its_own_are_taken(report):
+    found = report(TESTS, passed=11)
+    halves = [float(x) for x in pytest.importorskip("numpy").array([1e-3, 2e-3], dtype="float32")]
+    assert {name: row["stats"]["data"] for name, row in found.items() if row["options"]["timer"] == "pytest_attn"} == {
+        "test_array": halves,
+        "test_measured_array": halves,
+        "test_zeros": [0.0, 0.0],
+        "test_recorder": [1e-3, 2.0],
+        "test_facts": [1e-3],
+        "test_twice": [1e-3],
+        "test_after_all": [1e-3],
+    }
+    assert {name: row["extra_info"]["attn"] for name, row in found.items() if row["extra_info"].get("attn")} == {
+        "test_recorder": {"samples": 7, "p50": 1},
+        "test_facts": {"p50": 1},
+        "test_twice": {"which": 1},
+    }
+    own = {name: row for name, row in found.items() if row["options"]["timer"] != "pytest_attn"}
+    assert set(own) == {"test_own_before", "test_own_after", "test_made_at_run_time"}
+    for row in own.values():
+        assert row["stats"]["rounds"] == 7
+        assert row["stats"]["max"] < 123
+        assert row["extra_info"] == {}
 
 
 def test_a_users_marker_keeps_its_group_and_loses_its_timer(report):
@@ -106,21 +142,6 @@ def test_a_users_marker_keeps_its_group_and_loses_its_timer(report):
     assert {row["options"]["timer"] for row in found.values()} == {"pytest_attn"}
 
 
-def test_the_second_of_two_measurements_is_not_taken(report):
-    found = report(
-        """
-        def test_twice(attn, request):
-            assert attn.measure() is False  # which is none
-            assert attn.measure(1e-3, which=1) is True
-            assert attn.measure(2e-3, which=2) is False
-            assert len(list(request.node.iter_markers("benchmark"))) == 1
-        """,
-        passed=1,
-    )
-    assert found["test_twice"]["stats"]["data"] == [1e-3]
-    assert found["test_twice"]["extra_info"] == {"attn": {"which": 1}}
-
-
 def test_an_item_that_runs_again_records_again(report, pytester):
     again = """
 from _pytest.runner import runtestprotocol
@@ -146,60 +167,12 @@ def pytest_runtest_protocol(item, nextitem):
 # -- a test that uses pytest-benchmark itself ----------------------------------------------------------------------------
 
 
-def test_a_tests_own_benchmark_is_left_to_it(report):
-    found = report(
-        """
-        def test_before(attn, benchmark):
-            benchmark.pedantic(sum, [[1]], rounds=7)
-            assert attn.measure(123.0) is False
-
-        def test_after(attn, benchmark):
-            assert attn.measure(123.0) is False
-            benchmark.pedantic(sum, [[1]], rounds=7)
-        """,
-        passed=2,
-    )
-    assert set(found) == {"test_before", "test_after"}
-    for row in found.values():
-        assert row["stats"]["rounds"] == 7
-        assert row["stats"]["max"] < 123
-        assert row["extra_info"] == {}
-
-
-def test_a_benchmark_made_at_run_time_with_another_clock_is_no_place_for_samples(report):
-    found = report(
-        """
-        import pytest
-
-        def test_used(attn, request):
-            request.getfixturevalue("benchmark").pedantic(sum, [[1]], rounds=7)
-            assert attn.measure(123.0) is False
-
-        def test_unused(attn, request):
-            request.getfixturevalue("benchmark")
-            assert attn.measure(123.0) is False
-
-        def test_measures(attn):
-            assert attn.measure(1e-3) is True
-        """,
-        passed=3,
-    )
-    assert set(found) == {"test_used", "test_measures"}
-    assert found["test_used"]["stats"]["rounds"] == 7
-
-
 def test_a_benchmark_of_another_kind_is_left_alone(bench, pytester):
     pytester.makeconftest(CONFTEST + "@pytest.fixture\ndef benchmark():\n    return print\n")
     bench(source=MEASURING.format(taken=False), passed=2)
 
 
 # -- attn_benchmark ----------------------------------------------------------------------------------------------------
-
-
-def test_the_recorder_takes_samples_and_facts(report):
-    found = report("def test_it(attn_benchmark):\n    assert attn_benchmark([1e-3, 2], samples=7, p50=1) is None", passed=1)
-    assert found["test_it"]["stats"]["data"] == [1e-3, 2.0]
-    assert found["test_it"]["extra_info"] == {"attn": {"samples": 7, "p50": 1}}
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,3 @@ def test_faulty_kernels_stand_in_for_one_with_a_signature(pytester):
     result = run(pytester, "--attn-mutants", "--attn-latency=off", test=test)
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*faulty kernels found*"])
-
-
-def test_a_signature_that_no_workload_can_have(pytester):
-    result = run(pytester, test=TEST.replace("Workload(36,", "Workload(36, batch=2,"))
-    result.stdout.fnmatch_lines(["*layout 'shd' has no batch dimension and needs batch=1; b2-h2-s36-d16-causal has batch=2*"])

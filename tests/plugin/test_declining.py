@@ -29,33 +29,25 @@ def declines_large_values(q, k, v):
 """
 
 
-@pytest.mark.parametrize("judgment", ["check", "check_invariants", "measure"])
-def test_what_a_function_declines_is_a_skip_with_its_text(run, kernel_test, judgment):
-    kernel_test(f"attn.{judgment}(declines)", before=DECLINES)
-    result = run("-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED * declines: no softcap"])
-
-
-def test_a_stub_without_a_text_fails(run, kernel_test):
-    kernel_test("attn.check(stub)", before=DECLINES)
-    run().assert_outcomes(failed=1)
-
-
-def test_a_later_refusal_hides_no_mismatch(run, kernel_test):
-    body = "calls = []\ndef late(q, k, v):\n    calls.append(1)\n    if len(calls) > 6:\n        "
-    kernel_test(f"{body}raise NotImplementedError('tired')\n    return sdpa(q, k, v, scale=1.0)\nattn.check(late)")
-    run().assert_outcomes(failed=1)
-
-
-def test_an_invariant_whose_variant_is_declined_does_not_apply(run, kernel_test):
-    kernel_test(
+JUDGMENTS = ("check", "check_invariants", "measure")
+LATER = (
+    "calls = []\ndef late(q, k, v):\n    calls.append(1)\n    if len(calls) > 6:\n        raise NotImplementedError('tired')\n"
+)
+STORIES = {
+    **{one: (f"attn.{one}(declines)", "skipped", ["SKIPPED * declines: no softcap"]) for one in JUDGMENTS},
+    "a stub without a text": ("attn.check(stub)", "failed"),
+    "a later refusal hides no mismatch": (f"{LATER}    return sdpa(q, k, v, scale=1.0)\nattn.check(late)", "failed"),
+    "a variant of an invariant does not apply": (
         "report = attn.check_invariants(declines_large_values)\n"
         "(declined,) = [f for f in report.findings if f.evidence == 'no large values']\n"
         "assert (declined.invariant, declined.outcome) == ('magnitude', 'not applicable') and report.applied",
-        before=DECLINES,
-    )
-    run().assert_outcomes(passed=1)
+        "passed",
+    ),
+}
+
+
+def test_what_a_function_declines_is_a_skip_with_its_text(tell):
+    tell({name: (*story, *((), {"before": DECLINES})[len(story) - 2 :]) for name, story in STORIES.items()})
 
 
 def test_a_function_that_is_registered_declines_as_well(run, kernel_test, pytester):
@@ -168,14 +160,10 @@ def in_process(pytester):
     return lambda *args: pytester.runpytest_inprocess("-p", "no:cacheprovider", *args)
 
 
-@pytest.mark.parametrize("judgment", ["check", "check_invariants", "measure"])
-def test_what_is_declined_fails_where_that_is_asked_for(in_process, kernel_test, judgment):
-    kernel_test(f"attn.{judgment}(declines)", before=DECLINES)
-    result = in_process("--attn-declines=fail")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        ["E * declined: declines: no softcap", "E * allow *--attn-declines=skip*", "no result * declined: no softcap"]
-    )
+def test_what_is_declined_fails_where_that_is_asked_for(tell):
+    said = ["E * declined: declines: no softcap", "E * allow *--attn-declines=skip", "no result * declined: no softcap"]
+    stories = {one: (f"attn.{one}(declines)", "failed", said, {"before": DECLINES}) for one in JUDGMENTS}
+    tell(stories, "--attn-declines=fail")
 
 
 def test_a_backend_declines_and_what_is_not_here_does_not(in_process, kernel_test, pytester):

@@ -184,13 +184,6 @@ def pytest_attn_backends(registry):
     again.stdout.fnmatch_lines(["E*AssertionError: mismatch: out of broken: *"])
 
 
-def test_a_right_kernel_passes_and_leaves_one_record(run, kernel_test):
-    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
-    result = run("--attn-fuzz=30", "-k", "fuzz", "-v")
-    assert result.parseoutcomes()["passed"] == 1
-    result.stdout.fnmatch_lines(["*::test_kernel[[]fuzz[]]*", "**lambda* on fuzz*: *30 draws", "1 right; 1 kernel on *"])
-
-
 @pytest.mark.slow("draws workloads")
 def test_a_failure_is_replayed_first_the_next_time(conftest, kernel_test, pytester):
     conftest(before=KEPT)
@@ -268,30 +261,10 @@ def pytest_attn_backends(registry):
 
 
 @pytest.mark.slow("draws workloads")
-def test_a_test_may_refuse_a_draw_itself(fuzz, kernel_test):
-    body = """
-if attn.workload.heads != 2:
-    pytest.skip("two heads")
-attn.check(lambda q, k, v: sdpa(q, k, v))
-"""
-    kernel_test(body)
-    result = fuzz()
-    result.assert_outcomes(passed=1, deselected=1)
-    result.stdout.re_match_lines([r".*\d+ draws, \d+ refused"])
-
-
-@pytest.mark.slow("draws workloads")
 def test_a_seed_that_is_given_also_draws_the_workloads(fuzz, kernel_test):
     kernel_test("print('drew', attn.workload.id)\nattn.check(lambda q, k, v: sdpa(q, k, v))")
     one, same, other = (re.findall("drew .*", fuzz("-rA", f"--attn-seed={seed}", number=6).stdout.str()) for seed in (5, 5, 6))
     assert one == same != other
-
-
-def test_known_defects_are_counted(fuzz, kernel_test):
-    kernel_test("if attn.workload.batch > 1:\n    pytest.xfail('known')\nattn.check(lambda q, k, v: sdpa(q, k, v))")
-    result = fuzz()
-    result.assert_outcomes(passed=1, deselected=1)
-    result.stdout.re_match_lines([r".*\d+ draws, \d+ known defects"])
 
 
 @pytest.mark.slow("draws workloads")
@@ -305,39 +278,8 @@ def test_only_what_the_markers_workloads_show_is_drawn(fuzz, kernel_test):
     fuzz().assert_outcomes(passed=1, deselected=1)
 
 
-def test_an_exception_shrinks_as_well(fuzz, kernel_test):
-    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v) * (1 if k.shape[2] < 9 else 1 // 0))")
-    result = fuzz("--tb=short")
-    result.stdout.fnmatch_lines(
-        [
-            "E*ZeroDivisionError: *",
-            "E*fuzz       draw * failed; the smallest workload that does is Workload(9, head_dim=32)",
-            "# found by --attn-fuzz=60, draw *",
-            "raised        - on s9-d32: ZeroDivisionError: * (found by --attn-fuzz=60, draw *; the smallest that fails)",
-        ]
-    )
-
-
-def test_pytest_fail_is_a_failure(fuzz, kernel_test):
-    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))\nif attn.workload.heads > 1:\n    pytest.fail('several heads')")
-    result = fuzz()
-    result.assert_outcomes(failed=1, deselected=1)
-    result.stdout.fnmatch_lines(
-        ["E*Failed: several heads", "E*smallest workload that does is Workload(1, heads=2, head_dim=32)"]
-    )
-
-
-def test_a_kernel_that_fails_at_times_is_named_with_the_workload(fuzz, kernel_test):
-    kernel_test(
-        "calls.append(1)\nattn.check(lambda q, k, v: sdpa(q, k, v) * (2 if len(calls) == 5 else 1))", before="calls = []"
-    )
-    result = fuzz()
-    result.assert_outcomes(failed=1, deselected=1)
-    result.stdout.fnmatch_lines(["mismatch: out of *lambda* z *", "It did not fail again on Workload(*)", "# found by *"])
-
-
-def test_every_fixture_belongs_to_the_draw(fuzz, kernel_test, pytester):
-    body = """
+RIGHT = "attn.check(lambda q, k, v: sdpa(q, k, v))"
+OF_THE_DRAW = """
 q, k, v = qkv
 w = attn_workload
 assert (w, attn_device) == (attn.workload, attn.device)
@@ -346,68 +288,77 @@ assert attn_reference.out.shape == q.shape
 seen.add(tuple(q.shape))
 assert_attention_close(sdpa(q, k, v))
 """
-    fixtures = "attn, attn_workload, attn_device, qkv, attn_reference, assert_attention_close"
-    kernel_test(body, fixtures=fixtures, before="seen = set()")
-    path = next(pytester.path.glob("test_*.py"))
-    path.write_text(f"{path.read_text()}\n\ndef test_seen_by_fuzz():\n    assert len(seen) > 10\n")
-    fuzz().assert_outcomes(passed=2, deselected=1)
+MINE = "@pytest.fixture\ndef mine(attn):\n    return sdpa\n"
+DRAWING = "from hypothesis import HealthCheck, given, settings, strategies as st\n"
+GIVEN = '"smoke-full", device="cpu")\n@settings(suppress_health_check=list(HealthCheck))\n@given(x=st.integers()'
+STORIES = {
+    "a right kernel": (RIGHT, "passed", ["*lambda* on fuzz*: *60 draws"]),
+    "known defects are counted": (
+        f"if attn.workload.batch > 1:\n    pytest.xfail('known')\n{RIGHT}",
+        *("passed", ["draws, [0-9]* known defects"]),
+    ),
+    "a test may refuse a draw": (
+        f"if attn.workload.heads != 2:\n    pytest.skip('two heads')\n{RIGHT}",
+        *("passed", ["draws, [0-9]* refused"]),
+    ),
+    "an exception shrinks as well": (
+        "attn.check(lambda q, k, v: sdpa(q, k, v) * (1 if k.shape[2] < 11 else 1 // 0))",
+        "failed",
+        [
+            "E*ZeroDivisionError: ",
+            "E*fuzz       draw * failed; the smallest workload that does is Workload(11, head_dim=32)",
+            "# found by --attn-fuzz=60, draw ",
+            "raised        - on s11-d32: ZeroDivisionError: * (found by --attn-fuzz=60, draw *; the smallest that fails)",
+        ],
+    ),
+    "pytest.fail is a failure": (
+        f"{RIGHT}\nif attn.workload.heads > 1:\n    pytest.fail('several heads')",
+        *("failed", ["E*Failed: several heads", "E*smallest workload that does is Workload(1, heads=2, head_dim=32)"]),
+    ),
+    "a kernel that fails at times": (
+        "calls.append(1)\nattn.check(lambda q, k, v: sdpa(q, k, v) * (2 if len(calls) == 5 else 1))",
+        "failed",
+        ["mismatch: out of *lambda* z ", "It did not fail again on Workload(*)"],
+        {"before": "calls = []"},
+    ),
+    "measure only checks": ("attn.measure(lambda q, k, v: sdpa(q, k, v))\nraise RuntimeError('not reached')", "passed"),
+    "measure finds a wrong kernel": (
+        "attn.measure(lambda q, k, v: sdpa(q, k, v) * (k.shape[2] < 9))",
+        *("failed", ["E*the smallest workload that does is Workload(9, head_dim=32)"]),
+    ),
+    "every fixture is of the draw": (
+        OF_THE_DRAW,
+        "passed",
+        (),
+        {
+            "fixtures": "attn, attn_workload, attn_device, qkv, attn_reference, assert_attention_close",
+            "before": "seen = set()\n",
+            "after": "def test_seen_by_fuzz():\n    assert len(seen) > 10\n",
+        },
+    ),
+    "nothing is judged": ("attn.q", "skipped", ["not fuzzed: the test judges nothing; it never calls attn.check"]),
+    "a fixture asks for the case": (
+        "attn.check(mine)",
+        "skipped",
+        ["not fuzzed: fixture 'mine' asks for an attention fixture, and would be made once for all draws"],
+        {"before": MINE, "fixtures": "attn, mine"},
+    ),
+    "Hypothesis draws already": (
+        "pass",
+        "skipped",
+        ["not fuzzed: the test already draws with Hypothesis"],
+        {"before": DRAWING, "marker": GIVEN, "fixtures": "attn, x"},
+    ),
+}
 
 
-def test_measure_only_checks(fuzz, kernel_test):
-    kernel_test("attn.measure(lambda q, k, v: sdpa(q, k, v))\nraise RuntimeError('not reached')")
-    fuzz(number=10).assert_outcomes(passed=1, deselected=1)
-
-
-def test_measure_finds_a_wrong_kernel(fuzz, kernel_test):
-    kernel_test("attn.measure(lambda q, k, v: sdpa(q, k, v) * (k.shape[2] < 9))")
-    result = fuzz()
-    result.assert_outcomes(failed=1, deselected=1)
-    result.stdout.fnmatch_lines(["E*the smallest workload that does is Workload(9, head_dim=32)"])
-
-
-@pytest.mark.parametrize(
-    ("body", "before", "fixtures", "reason"),
-    [
-        ("attn.q", "", "attn", "the test judges nothing; it never calls attn.check"),
-        (
-            "attn.check(mine)",
-            "@pytest.fixture\ndef mine(attn):\n    return sdpa\n",
-            "attn, mine",
-            "fixture 'mine' asks for an attention fixture, and would be made once for all draws",
-        ),
-        (
-            "pass",
-            "from hypothesis import HealthCheck, given, settings, strategies as st\n",
-            "attn, x",
-            "the test already draws with Hypothesis",
-        ),
-    ],
-    ids=["judges nothing", "fixture", "hypothesis"],
-)
-def test_a_test_that_cannot_be_drawn_for_is_skipped_with_the_reason(
-    fuzz, kernel_test, pytester, body, before, fixtures, reason
-):
-    kernel_test(body, before=before, fixtures=fixtures)
-    alone = "@settings(suppress_health_check=list(HealthCheck))"
-    if "x" in fixtures:
-        path = next(pytester.path.glob("test_*.py"))
-        path.write_text(path.read_text().replace("def test_kernel", f"{alone}\n@given(x=st.integers())\ndef test_kernel"))
-    result = fuzz("-rs", number=5)
-    result.assert_outcomes(skipped=1, deselected=1)
-    result.stdout.fnmatch_lines([f"*not fuzzed: {reason}"])
-
-
-def test_without_the_option_nothing_is_drawn(kernel_test, pytester):
-    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-v")
-    result.assert_outcomes(passed=1)
-    assert "fuzz]" not in result.stdout.str()
-
-
-def test_draws_leave_no_properties(fuzz, kernel_test, pytester):
-    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
-    fuzz("--junitxml=junit.xml", number=5).assert_outcomes(passed=1, deselected=1)
-    assert ElementTree.parse(pytester.path / "junit.xml").find(".//testcase/properties") is None
+def test_what_is_drawn_ends_as_the_test_does_and_is_said(tell, pytester):
+    tell(STORIES, "--attn-fuzz=60", "-k", "fuzz", "--junitxml=junit.xml", passed=6, deselected=len(STORIES))
+    cases = ElementTree.parse(pytester.path / "junit.xml").findall(".//testcase")
+    assert len(cases) == len(STORIES) + 1
+    assert [case for case in cases if case.find("properties") is not None] == []
+    plain = pytester.runpytest_inprocess("-p", "no:cacheprovider", "test_0.py")
+    plain.assert_outcomes(passed=1)
 
 
 @pytest.mark.slow("draws workloads")

@@ -39,25 +39,31 @@ def test_a_broken_invariant_is_a_failed_test_with_its_evidence(run, kernel_test)
     assert "pytest_attn/invariants" not in result.stdout.str()
 
 
-@ONCE
-def test_invariants_are_chosen_by_name(run, kernel_test):
-    kernel_test(
+NONE_APPLIES = "none of the requested invariants applies: graph needs a CUDA device; device "
+STORIES = {
+    "invariants are chosen by name": (
         'report = attn.check_invariants(lambda q, k, v: sdpa(q, k, v), only=["rerun", "state"], skip="state")\n'
         'assert [f.invariant for f in report.findings] == ["rerun"]\n'
         'with pytest.raises(ValueError, match="unknown invariant .posion.; known: "):\n'
         '    attn.check_invariants(sdpa, only="posion")',
-        marker=KERNEL,
-    )
-    run().assert_outcomes(passed=1)
+        "passed",
+    ),
+    "what applies to nothing has not held": (
+        'attn.check_invariants(lambda q, k, v: sdpa(q, k, v), only=["graph", "device"])',
+        *("skipped", [f"SKIPPED*{NONE_APPLIES}"]),
+    ),
+    "a backend is asked by name": ('attn.check_invariants("math")', "passed"),
+    "an expected break is no failure": (
+        "with pytest.raises(AssertionError, match='broken'):\n"
+        "    attn.check_invariants(lambda q, k, v: sdpa(q, k, v) + torch.rand(()))",
+        *("passed", ["1 wrong as expected"]),
+    ),
+}
 
 
 @ONCE
-def test_what_applies_to_nothing_is_skipped(run, kernel_test):
-    """Nothing was tried, so nothing held."""
-    kernel_test('attn.check_invariants(lambda q, k, v: sdpa(q, k, v), only=["graph", "device"])', marker=KERNEL)
-    result = run("-rs", "--attn-thorough")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED*none of the requested invariants applies: graph needs a CUDA device; device *"])
+def test_it_takes_and_ends_as_check_does(tell):
+    tell(STORIES)
 
 
 @pytest.mark.slow("makes many calls")
@@ -67,20 +73,3 @@ def test_thorough_asks_more(run, kernel_test):
     few, many = ([int(n) for n in re.search(r"\((\d+), (\d+)\) == ", run(*a).stdout.str()).groups()] for a in ((), THOROUGH))
     assert few[0] < many[0]
     assert few[1] < many[1]
-
-
-@ONCE
-def test_a_backend_is_asked_by_name(run, kernel_test):
-    kernel_test('attn.check_invariants("math")', marker='"smoke-window", device="cpu"')
-    run().assert_outcomes(passed=1)
-
-
-def test_an_expected_break_is_no_failure(run, kernel_test):
-    kernel_test(
-        "with pytest.raises(AssertionError, match='broken'):\n"
-        "    attn.check_invariants(lambda q, k, v: sdpa(q, k, v) + torch.rand(()))",
-        marker=KERNEL,
-    )
-    result = run()
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["1 wrong as expected*"])

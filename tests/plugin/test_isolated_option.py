@@ -414,19 +414,6 @@ def test_backends_may_be_named_functions(pytester, options):
     assert f"({named}, " in result.stdout.str()
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        (("--attn-isolated", "tests"), "--attn-isolated: must be MODULE:FUNCTION, got 'tests'; where a path follows, *"),
-        (("--attn-isolated", "--attn-profile"), "--attn-profile: sees the kernels of this process; leave out --attn-isolated"),
-    ],
-)
-def test_what_does_not_go_with_it_is_said(pytester, option, words):
-    (pytester.path / "tests").mkdir()
-    result = run(pytester, *option)
-    result.stderr.fnmatch_lines([f"ERROR: {words}"])
-
-
 class _Handing(torch.autograd.Function):
     pass
 

@@ -28,55 +28,39 @@ def test_tensors_belong_to_the_case(run, pytester):
     run().assert_outcomes(passed=2)
 
 
-def test_changed_inputs_are_seen_in_either_layout(run, kernel_test):
-    kernel_test(
-        "attn.check(greedy)",
-        marker='Workload(32, heads=2, head_dim=32), device="cpu", layout="bshd"',
-        before="""
+GREEDY = """
 def greedy(q, k, v):
     out = sdpa(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
     v.zero_()
     return out
-""",
-    )
-    result = run()
-    result.assert_outcomes(failed=1)
-    assert "the callable changed its input v in place" in result.stdout.str()
+"""
+EXPECTED = (
+    "with pytest.raises(AssertionError, match='without the last key'):\n"
+    "    attn.check(lambda q, k, v: sdpa(q, k[:, :, :-1], v[:, :, :-1]))"
+)
+STORIES = {
+    "changed inputs are seen in either layout": (
+        "attn.check(greedy)",
+        "failed",
+        ["the callable changed its input v in place"],
+        {"before": GREEDY, "marker": 'Workload(32, heads=2, head_dim=32), device="cpu", layout="bshd"'},
+    ),
+    "a backend that a check names may refuse": (
+        'attn.check("sdpa")',
+        "skipped",
+        ["sdpa: has no sinks"],
+        {"marker": 'Workload(32, sinks=True), device="cpu"'},
+    ),
+    "what is no callable is refused": (
+        *("attn.check(42)", "failed"),
+        ["E*TypeError: needs a callable of (q, k, v), a backend or a backend's name, got int"],
+    ),
+    "a mismatch that the test expects is not called wrong": (EXPECTED, "passed", ["1 wrong as expected"]),
+}
 
 
-def test_a_backend_named_in_a_check_may_refuse(run, kernel_test):
-    kernel_test('attn.check("sdpa")', marker='Workload(32, sinks=True), device="cpu"')
-    result = run("-rs")
-    result.assert_outcomes(skipped=1)
-    assert "sdpa: has no sinks" in result.stdout.str()
-
-
-def test_a_mismatch_that_the_test_expects_is_not_called_wrong(run, kernel_test):
-    kernel_test(
-        "with pytest.raises(AssertionError, match='without the last key'):\n"
-        "    attn.check(lambda q, k, v: sdpa(q, k[:, :, :-1], v[:, :, :-1]))"
-    )
-    result = run()
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["1 wrong as expected; 1 kernel on 1 workload; 1 case judged"])
-    assert "mismatch  " not in result.stdout.str()
-
-
-def test_a_time_limit_cannot_be_swallowed(run, kernel_test):
-    kernel_test(
-        "attn.check(stubborn)",
-        before="""
-def stubborn(q, k, v):
-    try:
-        while True:
-            pass
-    except Exception:
-        return sdpa(q, k, v)
-""",
-    )
-    result = run("--attn-timeout=1")
-    result.assert_outcomes(failed=1)
-    assert "no result after 1 s (--attn-timeout): stubborn on h2-s32-d32" in result.stdout.str()
+def test_what_a_test_does_or_expects_is_seen(tell):
+    assert tell(STORIES).stdout.str().count("mismatch  ") == 1
 
 
 def test_listing_for_a_device_that_is_not_there_says_so(pytester):
@@ -107,13 +91,6 @@ def test_fixtures_asked_for_later_are_refused(run, pytester):
     result.assert_outcomes(failed=1, errors=1)
     text = "::test_it: the attention fixtures must be arguments of the test, not asked for later; a unittest.TestCase"
     assert result.stdout.str().count(text) == 2
-
-
-def test_thd_for_a_dense_workload_is_a_collection_error(run, kernel_test):
-    kernel_test("raise SystemExit('ran')", marker='"smoke-full", layout="thd"')
-    result = run()
-    result.assert_outcomes(errors=1)
-    assert "layout 'thd' is for packed workloads (q_lens), smoke-full is not one; say 'shd'" in result.stdout.str()
 
 
 def test_after_a_lost_cuda_context_the_other_cases_are_skipped_with_its_test(pytester, monkeypatch):

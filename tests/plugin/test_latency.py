@@ -149,14 +149,6 @@ def test_require_asks_a_disturbed_case_again_and_does_not_replace_its_baseline(r
     assert "--attn-update-baselines" not in result.stdout.str()
 
 
-def test_another_shape_under_the_name_has_no_baseline(recorded, pytester):
-    path = pytester.path / "test_mine.py"
-    path.write_text(path.read_text().replace("Workload(32", "Workload(48"))
-    result = recorded()
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["no baseline * recorded for h2-s32-d32, this is h2-s48-d32"])
-
-
 @pytest.mark.slow("times in many processes")
 def test_what_pytest_benchmark_fails_hides_no_verdict(recorded):
     quiet = ("-W", "default", "--disable-warnings")
@@ -209,25 +201,6 @@ def test_junit_and_last_failed_see_a_regression(recorded, pytester, monkeypatch)
     assert "attn_p50_mine_forward" in text
     result = pytester.runpytest_inprocess("--lf", "--co", "-q")
     assert [line for line in result.outlines if "::" in line] == ["test_mine.py::test_mine[tiny]"]
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--attn-latency=sometimes", "*--attn-latency: must be off, auto or require, got 'sometimes'*"),
-        ("--attn-max-slowdown=fast", "*--attn-max-slowdown: must be a number of percent above 0*"),
-        ("--attn-max-slowdown=0", "*--attn-max-slowdown: must be a number of percent above 0*"),
-        ("--attn-threads=-1", "*--attn-threads: must be a whole number of threads*"),
-        ("--attn-l2=tepid", "*--attn-l2: must be cold or warm, got 'tepid'*"),
-        ("--attn-lock-clocks=fast", "*--attn-lock-clocks: must be max or a number of MHz*"),
-        ("--attn-update-baselines=", "*--attn-update-baselines: must be a reason*"),
-        ("--attn-update-baselines=test_a.py::test_b", "*--attn-update-baselines: must be a reason*got the test*"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_runs(pytester, option, words):
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", option)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([words])
 
 
 def test_a_result_that_is_wrong_when_timed_is_called_wrong(pytester):

@@ -57,48 +57,16 @@ def closing(path):
     return json.loads(path.read_text().splitlines()[-1])["run"]
 
 
-def test_the_groups_of_pytest_split_are_one_run(run, merge):
+def test_the_groups_of_pytest_split_are_one_run(run, merge, pytester):
     results = [run(f"part-{number}.jsonl", *group(number, 3)) for number in (1, 2, 3)]
     assert sum(result.parseoutcomes().get("passed", 0) for result in results) == CASES - 1
-    assert merge("part-1.jsonl", "part-2.jsonl", "part-3.jsonl") == (
-        *(0, "3 runs, 13 tests, 6 records: written to all.jsonl\n"),
-    )
+    whole = (0, "3 runs, 13 tests, 6 records: written to all.jsonl\n")
+    assert merge("part-1.jsonl", "part-2.jsonl", "part-3.jsonl") == whole
     assert len({record["test"] for record in read_records("all.jsonl")}) == 6
-
-
-def test_what_was_merged_can_be_merged_with_what_is_left(run, merge, pytester):
-    for number in (1, 2, 3):
-        run(f"part-{number}.jsonl", *group(number, 3))
+    code, said = merge("part-1.jsonl", "part-3.jsonl")
+    assert (code, "; pytest-split's group 2 of 3 is missing, so run --splits=3 --group=2 with" in said) == (1, True)
     main(["merge", "some.jsonl", "part-1.jsonl", "part-3.jsonl", "--force"])
-    assert merge("some.jsonl", "part-2.jsonl") == (0, "3 runs, 13 tests, 6 records: written to all.jsonl\n")
-
-
-def test_a_missing_group(run, merge, pytester):
-    run("part-1.jsonl", *group(1))
-    code, said = merge("part-1.jsonl")
-    assert (code, (pytester.path / "all.jsonl").exists()) == (1, False)
-    assert "merge: 6 tests of 13 that were collected ran in none of these files; " in said
-    assert "pytest-split's group 2 of 2 is missing, so run --splits=2 --group=2 with the options of the others" in said
-    assert "Not run: test_it.py::test_plain[1], test_it.py::test_plain[2], test_it.py::test_plain[3] and 3 more\n" in said
-
-
-def test_a_group_that_ran_twice(run, merge):
-    for path, number in (("part-1.jsonl", 1), ("part-2.jsonl", 2), ("again.jsonl", 2)):
-        run(path, *group(number))
-    code, said = merge("part-1.jsonl", "part-2.jsonl", "again.jsonl")
-    assert code == 1
-    assert said.startswith("merge: 6 tests ran both in part-2.jsonl and in again.jsonl: test_it.py::test_plain[1], ")
-    assert "; leave out one of these files, or run both again with the same tests and options\n" in said
-    assert said.count("merge: ") == 2
-
-
-@pytest.mark.parametrize("changes", [(), ("--splitting-algorithm=least_duration",)])
-def test_groups_that_were_divided_in_different_ways(run, merge, changes):
-    run("part-1.jsonl", *group(1))
-    run("part-2.jsonl", *group(2), *changes)
-    code, said = merge("part-1.jsonl", "part-2.jsonl")
-    assert code == bool(changes)
-    assert ("pytest-split divided the same tests in different ways; give all groups the same --durations-path" in said) == code
+    assert merge("some.jsonl", "part-2.jsonl") == whole, "with what was left out before"
 
 
 @pytest.mark.slow("starts processes")
@@ -141,19 +109,13 @@ def test_what_k_and_m_leave_out_of_all_files_need_not_run(run, merge, pytester):
     assert closing(pytester.path / "part-1.jsonl")["choice"] == (
         "-k 'not gqa' -m 'not slow' --deselect 'test_it.py::test_plain[0]'"
     )
-    code, said = merge("part-1.jsonl")
-    assert (code, "merge: 4 tests of 13 that were collected ran in none" in said) == (1, True)
+    assert merge("part-1.jsonl")[0] == 1
 
 
 def test_k_may_divide_a_run(run, merge):
     run("plain.jsonl", "-k", "plain")
     run("kernel.jsonl", "-k", "not plain")
     assert merge("plain.jsonl", "kernel.jsonl")[0] == 0
-    run("some.jsonl", "-k", "kernel and not gqa")
-    code, said = merge("plain.jsonl", "some.jsonl")
-    assert code == 1
-    assert "merge: 2 tests of 13 that were collected ran in none of these files; run them " in said
-    assert "merge: the runs chose in different ways: -k plain in plain.jsonl; -k 'kernel and not gqa' in some.jsonl\n" in said
 
 
 def test_a_plugin_of_any_kind_may_divide_a_run(run, merge, pytester):
@@ -169,9 +131,7 @@ def test_a_plugin_of_any_kind_may_divide_a_run(run, merge, pytester):
             patch.setenv("HALF", half)
             run(f"half-{half}.jsonl", "-k", "not 5")
     assert merge("half-0.jsonl", "half-1.jsonl") == (0, "2 runs, 12 tests, 6 records: written to all.jsonl\n")
-    code, said = merge("half-0.jsonl")
-    assert code == 1
-    assert "run them with the options of the others, or name the files of their runs. Not run: test_it" in said
+    assert merge("half-0.jsonl")[0] == 1
 
 
 def test_whole_runs_of_different_files_are_one(run, merge, pytester):
@@ -193,11 +153,7 @@ def test_a_run_of_what_failed_before_is_not_whole(run, merge):
 def test_a_run_that_stops_early_is_not_whole(run, merge):
     run("run.jsonl", "-x")
     code, said = merge("run.jsonl")
-    assert code == 1
-    assert (
-        "merge: run.jsonl ran 10 of its 13 tests, and not test_it.py::test_plain[4], test_it.py::test_plain[5],"
-        " test_it.py::test_plain[6]; was it stopped, or run with -x or --lf? Run it again: pytest --attn-backends=math,sdpa "
-    ) in said
+    assert (code, "merge: run.jsonl ran 10 of its 13 tests, and not test_it.py::test_plain[4], " in said) == (1, True)
 
 
 @pytest.mark.slow("starts processes")
@@ -221,7 +177,6 @@ def test_a_file_that_cannot_be_collected_on_one_host_is_seen(run, merge, pyteste
     assert code == 1
     assert "merge: part-2.jsonl could not collect 1 file, so tests are missing; its output says why" in said
     assert "Not run: test_other.py::test_one, test_other.py::test_two\n" in said
-    assert "merge: the runs collected different tests: 15 tests in part-1.jsonl; 13 tests in part-2.jsonl; the same " in said
 
 
 def test_hosts_with_other_backends_are_seen(run, merge):

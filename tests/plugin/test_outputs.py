@@ -42,8 +42,10 @@ OPTIONS = ("--attn-backends=math", "-p", "no:cacheprovider")
 def test_a_line_for_each_judgment_with_every_field(pytester, workers):
     pytester.makepyfile(TESTS)
     start = pytester.runpytest_subprocess if workers else pytester.runpytest_inprocess
-    result = start("--attn-json=run.jsonl", *OPTIONS, *workers)
+    result = start("--attn-json=run.jsonl", "--attn-summary=run.md", *OPTIONS, *workers)
     result.assert_outcomes(passed=4, failed=2)
+    assert "::error" not in result.stdout.str(), "as in a job of GitHub Actions alone"
+    assert all(one in (pytester.path / "run.md").read_text() for one in ("### Wrong", "| mismatch |", "| raised |"))
     records = {(r["test"].partition("::")[2], r["question"]): r for r in read_records(pytester.path / "run.jsonl")}
     assert len(records) == 6
     for record in records.values():
@@ -105,23 +107,6 @@ def test_aliases_name_the_same_workload(pytester):
     result.stdout.fnmatch_lines(["*'group': 'flux', 'aliases': ('cuda_attn_L128_bfloat16',)*"])
 
 
-@pytest.mark.parametrize("text", ["run.txt", "nowhere/run.jsonl", "."])
-def test_a_file_that_cannot_be_written_is_a_usage_error(pytester, text):
-    pytester.makepyfile(TESTS)
-    result = pytester.runpytest_inprocess(f"--attn-json={text}")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: --attn-json: must be a file NAME.jsonl in a folder that exists, got '{text}'"])
-
-
-def test_a_summary_in_markdown(pytester):
-    pytester.makepyfile(TESTS)
-    pytester.runpytest_inprocess("--attn-summary=run.md", *OPTIONS)
-    text = (pytester.path / "run.md").read_text()
-    assert "### Wrong" in text
-    assert "| mismatch |" in text
-    assert "| raised |" in text
-
-
 def test_a_job_of_github_actions_gets_annotations_and_a_summary(pytester, monkeypatch):
     pytester.makepyfile(TESTS)
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
@@ -133,12 +118,6 @@ def test_a_job_of_github_actions_gets_annotations_and_a_summary(pytester, monkey
     )
     text = (pytester.path / "step.md").read_text()
     assert text.startswith("# Another step\n## Attention\n")
-
-
-def test_nothing_is_annotated_elsewhere(pytester, monkeypatch):
-    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
-    pytester.makepyfile(TESTS)
-    assert "::error" not in pytester.runpytest_inprocess(*OPTIONS).stdout.str()
 
 
 def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):

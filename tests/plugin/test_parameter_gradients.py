@@ -62,24 +62,6 @@ def test_a_backend_is_skipped_with_the_reason(judged):
     result.stdout.fnmatch_lines(["*math: the marker compares a gradient of sinks, which a callable has, but no backend"])
 
 
-@pytest.mark.parametrize(
-    ("marker", "message"),
-    [
-        (
-            '("q", "k", "v", "mask")',
-            'backward must be True, False, or a tuple of "q", "k", "v", "sinks", "bias", "alibi"',
-        ),
-        ("()", 'backward must be True, False, or a tuple of "q", "k", "v", "sinks", "bias", "alibi", got ()'),
-        ('("q", "k", "v", "bias")', "backward asks for a gradient of bias, and no workload has bias"),
-    ],
-)
-def test_what_has_no_gradient_is_refused(pytester, marker, message):
-    pytester.makepyfile(KERNEL.replace('("q", "k", "v", "sinks")', marker).format(what="print", fixture=""))
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(errors=1)
-    assert message in result.stdout.str()
-
-
 @pytest.mark.parametrize("asked", ['("sinks",)', '("q", "sinks")', '("k",)'])
 def test_what_is_not_asked_for_needs_no_gradient(pytester, asked):
     kernel = """lambda q, k, v: seen.append([t.requires_grad for t in (q, k, v)]) or attention(q, k, v, attn.sinks)"""

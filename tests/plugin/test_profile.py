@@ -1,7 +1,5 @@
 """--attn-profile, attn.assert_launched and --attn-support, as a user sees them."""
 
-import pytest
-
 FLASH = 'attn.check("sdpa_flash")'
 BACKENDS = {"body": "attn.check(attn_backend)", "fixtures": "attn, attn_backend"}
 
@@ -32,28 +30,44 @@ def test_without_the_option_nothing_is_profiled(run, kernel_test):
     assert "attention kernels" not in run().stdout.str()
 
 
-def test_assert_launched_passes_where_the_kernel_ran(run, kernel_test):
-    kernel_test(
-        f'{FLASH}\nattn.assert_launched("cpu", "Flash")\nattn.assert_launched("matmul", fn=lambda q, k, v: q @ k.mT @ v)'
-    )
-    run().assert_outcomes(passed=1)
-
-
-def test_assert_launched_fails_where_a_dispatcher_took_another_kernel(run, kernel_test):
-    kernel_test(f'{FLASH}\nattn.assert_launched("cudnn", "sm90")')
-    result = run()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
+NO_WORDS = "ValueError: assert_launched needs words: *, got"
+LAUNCHED = {
+    "the kernel ran": (
+        f'{FLASH}\nattn.assert_launched("cpu", "Flash")\nattn.assert_launched("matmul", fn=lambda q, k, v: q @ k.mT @ v)',
+        "passed",
+    ),
+    "a dispatcher took another": (
+        f'{FLASH}\nattn.assert_launched("cudnn", "sm90")',
+        "failed",
         [
-            "*AssertionError: no kernel that answers to 'cudnn', 'sm90' was launched in the forward pass; these were:",
-            "*PyTorch attention cpu flash forward: aten::_scaled_dot_product_flash_attention_for_cpu*",
-        ]
-    )
+            "AssertionError: no kernel that answers to 'cudnn', 'sm90' was launched in the forward pass; these were:",
+            "PyTorch attention cpu flash forward: aten::_scaled_dot_product_flash_attention_for_cpu",
+            "mismatch * sdpa_flash on *: no kernel that answers to 'cudnn', 'sm90' was launched in the forward pass",
+        ],
+    ),
+    "not in the backward pass": (
+        f'{FLASH}\nattn.assert_launched("flash forward")',
+        "failed",
+        ["no kernel that answers to 'flash forward' was launched in the backward pass"],
+        {"marker": 'Workload(32), device="cpu", backward=True'},
+    ),
+    "no callable": (
+        'attn.assert_launched("flash")',
+        "failed",
+        ["ValueError: assert_launched needs a callable: call attn.check(fn) first, or say fn=..."],
+    ),
+    "no words": (f"{FLASH}\nattn.assert_launched()", "failed", [f"{NO_WORDS} ()"]),
+    "an empty word": (f'{FLASH}\nattn.assert_launched("")', "failed", [f"{NO_WORDS} ('',)"]),
+    "a list": (f'{FLASH}\nattn.assert_launched(["sm90"])', "failed", [f"{NO_WORDS} ([[]'sm90'[]],)"]),
+    "a backend's name": (
+        'attn.assert_launched("flash", fn="sdpa_flash")\nattn.assert_launched("sm90", fn="flash2")',
+        *("skipped", ["SKIPPED * flash2: flash-attn is not installed; "]),
+    ),
+}
 
 
-def test_assert_launched_looks_at_the_backward_pass_too(run, kernel_test):
-    kernel_test(f'{FLASH}\nattn.assert_launched("flash forward")', marker='Workload(32), device="cpu", backward=True')
-    run().stdout.fnmatch_lines(["*no kernel that answers to 'flash forward' was launched in the backward pass*"])
+def test_assert_launched_says_what_was_launched_and_what_it_needs(tell):
+    tell(LAUNCHED)
 
 
 def test_support_is_written_as_a_table(run, kernel_test, pytester):
@@ -71,14 +85,6 @@ def test_support_is_written_as_a_table(run, kernel_test, pytester):
     assert not list(pytester.path.glob("*.part"))
 
 
-@pytest.mark.parametrize("path", ["nowhere/support.md", "test_kernel.py", "."])
-def test_support_elsewhere_than_in_a_markdown_file_is_refused_before_anything_runs(run, kernel_test, path):
-    kernel_test(FLASH)
-    result = run(f"--attn-support={path}")
-    assert result.ret == 4
-    result.stderr.fnmatch_lines([f"*--attn-support: must be a file NAME.md in a folder that exists, got '{path}'*"])
-
-
 def test_support_is_written_through_a_link(pytester, kernel_test):
     kernel_test(FLASH)
     (pytester.path / "real.md").write_text("old")
@@ -92,35 +98,6 @@ def test_a_profile_is_printed_under_quiet_too(pytester, kernel_test):
     kernel_test(FLASH)
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-q", "--attn-profile")
     result.stdout.fnmatch_lines(["*attention kernels*", "sdpa_flash on *, forward"])
-
-
-def test_a_kernel_that_was_not_launched_is_wrong_in_the_summary(run, kernel_test):
-    kernel_test(f'{FLASH}\nattn.assert_launched("cudnn")')
-    result = run()
-    result.stdout.fnmatch_lines(
-        ["mismatch * sdpa_flash on *: no kernel that answers to 'cudnn' was launched in the forward pass", "* 1 wrong; *"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ('attn.assert_launched("flash")', "assert_launched needs a callable: call attn.check(fn) first, or say fn=..."),
-        (f"{FLASH}\nattn.assert_launched()", 'assert_launched needs words: attn.assert_launched("sm90", "flash"), got ()'),
-        (f'{FLASH}\nattn.assert_launched("")', "assert_launched needs words: *, got ('',)"),
-        (f'{FLASH}\nattn.assert_launched(["sm90"])', "assert_launched needs words: *, got ([[]'sm90'[]],)"),
-    ],
-)
-def test_assert_launched_says_what_it_needs(pytester, kernel_test, call, message):
-    kernel_test(call)
-    pytester.runpytest_inprocess("-p", "no:cacheprovider").stdout.fnmatch_lines([f"*ValueError: {message}"])
-
-
-def test_assert_launched_takes_a_backends_name(run, kernel_test):
-    kernel_test('attn.assert_launched("flash", fn="sdpa_flash")\nattn.assert_launched("sm90", fn="flash2")')
-    result = run("-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED * flash2: flash-attn is not installed; *"])
 
 
 def test_what_raises_while_it_is_profiled_is_no_right_case(run, kernel_test):

@@ -149,17 +149,9 @@ def test_workers_that_share_a_device_time_nothing(project):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--attn-rank", "--attn-latency=off"], "--attn-rank: needs times; leave out --attn-latency=off"),
-        (["--attn-tune=tiled", "--attn-latency=off"], "--attn-tune: needs times"),
-        (["--attn-rank-to=no/where"], "--attn-rank-to: must be a name without suffix in a folder that exists, got 'no/where'"),
-        (["--attn-rank-to=best.json"], "must be a name without suffix"),
-        (["--attn-rank", "--attn-mutants"], "--attn-mutants takes none; leave one of them out"),
-        (["--attn-tune=tiled", "--attn-backends=fast"], "--attn-tune: chooses the backends itself; leave out --attn-backends"),
-        (["--attn-tune=tiled,fast"], "--attn-tune: must be the name of one backend, got 'tiled,fast'"),
         (["--attn-tune=nobody"], "--attn-tune: unknown backend 'nobody'"),
         (["--attn-tune=tiled@BLOCK=16"], "'tiled@BLOCK=16' is one configuration; name the backend alone: tiled"),
         (["--attn-tune=fast"], "backend 'fast' declares no configurations; those that do: flex, "),
-        (["--attn-tune=tiled", "--attn-latency=require"], "configurations have no baselines; say --attn-latency=auto"),
         (["--attn-backends=tiled@WIDTH=16"], "--attn-backends: backend 'tiled' has no option 'WIDTH'; known: BLOCK"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -60,13 +60,50 @@ def test_what_was_not_recorded_is_an_error_of_its_test(project, pytester, monkey
     assert "not recorded" in (pytester.path / "run.xml").read_text()
 
 
-def test_a_wrong_kernel_is_never_recorded(project, pytester):
-    path = pytester.path / "test_mine.py"
-    path.write_text(path.read_text().replace("return sdpa(q, k, v)", "return sdpa(q, k, v) * 0"))
+def test_what_fails_before_or_after_its_time_is_not_recorded(project, pytester):
+    wrong, late = KERNEL.replace("return sdpa(q, k, v)", "return sdpa(q, k, v) * 0"), "\n    assert False, 'after its time'\n"
+    pytester.makepyfile(test_wrong=wrong, test_mine=KERNEL.rstrip() + late)
     result = project("--attn-update-baselines=first")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E * mismatch: out of mine: *"])
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines_random(["E * mismatch: out of mine: *", "E * after its time*"])
     assert not (pytester.path / "baselines").exists()
+
+
+#: one backend in two tests, ids with an at sign, two callables of one factory: one case, two, and two
+CASES = """
+@pytest.mark.parametrize("n", [1, 2], ids=["k@1", "k@2"])
+@MARK
+def test_ids(attn, n):
+    attn.measure(mine)
+
+@MARK
+def test_backend(attn):
+    attn.measure("math")
+
+@pytest.mark.attention(Workload(32, heads=2, head_dim=32, name="tiny"), device="cpu", inputs="large")
+def test_backend_again(attn):
+    attn.measure("math")
+
+def make(n):
+    def fn(q, k, v):
+        return sdpa(q, k, v) * 1.0 ** n
+    return fn
+
+@MARK
+def test_factory(attn):
+    [attn.measure(make(n)) for n in (1, 8)]
+"""
+
+
+def test_what_is_one_case_and_what_are_two(project, pytester, baseline_file):
+    head, _, body = KERNEL.partition("@pytest.mark")
+    pytester.makepyfile(test_mine=head + CASES.replace("@MARK", f"@pytest.mark{body.splitlines()[0]}"))
+    project("--attn-update-baselines=first").assert_outcomes(passed=5)
+    cases = json.loads(baseline_file().read_text())["cases"]
+    assert {key: len(case["p50_ns"]) for key, case in cases.items()} == dict.fromkeys(cases, 3)
+    assert len(cases) == 5
+    assert len([key for key in cases if "| math" in key or key.startswith("math")]) == 1, cases.keys()
+    project().assert_outcomes(passed=5)
 
 
 def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester, baseline_file):
@@ -97,36 +134,12 @@ def test_recorded_anew_batches_and_replays_become_a_graph_in_every_process(recor
     assert [entry[2] for entry in case["history"]] == ["captured"], "times of another mode are no history"
 
 
-def test_recorded_anew_another_mode_stays(recorded, baseline_file):
-    recorded("--attn-update-baselines=again", MODES="events,graph").assert_outcomes(passed=1)
-    (case,) = json.loads(baseline_file().read_text())["cases"].values()
-    assert case["mode"] == "host"
-    assert [entry[2] for entry in case["history"]] == ["first recording", "again"]
-
-
-def test_recording_takes_one_process(project, pytester):
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-n", "2", "--attn-update-baselines=first")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--attn-update-baselines: records in processes of its own*leave out -n"])
-
-
-def test_threads_are_part_of_the_case(project, baseline_file):
-    project("--attn-threads=1", "--attn-update-baselines=first").assert_outcomes(passed=1)
-    (key,) = json.loads(baseline_file().read_text())["cases"]
-    assert key.endswith("| 1 thread")
-
-
-def test_a_backend_is_the_same_case_in_every_test(project, pytester):
-    body = KERNEL[KERNEL.index("@pytest") :].replace("attn.measure(mine)", 'attn.measure("math")')
-    pytester.makepyfile(test_mine=KERNEL[: KERNEL.index("@pytest")] + body + body.replace("test_mine", "test_again"))
-    project("--attn-update-baselines=first", "-k", "not test_again").assert_outcomes(passed=1, deselected=1)
-    project("-k", "test_again").stdout.fnmatch_lines(["latency: 1 as fast as recorded"])
-
-
 def test_the_folder_of_baselines_can_be_another(project, pytester):
     pytester.makeini("[pytest]\nattn_baselines = kept/here\n")
-    project("--attn-update-baselines=first").assert_outcomes(passed=1)
-    assert list((pytester.path / "kept" / "here").iterdir())
+    project("--attn-threads=1", "--attn-update-baselines=first").assert_outcomes(passed=1)
+    (path,) = (pytester.path / "kept" / "here").iterdir()
+    (key,) = json.loads(path.read_text())["cases"]
+    assert key.endswith("| 1 thread"), "they are part of the case"
 
 
 def test_ctrl_c_while_recording_writes_nothing(pytester, project):
@@ -139,47 +152,9 @@ def test_ctrl_c_while_recording_writes_nothing(pytester, project):
     assert os.environ.get("PYTEST_ATTN_CHANNEL") is None
 
 
-def test_ids_with_an_at_sign_are_different_cases(project, pytester, baseline_file):
-    body = KERNEL[KERNEL.index("@pytest.mark") :].replace("def test_mine(attn)", "def test_mine(attn, n)")
-    mark = '@pytest.mark.parametrize("n", [1, 2], ids=["k@1", "k@2"])\n'
-    pytester.makepyfile(test_mine=KERNEL[: KERNEL.index("@pytest.mark")] + mark + body)
-    project("--attn-update-baselines=first").assert_outcomes(passed=2)
-    assert len(json.loads(baseline_file().read_text())["cases"]) == 2
-
-
-def test_one_backend_in_two_tests_is_one_value_per_process(project, pytester, baseline_file):
-    body = KERNEL[KERNEL.index("@pytest.mark") :].replace("attn.measure(mine)", 'attn.measure("math")')
-    both = body + "\n" + body.replace("test_mine", "test_again").replace('device="cpu"', 'device="cpu", inputs="large"')
-    pytester.makepyfile(test_mine=KERNEL[: KERNEL.index("@pytest.mark")] + both)
-    project("--attn-update-baselines=first").assert_outcomes(passed=2)
-    (case,) = json.loads(baseline_file().read_text())["cases"].values()
-    assert len(case["p50_ns"]) == 3
-    project().assert_outcomes(passed=2)
-
-
 def test_what_cannot_be_written_is_said_before_anything_is_timed(project, pytester):
     (pytester.path / "baselines").write_text("")
     result = project("--attn-update-baselines=first")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["baselines: nothing recorded: *cannot be written*", "latency: 1 not recorded"])
     result.stdout.no_fnmatch_line("*new process 1 of*")
-
-
-def test_a_test_that_fails_after_its_time_is_not_recorded(project, pytester):
-    path = pytester.path / "test_mine.py"
-    path.write_text(path.read_text() + "\n    assert False, 'after its time'\n")
-    result = project("--attn-update-baselines=first")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E * after its time*"])
-    assert not (pytester.path / "baselines").exists()
-
-
-def test_two_callables_of_one_factory_in_one_test_are_two_cases(project, pytester, baseline_file):
-    path = pytester.path / "test_mine.py"
-    made = "def make(n):\n    def fn(q, k, v):\n        return sdpa(q, k, v) * 1.0 ** n\n    return fn\n"
-    text = KERNEL.replace("@pytest.mark", f"{made}\n@pytest.mark").replace(
-        "attn.measure(mine)", "[attn.measure(make(n)) for n in (1, 8)]"
-    )
-    path.write_text(text)
-    project("--attn-update-baselines=first").assert_outcomes(passed=1)
-    assert len(json.loads(baseline_file().read_text())["cases"]) == 2

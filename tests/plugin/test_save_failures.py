@@ -327,16 +327,6 @@ def test_a_fuzzed_failure_is_saved_as_it_shrank(pytester, kernel_test, saved):
     assert saved().workload.q_len == int(smallest[1]) == 7
 
 
-@pytest.mark.parametrize("folder", ["taken", "taken/below", "", "test_x.py::test_y", "/proc/nowhere"])
-def test_a_folder_that_cannot_be_written_is_a_usage_error(run, kernel_test, pytester, folder):
-    (pytester.path / "taken").touch()
-    kernel_test("raise SystemExit('ran')")
-    result = run(f"--attn-save-failures={folder}")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "ERROR: --attn-save-failures: " in result.stderr.str()
-    assert repr(folder) in result.stderr.str()
-
-
 @pytest.mark.parametrize("missing", ["safetensors", "numpy"])
 def test_what_saving_needs_is_a_usage_error_that_says_what_to_install(pytester, kernel_test, monkeypatch, missing):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else "there")

@@ -89,24 +89,7 @@ def test_gradients_are_judged_where_the_marker_says_so(run, kernel_test):
     kernel_test(
         "attn.check(half)",
         marker='Workload(32, heads=2, head_dim=32), device="cpu", backward=True',
-        before="""
-class Half(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v):
-        ctx.save_for_backward(q, k, v)
-        return sdpa(q, k, v)
-
-    @staticmethod
-    def backward(ctx, dout):
-        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            dq, dk, dv = torch.autograd.grad(sdpa(*leaves), leaves, dout)
-        return dq / 2, dk, dv
-
-
-def half(q, k, v):
-    return Half.apply(q, k, v)
-""",
+        before="def half(q, k, v):\n    return sdpa(q / 2 + q.detach() / 2, k, v)\n",
     )
     result = run()
     result.assert_outcomes(failed=1)
@@ -235,18 +218,12 @@ def test_quiet_runs_say_nothing_when_all_is_right(run, kernel_test):
     assert "= attention =" not in run("--no-summary").stdout.str()
 
 
-def test_a_suite_without_attention_tests_sees_only_the_header(run, pytester):
+def test_a_suite_without_attention_tests_sees_nothing_of_it_and_the_plugin_can_be_switched_off(pytester):
     pytester.makepyfile("def test_nothing(): pass")
-    result = run()
-    result.assert_outcomes(passed=1)
-    assert "= attention =" not in result.stdout.str()
-
-
-def test_the_plugin_can_be_switched_off(pytester):
-    pytester.makepyfile("def test_nothing(): pass")
-    result = pytester.runpytest_inprocess("-p", "no:attn")
-    result.assert_outcomes(passed=1)
-    assert "attn:" not in result.stdout.str()
+    for options, unseen in (((), "= attention ="), (("-p", "no:attn"), "attn:")):
+        result = pytester.runpytest_inprocess(*options)
+        result.assert_outcomes(passed=1)
+        assert unseen not in result.stdout.str()
 
 
 def test_life_without_benchmark_and_without_xdist(pytester, kernel_test):
@@ -263,30 +240,28 @@ def test_strict_pytest_and_warnings_as_errors(run, kernel_test):
     run(*options).assert_outcomes(passed=1)
 
 
-def test_two_callables_that_would_be_called_alike_are_numbered(run, kernel_test, pytester):
-    """Else the second would be the first to whoever reads records: in a ranking, or in the reports of a code host."""
-    kernel_test(
+NAMES = {
+    "two alike are numbered": (  # else the second would be the first to whoever reads records
         "with pytest.raises(AssertionError):\n    attn.check(lambda q, k, v: sdpa(q, k, v) * 2)\n"
-        "right = lambda q, k, v: sdpa(q, k, v)\nattn.check(right)\nattn.check(right)"
-    )
-    run("--attn-json=run.jsonl").assert_outcomes(passed=1)
+        "right = lambda q, k, v: sdpa(q, k, v)\nattn.check(right)\nattn.check(right)",
+        "passed",
+    ),
+    "one that is gone gives its number to no other": (
+        *("for _ in range(12):\n    attn.check(lambda q, k, v: sdpa(q, k, v))", "passed"),
+    ),
+    "one with the name of a backend is none": ("attn.check(sdpa, name='math')", "passed"),
+}
+
+
+def test_callables_are_told_apart_by_their_names(tell, pytester):
+    tell(NAMES, "--attn-json=run.jsonl")
     records = read_records(pytester.path / "run.jsonl")
-    first, second, again = (record["subject"] for record in records)
-    assert second == again == f"{first} #2"
-
-
-def test_a_callable_that_is_gone_gives_its_number_to_no_other(run, kernel_test, pytester):
-    kernel_test("for _ in range(12):\n    attn.check(lambda q, k, v: sdpa(q, k, v))")
-    run("--attn-json=run.jsonl").assert_outcomes(passed=1)
-    subjects = [record["subject"] for record in read_records(pytester.path / "run.jsonl")]
-    assert len(set(subjects)) == 12
-
-
-def test_a_callable_with_the_name_of_a_backend_is_none(run, kernel_test, pytester):
-    kernel_test("attn.check(sdpa, name='math')")
-    run("--attn-json=run.jsonl").assert_outcomes(passed=1)
-    (record,) = read_records(pytester.path / "run.jsonl")
-    assert (record["subject"], record["tags"]["family"], record["version"]) == ("math", "callable", "")
+    (first, second, again), gone, (named,) = (
+        [one for one in records if one["test"].startswith(f"test_{number}.py")] for number in range(3)
+    )
+    assert second["subject"] == again["subject"] == f"{first['subject']} #2"
+    assert len({record["subject"] for record in gone}) == len(gone) == 12
+    assert (named["subject"], named["tags"]["family"], named["version"]) == ("math", "callable", "")
 
 
 def test_a_compiled_callable_that_is_wrong_prints_no_trace_of_its_compiler(run, kernel_test):

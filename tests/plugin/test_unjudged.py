@@ -8,61 +8,50 @@ TENSORS = "computes with q, k and v, but calls none of attn.check, check_invaria
 SMALL = 'Workload(32, heads=2, head_dim=32), device="cpu"'
 
 
-@pytest.mark.parametrize("fixtures", ["attn", "attn, attn_backend"])
-def test_a_test_that_calls_nothing_fails(run, kernel_test, fixtures):
-    kernel_test("pass", fixtures=fixtures)
-    result = run("--attn-backends=math")
-    result.assert_outcomes(failed=1)
-    assert f"{CALL} (--attn-unjudged=warn or ignore lets it pass)" in result.stdout.str()
+CHECKING = "def helper(out, exact):\n    assert out.shape == exact.shape\n"
+DECLINING = "def mine(q, k, v):\n    if q.is_cuda:\n        raise NotImplementedError('no GPU')\n    return sdpa(q, k, v)\n"
+FORGOTTEN = {
+    "nothing is called": ("pass", ""),
+    "the tensors are used": (f"{DECLINING}mine(attn.q, attn.k, attn.v)", ""),
+    "by a function of the module": ("mine(attn.q, attn.k, attn.v)", DECLINING),
+    "something is read": ("attn.workload", ""),
+    "something is printed": ("print(attn.workload, attn.backend)", ""),
+    "a branch is not taken": ("if attn.workload.heads > 2:\n    attn.check(sdpa)", ""),
+    "check is not called": ("attn.check", ""),
+    "a time without a judgment": ("sdpa(attn.q, attn.k, attn.v, scale=attn.workload.scale)", ""),
+    "the reference is not compared with": ("out, exact = sdpa(attn.q, attn.k, attn.v), attn.reference.out", CHECKING),
+    "a helper asserts nothing": ("helper(attn.q, attn.k)", "def helper(q, k):\n    return q + k\n"),
+}
+
+
+def test_a_forgotten_check_fails_whatever_the_test_reads(tell):
+    forgotten = {name: (body, "failed", [CALL], {"before": before}) for name, (body, before) in FORGOTTEN.items()}
+    no_fixture = ("pass", "failed", [FIXTURE], {"fixtures": ""})
+    a_backend = (
+        "pass",
+        "failed",
+        [f"{CALL} (--attn-unjudged=warn or ignore lets it pass)"],
+        {"fixtures": "attn, attn_backend"},
+    )
+    result = tell({**forgotten, "no fixture": no_fixture, "a backend": a_backend}, "--attn-backends=math")
     assert "raised" not in result.stdout.str(), "the kernel did nothing wrong"
 
 
-CHECKING = "def helper(out, exact):\n    assert out.shape == exact.shape\n"
-DECLINING = "def mine(q, k, v):\n    if q.is_cuda:\n        raise NotImplementedError('no GPU')\n    return sdpa(q, k, v)\n"
-FORGOTTEN = [
-    (f"{DECLINING}mine(attn.q, attn.k, attn.v)", ""),
-    ("mine(attn.q, attn.k, attn.v)", DECLINING),
-    ("attn.workload", ""),
-    ("print(attn.workload, attn.backend)", ""),
-    ("if attn.workload.heads > 2:\n    attn.check(sdpa)", ""),
-    ("attn.check", ""),
-    ("sdpa(attn.q, attn.k, attn.v, scale=attn.workload.scale)", ""),
-    ("out, exact = sdpa(attn.q, attn.k, attn.v), attn.reference.out", CHECKING),
-    ("helper(attn.q, attn.k)", "def helper(q, k):\n    return q + k\n"),
+#: what is compared, and the fixtures: with what, nobody knows; it may be right to
+COMPARED = [
+    ("assert sdpa(attn.q, attn.k, attn.v).isfinite().all()", "attn"),
+    ("torch.testing.assert_close(sdpa(*qkv), sdpa(*qkv))", "qkv"),
+    ("torch.testing.assert_close(sdpa(*qkv), sdpa(*qkv, scale=attn.workload.scale))", "qkv, attn"),
+    ("helper(sdpa(*qkv), qkv[0])", "qkv"),
+    ("given(sdpa(*qkv), qkv[0])", "qkv, given"),
 ]
 
 
-@pytest.mark.parametrize(("body", "before"), FORGOTTEN, ids=[body.splitlines()[-1] for body, _ in FORGOTTEN])
-def test_a_forgotten_check_fails_whatever_the_test_reads(run, kernel_test, body, before):
-    kernel_test(body, before=before)
-    result = run()
-    result.assert_outcomes(failed=1)
-    assert CALL in result.stdout.str()
-
-
-def test_a_test_without_a_fixture_fails(run, kernel_test):
-    kernel_test("pass", fixtures="")
-    result = run()
-    result.assert_outcomes(failed=1)
-    assert FIXTURE in result.stdout.str()
-
-
-@pytest.mark.parametrize(
-    ("body", "fixtures"),
-    [
-        ("assert sdpa(attn.q, attn.k, attn.v).isfinite().all()", "attn"),
-        ("torch.testing.assert_close(sdpa(*qkv), sdpa(*qkv))", "qkv"),
-        ("torch.testing.assert_close(sdpa(*qkv), sdpa(*qkv, scale=attn.workload.scale))", "qkv, attn"),
-        ("helper(sdpa(*qkv), qkv[0])", "qkv"),
-        ("given(sdpa(*qkv), qkv[0])", "qkv, given"),
-    ],
-)
-def test_a_test_that_compares_by_itself_is_warned(run, kernel_test, body, fixtures):
-    """What it compares with, nobody knows: it may be right to."""
-    kernel_test(body, fixtures=fixtures, before=f"{CHECKING}\n@pytest.fixture\ndef given():\n    return helper\n")
-    result = run("-Wdefault")
-    result.assert_outcomes(passed=1, warnings=1)
-    assert TENSORS in result.stdout.str()
+def test_a_test_that_compares_by_itself_is_warned(tell):
+    before = f"{CHECKING}\n@pytest.fixture\ndef given():\n    return helper\n"
+    stories = {body: (body, "passed", (), {"fixtures": fixtures, "before": before}) for body, fixtures in COMPARED}
+    result = tell(stories, "-Wdefault", warnings=len(COMPARED))
+    assert result.stdout.str().count(TENSORS) == len(COMPARED)
 
 
 JUDGES = [
@@ -78,20 +67,18 @@ JUDGES = [
     ("assert attn.backend.name == 'math'", "attn, attn_backend"),
     ("assert attn_workload.heads == 2", "attn_workload"),
     ("attn_benchmark([1e-3] * 5)", "attn, attn_benchmark"),
+    ("assert before", "attn, before"),
+    ("assert after", "attn, after"),
 ]
 
 
-@pytest.mark.parametrize(("body", "fixtures"), JUDGES, ids=[body.splitlines()[0] for body, _ in JUDGES])
-def test_a_test_that_judges_passes_without_a_word(run, kernel_test, body, fixtures):
-    kernel_test(body, fixtures=fixtures, before=CHECKING)
-    result = run("--attn-backends=math", "-Wdefault")
-    result.assert_outcomes(passed=1, warnings=0)
-
-
-@pytest.mark.parametrize("order", ["attn.check(sdpa); yield", "yield; attn.check(sdpa)"], ids=["before", "after"])
-def test_what_a_fixture_judges_is_judged(run, kernel_test, order):
-    kernel_test("pass", fixtures="attn, judged", before=f"@pytest.fixture\ndef judged(attn):\n    {order}\n")
-    run().assert_outcomes(passed=1, warnings=0)
+def test_a_test_that_judges_or_whose_fixture_does_passes_without_a_word(tell):
+    fixture = "@pytest.fixture\ndef {}(attn):\n    {}\n"
+    fixtures = fixture.format("before", "attn.check(sdpa); yield True") + fixture.format(
+        "after", "yield True; attn.check(sdpa)"
+    )
+    stories = {body: (body, "passed", (), {"fixtures": names, "before": CHECKING + fixtures}) for body, names in JUDGES}
+    tell(stories, "--attn-backends=math", "-Wdefault", warnings=0)
 
 
 @pytest.mark.parametrize("mark", ["pytest.mark.attention", "pytest.mark.attention(device='cpu')"])
@@ -117,14 +104,9 @@ def test_helper():
     run().assert_outcomes(passed=2)
 
 
-def test_one_that_fails_or_is_skipped_is_left_as_it_is(run, kernel_test):
-    kernel_test("pytest.skip('not here')")
-    run().assert_outcomes(skipped=1)
-    kernel_test("assert False, 'mine'")
-    result = run()
-    result.assert_outcomes(failed=1)
-    assert "mine" in result.stdout.str()
-    assert "judges nothing" not in result.stdout.str()
+def test_one_that_fails_or_is_skipped_is_left_as_it_is(tell):
+    stories = {"skipped": ("pytest.skip('not here')", "skipped"), "failed": ("assert False, 'mine'", "failed", ["mine"])}
+    assert "judges nothing" not in tell(stories).stdout.str()
 
 
 def test_it_is_a_warning_or_nothing_where_asked_for(run, kernel_test, pytester):

@@ -273,35 +273,30 @@ def test_force_writes_what_there_is_and_it_is_never_taken_for_whole(parts, merge
     )
 
 
+ENDINGS = "OUT must end in .jsonl, .html or .md (not .support.md), got"
+OVERWRITES = "part-1.jsonl is one of the input files: refusing to overwrite it; choose another OUT"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("all.txt", "part-1.jsonl"), "OUT must end in .jsonl, .html or .md (not .support.md), got 'all.txt'"),
-        (("all.support.md", "part-1.jsonl"), "OUT must end in .jsonl, .html or .md (not .support.md)"),
-        (
-            ("part-1.jsonl", "part-1.jsonl"),
-            "part-1.jsonl is one of the input files: refusing to overwrite it; choose another OUT",
-        ),
+        (("all.txt", "part-1.jsonl"), f"{ENDINGS} 'all.txt'"),
+        (("all.support.md", "part-1.jsonl"), f"{ENDINGS} 'all.support.md'"),
+        (("part-1.jsonl", "part-1.jsonl"), OVERWRITES),
         (("all.jsonl", "part-1.jsonl", "./part-1.jsonl"), "part-1.jsonl is named more than once"),
         (("all.jsonl", "nowhere.jsonl"), "there is no nowhere.jsonl; pytest --attn-output=nowhere.jsonl writes it"),
         (("all.jsonl",), "the following arguments are required: FILE.jsonl"),
+        (("dir.jsonl", *FILES), "cannot write dir.jsonl: is not a plain file"),
     ],
 )
 def test_what_cannot_be_merged_is_a_usage_error(parts, capsys, arguments, text):
+    (parts.folder / "dir.jsonl").mkdir()
     before = sorted(os.listdir())
     with pytest.raises(SystemExit) as exited:
         main(["merge", *arguments])
     assert exited.value.code == 2
     assert text in capsys.readouterr().err
     assert sorted(os.listdir()) == before
-
-
-def test_a_file_that_cannot_be_written_is_left_as_it_was(parts, capsys):
-    (parts.folder / "all.jsonl").mkdir()
-    with pytest.raises(SystemExit) as exited:
-        main(["merge", "all.jsonl", *FILES])
-    assert exited.value.code == 2
-    assert "cannot write all.jsonl: is not a plain file" in capsys.readouterr().err
 
 
 def test_8_files_of_500_cases_merge_in_5_seconds(tmp_path, monkeypatch, capsys):

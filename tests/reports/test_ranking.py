@@ -97,26 +97,39 @@ def test_the_fastest_its_ties_and_how_far_it_is_ahead():
     assert line.exact.ahead == pytest.approx(1.5)
 
 
-def test_more_rivals_need_a_larger_difference():
-    two = right("a", 1.0e-3) + right("b", 1.025e-3)
-    many = [r for n in range(20) for r in right(f"c{n}", 2e-3)]
-    assert names(only(two).exact.slower) == ["b"]
-    assert names(only(two + many).exact.ties) == ["b"]
+CPU = {**H200, "device": "cpu", "kind": "cpu"}
+TWO = right("a", 1.0e-3) + right("b", 1.025e-3)
+FRONT = [
+    *right("fast", 1e-3, error=2e-3, memory=50 << 20),
+    *right("same", 1.001e-3, error=1.98e-3, memory=50 << 20),
+    *right("exact", 2e-3, error=1e-3, memory=50 << 20),
+    *right("lean", 3e-3, error=2e-3, memory=10 << 20),
+    *right("poor", 4e-3, error=3e-3, memory=60 << 20),
+    *right("beaten", 2.5e-3, error=1e-3, memory=50 << 20),
+]
+TIES = right("a", 1.001e-3, error=1e-3) + right("b", 1e-3, error=2e-3) + right("c", 1.0005e-3, error=1.5e-3)
+NO_MEMORY = right("a", 1e-3, memory=5) + right("b", 2e-3, memory=None) + right("c", 3e-3, error=1e-4, memory=5)
+#: records, and who of them is slower, ties with the fastest, or is on the front
+STANDINGS = {
+    "one rival": (TWO, "slower", ["b"]),
+    "more rivals need a larger difference": (TWO + [r for n in range(20) for r in right(f"c{n}", 2e-3)], "ties", ["b"]),
+    "a GPU": (right("a", 1.0e-3) + right("b", 1.05e-3), "slower", ["b"]),
+    "a CPU scatters more": (right("a", 1.0e-3, machine=CPU) + right("b", 1.05e-3, machine=CPU), "ties", ["b"]),
+    "the host's clock, too": (right("a", 1.0e-3) + right("b", 1.05e-3, latency={"mode": "host"}), "ties", ["b"]),
+    "a wide interval": (right("a", 1.0e-3) + right("b", 1.05e-3, off=0.06), "ties", ["b"]),
+    "what is better in anything": (FRONT, "pareto", ["exact", "lean"]),
+    "a tie is there for its error and not for its time": (TIES, "pareto", ["a"]),
+    "without memory it is that of time and error": (NO_MEMORY, "pareto", ["c"]),
+    "a callable that one test measures twice": (
+        *([*right("mine", 0.001, is_callable=True), timed("mine", 0.002, is_callable=True)], "ranked", ["mine", "mine #2"]),
+    ),
+}
 
 
-def test_a_cpu_scatters_more():
-    cpu = {**H200, "device": "cpu", "kind": "cpu"}
-    records = right("a", 1.0e-3, machine=cpu) + right("b", 1.05e-3, machine=cpu)
-    assert names(only(records).exact.ties) == ["b"]
-
-
-def test_a_kernel_timed_by_the_host_scatters_as_on_a_cpu():
-    assert names(only(right("a", 1.0e-3) + right("b", 1.05e-3)).exact.slower) == ["b"]
-    assert names(only(right("a", 1.0e-3) + right("b", 1.05e-3, latency={"mode": "host"})).exact.ties) == ["b"]
-
-
-def test_a_wide_interval_makes_a_tie():
-    assert names(only(right("a", 1.0e-3) + right("b", 1.05e-3, off=0.06)).exact.ties) == ["b"]
+@pytest.mark.parametrize("name", STANDINGS)
+def test_who_stands_where(name):
+    records, standing, expected = STANDINGS[name]
+    assert names(getattr(only(records).exact, standing)) == expected
 
 
 def test_recorded_processes_tell_apart_what_one_process_cannot():
@@ -150,23 +163,6 @@ def test_approximate_backends_are_ranked_apart():
     assert line.exact.fastest.name == "exact"
     assert line.approximate.fastest.name == "int8"
     assert tables(right("int8", 1e-3, is_approximate=True))["FORWARD"] == {}
-
-
-def test_the_front_holds_what_is_better_in_anything():
-    records = right("fast", 1e-3, error=2e-3, memory=50 << 20) + right("same", 1.001e-3, error=1.98e-3, memory=50 << 20)
-    records += right("exact", 2e-3, error=1e-3, memory=50 << 20) + right("lean", 3e-3, error=2e-3, memory=10 << 20)
-    records += right("poor", 4e-3, error=3e-3, memory=60 << 20) + right("beaten", 2.5e-3, error=1e-3, memory=50 << 20)
-    assert names(only(records).exact.pareto) == ["exact", "lean"]
-
-
-def test_a_tie_is_on_the_front_for_its_error_and_not_for_its_time():
-    records = right("a", 1.001e-3, error=1e-3) + right("b", 1e-3, error=2e-3) + right("c", 1.0005e-3, error=1.5e-3)
-    assert names(only(records).exact.pareto) == ["a"]
-
-
-def test_without_memory_the_front_is_that_of_time_and_error():
-    records = right("a", 1e-3, memory=5) + right("b", 2e-3, memory=None) + right("c", 3e-3, error=1e-4, memory=5)
-    assert names(only(records).exact.pareto) == ["c"]
 
 
 # -- what is left out ----------------------------------------------------------------------------------------------------
@@ -258,11 +254,6 @@ def test_callables_are_told_apart_by_their_tests():
     assert names(only(records).exact.ranked) == ["<lambda> of test_a", "<lambda> of test_b", "mine"]
     bad = [checked("<lambda>", "mismatch", test="t.py::test_b", is_callable=True)]
     assert names(only(records + bad).excluded) == ["<lambda> of test_b"]
-
-
-def test_a_callable_that_one_test_measures_twice_is_two():
-    records = [*right("mine", 0.001, is_callable=True), timed("mine", 0.002, is_callable=True)]
-    assert names(only(records).exact.ranked) == ["mine", "mine #2"]
 
 
 def test_configurations_compete_with_the_default_alone():

@@ -65,20 +65,6 @@ def test_verdicts_read_differently():
         assert len(words) == len(set(words))
 
 
-@pytest.mark.parametrize(
-    ("verdict", "word", "counted"),
-    [
-        (Verdict.MISMATCH, "wrong", "wrong"),
-        (Verdict.KNOWN_DEFECT, "known defect", "known defects"),
-        (Verdict.NO_BASELINE, "no baseline", "without a baseline"),
-        (Verdict.HELD, "invariants hold", "with all invariants"),
-        (Verdict.UNCONFIRMED, "slower, not confirmed", "slower and not confirmed"),
-    ],
-)
-def test_a_verdict_reads_alone_and_behind_a_number(verdict, word, counted):
-    assert (verdict.word, verdict.counted) == (word, counted)
-
-
 def test_the_record_says_which_verdicts_and_causes_there_are():
     said = {word.strip() for part in OF_RECORDS["verdict"].split(";") for word in part.split(":")[1].split(",")}
     assert said == {verdict.value for verdict in Verdict} - {verdict.value for verdict in NOT_IN_JSON}

@@ -176,21 +176,63 @@ def test_the_options_of_a_run_can_be_pasted_back(pytester):
     assert text == "--attn-backends='math, eager' --attn-seed=3 --attn-rank"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--attn-update-baselines=first", "--attn-latency=off"), "--attn-update-baselines: needs times"),
-        (("--attn-update-baselines=first", "-n", "2"), "--attn-update-baselines: records in processes of its own"),
-        (("--attn-rank-to=best", "--attn-latency=off"), "--attn-rank-to: needs times"),
-        (("--attn-tune=flex", "--attn-mutants"), "--attn-tune: needs times, and --attn-mutants takes none"),
-        (("--attn-tune=flex", "--attn-latency=require"), "--attn-tune: configurations have no baselines"),
-        (("--attn-tune=flex", "--attn-backends=math"), "--attn-tune: chooses the backends itself"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(pytester, arguments, words):
-    config = pytester.parseconfig("-p", "no:cacheprovider", *arguments)
-    with pytest.raises(pytest.UsageError, match=f"^{words}"):
-        Settings.from_config(config)
+#: what is given, and what is said of it; "taken" is a file, "folder" a folder
+REFUSED = {
+    "--attn-backend=all": "--attn-backend: no such option; did you mean --attn-backends?",
+    "--attn-xyz": "--attn-xyz: no such option; pytest --help lists all",
+    "--attn-device=tpu": "--attn-device: must be auto, cpu, cuda, cuda:N, xpu or mps, got 'tpu'",
+    "--attn-dtypes=int4": "--attn-dtypes: unknown dtype 'int4'; known: bfloat16 (bf16)",
+    "--attn-isolated --attn-profile": "--attn-profile: sees the kernels of this process; leave out --attn-isolated",
+    "--attn-isolated folder": "--attn-isolated: must be MODULE:FUNCTION, got 'folder'; where a path follows, ",
+    "--attn-json=run.txt": "--attn-json: must be a file NAME.jsonl in a folder that exists, got 'run.txt'",
+    "--attn-json=nowhere/run.jsonl": "--attn-json: must be a file NAME.jsonl in a folder that exists, got 'nowhere/run.jsonl'",
+    "--attn-json=.": "--attn-json: must be a file NAME.jsonl in a folder that exists, got '.'",
+    "--attn-l2=tepid": "--attn-l2: must be cold or warm, got 'tepid'",
+    "--attn-latency=sometimes": "--attn-latency: must be off, auto or require, got 'sometimes'",
+    "--attn-limits=loose": "--attn-limits: must be default or strict, got 'loose'",
+    "--attn-lock-clocks=fast": "--attn-lock-clocks: must be max or a number of MHz",
+    "--attn-max-slowdown=fast": "--attn-max-slowdown: must be a number of percent above 0",
+    "--attn-max-slowdown=0": "--attn-max-slowdown: must be a number of percent above 0",
+    "--attn-memory=much": "--attn-memory: must be a size such as '4 GiB', got 'much'",
+    "--attn-output=run.txt": "--attn-output: must end in .jsonl, .html, .md or .support.md, got 'run.txt'",
+    "--attn-output=no/run.jsonl": "--attn-output: must be a file NAME in a folder that exists, got 'no/run.jsonl'",
+    "--attn-output=a.md --attn-output=b.md": "are the same kind of output; name one file of each suffix",
+    "--attn-output=a.jsonl --attn-json=b.jsonl": "are the same kind of output",
+    "--attn-rank --attn-latency=off": "--attn-rank: needs times; leave out --attn-latency=off",
+    "--attn-rank --attn-mutants": "--attn-rank: needs times, and --attn-mutants takes none; leave one of them out",
+    "--attn-rank-to=best --attn-latency=off": "--attn-rank-to: needs times",
+    "--attn-rank-to=no/where": "--attn-rank-to: must be a name without suffix in a folder that exists, got 'no/where'",
+    "--attn-rank-to=best.json": "--attn-rank-to: must be a name without suffix",
+    "--attn-save-failures=taken": "--attn-save-failures: cannot write to 'taken': ",
+    "--attn-save-failures=taken/below": "--attn-save-failures: cannot write to 'taken/below': ",
+    "--attn-save-failures=/proc/nowhere": "--attn-save-failures: cannot write to '/proc/nowhere': ",
+    "--attn-save-failures=": "--attn-save-failures: must be a folder, got ''",
+    "--attn-save-failures=test_x.py::test_y": "--attn-save-failures: must be a folder, got 'test_x.py::test_y'",
+    "--attn-seed=-1": "--attn-seed: must be a whole number >= 0, or random, got '-1'",
+    "--attn-support=nowhere/a.md": "--attn-support: must be a file NAME.md in a folder that exists, got 'nowhere/a.md'",
+    "--attn-support=test_kernel.py": "--attn-support: must be a file NAME.md in a folder that exists, got 'test_kernel.py'",
+    "--attn-threads=-1": "--attn-threads: must be a whole number of threads",
+    "--attn-timeout=soon": "--attn-timeout: must be a number of seconds >= 0 (0 waits forever), got 'soon'",
+    "--attn-tune=flex --attn-latency=off": "--attn-tune: needs times",
+    "--attn-tune=flex --attn-mutants": "--attn-tune: needs times, and --attn-mutants takes none",
+    "--attn-tune=flex --attn-latency=require": "--attn-tune: configurations have no baselines; say --attn-latency=auto",
+    "--attn-tune=flex --attn-backends=math": "--attn-tune: chooses the backends itself; leave out --attn-backends",
+    "--attn-tune=tiled,fast": "--attn-tune: must be the name of one backend, got 'tiled,fast'",
+    "--attn-update-baselines=": "--attn-update-baselines: must be a reason",
+    "--attn-update-baselines=a.py::test_b": 'must be a reason such as "first recording", got the test',
+    "--attn-update-baselines=first --attn-latency=off": "--attn-update-baselines: needs times",
+    "--attn-update-baselines=first -n 2": "--attn-update-baselines: records in processes of its own, one at a time; leave out",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_an_option_cannot_be_or_not_beside_another_is_a_usage_error(pytester, arguments):
+    (pytester.path / "taken").touch()
+    (pytester.path / "folder").mkdir()
+    with pytest.raises(pytest.UsageError) as refused:
+        Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", *arguments.split()))
+    assert REFUSED[arguments] in str(refused.value)
+    assert str(refused.value).startswith("--attn-")
 
 
 @pytest.mark.parametrize("arguments", [("--attn-rank",), ("--attn-rank-to=best",), ("--attn-tune=flex",)])
