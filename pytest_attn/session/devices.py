@@ -52,9 +52,10 @@ class Machines:
             require_torch()
             from pytest_attn.backends.machine import resolve_device
 
-            self._devices[wanted] = resolve_device(wanted)
-            if self._devices[wanted].type == "cpu":
+            device = resolve_device(wanted)
+            if device.type == "cpu" and device not in self._devices.values():
                 _share_cores()
+            self._devices[wanted] = device
         return self._devices[wanted]
 
     def machine(self, wanted: str | torch.device | None = None) -> Machine:
