@@ -99,19 +99,19 @@ def _marker_lines(config: pytest.Config) -> Iterable[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Have nothing that is imported or called from now on end the run as a success before it is over."""
-    attention = _session(session.config)
+    attention = session_of(session.config)
     session.config.add_cleanup(keep_status(lambda: int(session.exitstatus) if attention.has_ended else None))
 
 
 def pytest_enter_pdb(config: pytest.Config) -> None:
     """Leave the terminal to the debugger."""
-    if _session(config).has_attention_tests:
-        _session(config).progress.line.close()
+    if session_of(config).has_attention_tests:
+        session_of(config).progress.line.close()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which options differ from their defaults, ready to paste, and where compilers keep what they compile."""
-    settings = _session(config).settings
+    settings = session_of(config).settings
     shown = settings.as_options()
     if not shown:
         return []
@@ -125,7 +125,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if PARAMETER in metafunc.fixturenames:  # not where the names are those of fixtures, or of parameters, of the user's own
         from pytest_attn.session.collection import parametrize
 
-        parametrize(metafunc, _session(metafunc.config))
+        parametrize(metafunc, session_of(metafunc.config))
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
@@ -142,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     After -k and the like, keep one item of each backend that this machine lacks.
     """
-    session = _session(config)
+    session = session_of(config)
     if session.has_attention_tests:
         from pytest_attn.backends.compilers import share_cores
         from pytest_attn.session.collection import deselect_unselected
@@ -182,7 +182,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run nothing under --attn-list; in a new process that was prepared, nothing before its turn."""
-    attention = _session(session.config)
+    attention = session_of(session.config)
     if attention.worker is not None:
         attention.worker.wait_at_gate()
     return True if attention.settings.list_only else None
@@ -190,7 +190,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Count the cases, which share the rate of false alarms, and for --attn-list what would run."""
-    attention = _session(session.config)
+    attention = session_of(session.config)
     if attention.has_attention_tests:
         cases = [item.nodeid for item in session.items if is_case(item)]
         attention.collected.selected = len(cases)
@@ -204,7 +204,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker of xdist what only the controller knows: the seed that it drew, who else is on the worker's host."""
-    session = _session(node.config)
+    session = session_of(node.config)
     session.progress.listen(node)
     node.workerinput["attn_seed"] = str(session.settings.seed)
     if session.settings.gpu_per_worker:
@@ -220,7 +220,7 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     from pytest_attn.session.scheduling import take_groups
 
     cases = take_groups(node.config, ids)
-    _session(node.config).progress.expect(cases, workers=len(node.nodemanager.specs))
+    session_of(node.config).progress.expect(cases, workers=len(node.nodemanager.specs))
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # xdist's own answers, too, and may have been registered later
@@ -236,9 +236,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take over how many cases a worker of xdist has chosen, all of them the same, and wait for it no longer."""
-    _session(node.config).progress.forget(node.gateway.id)
+    session_of(node.config).progress.forget(node.gateway.id)
     if counts := getattr(node, "workeroutput", {}).get("attn_chosen"):
-        collected = _session(node.config).collected
+        collected = session_of(node.config).collected
         collected.chosen, collected.unchosen, collected.cut_short = counts
 
 
@@ -253,7 +253,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # others may end the process here, with the status that they are given
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
     """Count a listing without tests as a success, and a run as none that was to judge and has judged nothing."""
-    attention = _session(session.config)
+    attention = session_of(session.config)
     attention.has_ended = True
     if hasattr(session.config, "workeroutput"):
         collected = attention.collected
@@ -274,7 +274,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Share the memory of a GPU with the other workers of the run."""
     case = parameter_of(item)
-    with _session(item.config).sharing_memory(case.workload if case else None):
+    with session_of(item.config).sharing_memory(case.workload if case else None):
         return (yield)
 
 
@@ -284,14 +284,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("attention_requires"):
         from pytest_attn.session.collection import skip_unless_met
 
-        skip_unless_met(item, _session(item.config))
+        skip_unless_met(item, session_of(item.config))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     """Run an item of --attn-fuzz on every workload that is drawn."""
     __tracebackhide__ = True
-    draws = _session(pyfuncitem.config).settings.fuzz
+    draws = session_of(pyfuncitem.config).settings.fuzz
     if not draws:
         return None
     from pytest_attn.cases.fuzz import run_fuzz
@@ -317,7 +317,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put the records of a case on its report, on which they reach the controller under xdist."""
     report = yield
-    session = _session(item.config)
+    session = session_of(item.config)
     if session.has_attention_tests:
         from pytest_attn.cases.records import attach_records
 
@@ -329,7 +329,7 @@ def pytest_runtest_makereport(
 @pytest.hookimpl(tryfirst=True)  # pytest-benchmark ends the summary where --benchmark-compare-fail fails
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the summary of the cases, or the listing; nothing where there is none."""
-    session = _session(config)
+    session = session_of(config)
     if session.settings.list_only:
         from pytest_attn.session.output import print_listing
 
@@ -358,10 +358,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         from pytest_attn.session.output import write_report
 
         write_report(session, session.settings.report, terminalreporter)
-
-
-def _session(config: pytest.Config) -> AttentionSession:
-    return session_of(config)
 
 
 # -- fixtures ------------------------------------------------------------------------------------------------------------
@@ -394,7 +390,7 @@ def attn(request: pytest.FixtureRequest, _attn_parameter: CaseParameter) -> Atte
     AssertionError where its p50 is slower than the baseline of this machine.
     """
     importing = "" if "torch" in sys.modules else "importing torch"
-    with _session(request.config).progress.during(importing, ""):
+    with session_of(request.config).progress.during(importing, ""):
         make_case = resolve_name(_attn_parameter.maker or kind_of(request.node).maker)
     case: AttentionCase = make_case(request, _attn_parameter)
     return case

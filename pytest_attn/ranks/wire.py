@@ -134,7 +134,7 @@ def put(memory: int, tensors: Sequence[Tensor]) -> tuple[Parcel, list[Tensor]]:
             whole.append(storage_of(tensor.detach()))
         at = storages[key]
         lies = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
-        placed.append(Placed(at, _name(tensor.dtype), *lies, tensor.requires_grad, str(tensor.device)))
+        placed.append(Placed(at, str(tensor.dtype).removeprefix("torch."), *lies, tensor.requires_grad, str(tensor.device)))
     write(memory, whole)
     return Parcel(tuple(one.numel() for one in whole), tuple(placed)), whole
 
@@ -199,10 +199,6 @@ def _view(made: Tensor) -> memoryview:
 
 def _behind(start: int, length: int) -> int:
     return -(-(start + length) // _ALIGNMENT) * _ALIGNMENT
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- orders, from the judge: anything that can be pickled, tensors apart -----------------------------------------------------
