@@ -337,8 +337,9 @@ def judged(job: tuple[str, int, str]) -> Judged:
     shares: dict[str, tuple[float, str]] = {}
     raised = 0
     for one in found.calls:
+        if one.misled or one.comparison is None:
+            alarms.append(f"{family}, {how}, {one.label}: {one.misled or one.fault}")
         if one.comparison is None:
-            alarms.append(f"{family}, {how}, {one.label}: {one.fault}")
             continue
         rows = one.comparison.tensors
         raised += any(row.limits.row > 4 or row.limits.element > 8 or row.limits.head not in (1.5, 4.0) for row in rows)

@@ -212,6 +212,15 @@ def _believed(intercepted: InterceptedCall, visible: torch.Tensor | None) -> tup
     return arguments if says_the_same(arguments, visible) else with_mask(arguments, visible), False
 
 
+def other_sinks(asked: AttentionArguments, intercepted: InterceptedCall) -> str:
+    """Say that a call asks for other sinks than those of its module of transformers, "" where it does not."""
+    own = getattr(intercepted.arguments.get("module"), "sinks", None)
+    if asked.sinks is None or not isinstance(own, torch.Tensor) or own.numel() != asked.sinks.numel():
+        return ""
+    own = own.detach().flatten().to(asked.sinks)
+    return "" if torch.equal(own, asked.sinks.detach().flatten()) else "its sinks are not those of its module"
+
+
 class Recorder:
     """Handles calls as the model makes them: as it is, and with copies of all tensors.
 
@@ -269,7 +278,7 @@ class Recorder:
             said = intercepted.handed[-1].masks.values() if intercepted.handed else ()
             is_asked = any(one.dim() > 2 for one in said)  # of pairs: the test's own word, whatever window the layer has
             window = "" if is_asked else beyond_window(arguments, intercepted.arguments.get("sliding_window"))
-            wrong = f"a mask was forgotten: {mask}" if mask else window
+            wrong = f"a mask was forgotten: {mask}" if mask else window or other_sinks(arguments, intercepted)
         return self.record(intercepted, arguments, inputs, number, aliases, wrong, is_narrower)
 
     def record(

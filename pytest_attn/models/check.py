@@ -145,6 +145,7 @@ def judge_model(
                 result, note = StepResult({}, None), f"the step did not end: {type(error).__name__}: {error}"
                 scatter, compiled = 0, False
         recorder.finish()
+        calls = tuple(with_strangers(sorted(judged.calls, key=lambda call: call.order), tracker))
         if infers := backward and result.infers and not result.gradients:
             backward = False
         is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)
@@ -165,7 +166,7 @@ def judge_model(
     skipped = f"not judged, because inline= names them: {some(list(dict.fromkeys(left_out)))}" if left_out else ""
     comparison = ModelComparison(
         subject="" if subject is None else subject.name,
-        calls=tuple(with_strangers(sorted(judged.calls, key=lambda call: call.order), tracker.callers)),
+        calls=calls,
         unread=tuple(recorder.unread_calls),
         refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
         silent=tuple(tracker.silent),

@@ -19,15 +19,21 @@ from pytest_attn.workloads.workload import Workload
 
 
 class Traits(NamedTuple):
-    """What the tensors of a call show.
+    """What a call shows that its siblings may show otherwise; None where that is not known.
 
-    reach: how many keys back the windows of causal attention show, None where there is none. keys: of each head the first one
-    that has the same keys, where some have the same and not all; values: the same of values.
+    reach: how many keys back the windows of causal attention show. keys: of each head of q the first one that has the same
+    keys; values: the same of values. gradients: which of dq, dk and dv arrived. held: the narrowest of its dtype, bfloat16 and
+    float16 that holds q, k or v. hides: whether its mask hides a key. is_narrower: whether it hides one that the masks of the
+    model's configuration show.
     """
 
     reach: int | None = None
-    keys: tuple[int, ...] = ()
-    values: tuple[int, ...] = ()
+    keys: tuple[int, ...] | None = None
+    values: tuple[int, ...] | None = None
+    gradients: frozenset[str] | None = None
+    held: str | None = None
+    hides: bool | None = None
+    is_narrower: bool | None = None
 
 
 @dataclass(frozen=True)

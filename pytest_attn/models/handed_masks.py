@@ -21,6 +21,8 @@ from pytest_attn.backends.dense import dense
 
 #: what a bias below hides, whatever the scores are
 HIDES = -1e3
+#: what a float mask among the arguments of a layer surely hides, which may pass a part of this value on
+_LOW = 9 * HIDES
 #: parts of the names of arguments that hold another sequence, to which a layer attends as well
 _OTHERS = ("encoder", "cross", "memory", "context", "key_value", "decoder")
 
@@ -137,8 +139,8 @@ def _groups(level: HandedMasks, masks: Mapping[str, torch.Tensor]) -> Iterator[d
 def _readings(name: str, mask: torch.Tensor, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
     """Yield what a mask may hide, boolean and broadcastable to (batch, heads, rows, keys); nothing where it hides none."""
     mask = mask.detach()
-    if mask.is_floating_point() and bool((mask <= torch.finfo(mask.dtype).min / 2).any()):
-        either = [mask <= torch.finfo(mask.dtype).min / 2]
+    if mask.is_floating_point() and bool((mask <= _LOW).any()):
+        either = [mask <= _LOW]
     elif bool(((mask == 0) | (mask == 1)).all()) and not bool((mask == mask.flatten()[0]).all()):
         either = [mask == 1, mask == 0] if "padding" in name else [mask == 0, mask == 1]
         if mask.dtype != torch.bool and name.endswith("attention_mask"):

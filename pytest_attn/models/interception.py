@@ -386,12 +386,16 @@ class Tracker:
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._names: dict[int, str] = {}
-        #: each with the arguments that it was called with
-        self._running: list[tuple[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]]] = []
+        #: each with the arguments that it was called with, and the parts of it that have run
+        self._running: list[tuple[torch.nn.Module, tuple[Any, ...], Mapping[str, Any], list[torch.nn.Module]]] = []
         #: modules that ran
         self.ran: dict[str, torch.nn.Module] = {}
         #: modules that made an attention call
         self.callers: dict[str, torch.nn.Module] = {}
+        #: for each of their calls, which parts of the module had run before
+        self.before: dict[str, list[list[torch.nn.Module]]] = {}
+        #: settings and kinds of the arguments with which they were called last
+        self.told: dict[str, tuple[object, ...]] = {}
         #: modules that computed a softmax outside of every attention call
         self.with_softmax: dict[str, None] = {}
         #: modules that computed attention outside of every attention call, with the shape of its scores
@@ -426,16 +430,18 @@ class Tracker:
     def _enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
         if id(module) not in self._names:
             self._name(module)
-        self._running.append((module, args, kwargs))
+        self._running.append((module, args, kwargs, []))
         self.ran[self._names[id(module)]] = module
 
     def _leave(self, module: torch.nn.Module, _args: Any, _result: Any) -> None:
         while self._running and self._running.pop()[0] is not module:
             pass
+        if self._running:
+            self._running[-1][-1].append(module)
 
     def handed(self) -> tuple[HandedMasks, ...]:
         """Return the masks that the modules were handed that run, the innermost first."""
-        return tuple(handed_to(self._names[id(module)], module, *given) for module, *given in reversed(self._running))
+        return tuple(handed_to(self._names[id(module)], module, *given) for module, *given, _ in reversed(self._running))
 
     @property
     def current(self) -> str:
@@ -445,7 +451,13 @@ class Tracker:
     def note_call(self) -> str:
         """Note an attention call of the module that runs, and return its name."""
         if self._running:
-            self.callers[self.current] = self._running[-1][0]
+            module, args, kwargs, ran = self._running[-1]
+            self.callers[self.current] = module
+            self.told[self.current] = tuple(
+                v if is_setting(v) else type(v).__name__ for v in (*args, *kwargs, *kwargs.values())
+            )
+            if not in_backward_pass():  # where checkpointing computes it again
+                self.before.setdefault(self.current, []).append(list(ran))
         return self.current
 
     def note_softmax(self) -> None:
@@ -463,6 +475,11 @@ class Tracker:
         """Modules that ran without an attention call, and are built like one that made some."""
         kinds = {build_of(module) for module in self.callers.values()}
         return [name for name, module in self.ran.items() if name not in self.callers and build_of(module) in kinds]
+
+
+def is_setting(value: object) -> bool:
+    """Whether a value says how something is to be done."""
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def build_of(module: torch.nn.Module) -> tuple[object, ...]:

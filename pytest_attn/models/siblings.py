@@ -1,4 +1,4 @@
-"""What layers that are built alike ask alike: a scale, a window, the order in which heads share keys; and who does not.
+"""What layers that are built alike do alike: a scale, a window, how heads share keys, what learns; and who does not.
 
 A call that asks for something else than it should is right for what it asks. But layers that are built alike ask alike, or
 differ on purpose: from layer to layer, or half of them. One that differs from all others in what nobody means is wrong.
@@ -7,31 +7,52 @@ differ on purpose: from layer to layer, or half of them. One that differs from a
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from pytest_attn.models.capture import AttentionCall
 from pytest_attn.models.comparison import CallComparison, Traits
 from pytest_attn.models.handed_masks import HIDES
-from pytest_attn.models.interception import build_of
+from pytest_attn.models.interception import Tracker, build_of, is_setting
+from pytest_attn.workloads.dtypes import dtype_name
 from pytest_attn.workloads.workload import Workload
 
 
 def traits_of(call: AttentionCall) -> Traits:
     """Return what is read from the tensors of a call."""
+    gradients = frozenset(call.gradients) or None
     if call.workload.is_packed:
-        return Traits()
-    return Traits(_reach(call), _shares(call.k), _shares(call.v))
+        return Traits(gradients=gradients)
+    shown, heads = _shown(call), call.workload.heads
+    hides = shown is not None and not bool(shown.all())
+    shares = _shares(call.k, heads), _shares(call.v, heads)
+    return Traits(_reach(call, shown), *shares, gradients, _held(call), hides, call.is_narrower)
 
 
-def _reach(call: AttentionCall) -> int | None:
+def _shown(call: AttentionCall) -> torch.Tensor | None:
+    if call.bias is None:
+        return call.mask
+    shown = call.bias > HIDES
+    return shown if call.mask is None else shown & call.mask.to(shown.device)
+
+
+def _held(call: AttentionCall) -> str:
+    dtype = call.workload.dtype
+    if dtype != "float32":
+        return dtype
+    for narrow in (torch.bfloat16, torch.float16):
+        if any(bool(t.any()) and torch.equal(t, t.to(narrow).float()) for t in (call.q, call.k, call.v)):
+            return dtype_name(narrow)
+    return dtype
+
+
+def _reach(call: AttentionCall, shown: torch.Tensor | None) -> int | None:
     rows, keys = call.workload.q_len, call.workload.kv_len
-    shown = call.mask
-    if call.bias is not None:
-        shown = (call.bias > HIDES) if shown is None else shown.to(call.bias.device) & (call.bias > HIDES)
     if shown is None or rows != keys:
         return None
     shown = shown.expand(-1, -1, rows, keys)
@@ -47,52 +68,143 @@ def _reach(call: AttentionCall) -> int | None:
     return longest if 0 <= longest < int(whole.max()) else None
 
 
-def _shares(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return of each head the first with the same content, as `Traits` has it."""
+def _shares(tensor: torch.Tensor, of: int) -> tuple[int, ...] | None:
+    """Return of each head the first with the same content, as `Traits` has it. of: heads of q.
+
+    A head that holds the same for every key, as one without weights does, counts as one of its own.
+    """
     heads = tensor.unbind(1)
+    group, rest = divmod(of, len(heads))  # which the function repeats, each for heads that follow each other
+    if rest:
+        return None
     some = tensor[:, :, [0, -1]].transpose(0, 1).flatten(1).contiguous().cpu().view(torch.uint8)  # tells most apart
     firsts: dict[bytes, list[int]] = {}
     found = []
     for at, part in enumerate(some):
         alike = firsts.setdefault(bytes(part.tolist()), [])
-        found.append(next((one for one in alike if torch.equal(heads[one], heads[at])), at))
+        is_constant = torch.equal(heads[at], heads[at][:, :1].expand_as(heads[at]))
+        found.append(next((one for one in alike if not is_constant and torch.equal(heads[one], heads[at])), at))
         alike += [at] if found[-1] == at else []
-    return tuple(found) if 1 < len({*found}) < len(heads) else ()
+    return tuple(group * one for one in found for _ in range(group))
 
 
-def with_strangers(calls: Sequence[CallComparison], callers: Mapping[str, torch.nn.Module]) -> Iterator[CallComparison]:
-    """Yield the calls, where one asks for something else than modules built alike with what is wrong about it."""
+def with_strangers(calls: Sequence[CallComparison], tracker: Tracker) -> Iterator[CallComparison]:
+    """Yield the calls, where one asks for something else than modules built alike with what is wrong about it.
+
+    tracker: of the step, whose gradients the parameters still have.
+    """
     alike: dict[object, list[CallComparison]] = {}
     for call in calls:
-        if call.module in callers:
-            alike.setdefault((build_of(callers[call.module]), call.workload.head_dim), []).append(call)
-    strange = {order: words for group in alike.values() for order, words in _strange(group, callers[group[0].module])}
+        if call.module in tracker.callers:
+            alike.setdefault((build_of(tracker.callers[call.module]), call.workload.head_dim), []).append(call)
+    strange: dict[int, str] = {}
+    for group in alike.values():
+        for order, words in _strange(group, tracker):
+            strange.setdefault(order, words)
     for call in calls:
-        yield replace(call, misled=call.misled or _mixed(call.traits) or strange.get(call.order, ""))
+        lost = _loses_sinks(call, tracker.callers.get(call.module))
+        yield replace(call, misled=call.misled or _mixed(call.traits) or lost or strange.get(call.order, ""))
 
 
-def _strange(group: list[CallComparison], module: torch.nn.Module) -> Iterator[tuple[int, str]]:
+def _strange(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str]]:
     """Yield the orders of calls that ask for something else than the others of modules built alike, and what that is."""
 
     def said(at: int, what: str, sibling: int) -> tuple[int, str]:
         return group[at].order, f"{what} in {group[sibling].label}, which is the same kind of module"
 
-    for at, (scale, sibling) in odd_scales([call.workload for call in group], module).items():
-        own = group[at].workload.softmax_scale
-        yield said(at, f"its scale is {own:.6g}, and {scale:.6g}", sibling)
-    windows = [None if call.traits.reach is None else call.traits.reach + 1 for call in group]
+    modules, traits = [tracker.callers[call.module] for call in group], [call.traits for call in group]
+    gives = [{**_arrived(call.traits), **_gives_gradients(call, tracker)} for call in group]
+    for name in dict.fromkeys(name for one in gives for name in one):
+        for at, sibling in _lone([one.get(name) for one in gives], is_odd=lambda given: not given):
+            yield said(at, f"its {name} gets no gradient, and {name} gets one", sibling)
+    for at, sibling in _lone([one.held for one in traits], is_odd=lambda held: held != "float32"):
+        if _dtypes(modules[at]) == _dtypes(modules[sibling]):
+            yield said(at, f"its q, k or v was rounded to {traits[at].held}, and none was", sibling)
+    for at, sibling in _lone([one.is_narrower for one in traits], is_odd=bool):
+        yield said(at, "it hides keys that the model's configuration shows, and no such key is hidden", sibling)
+    told = [(_settings(module), tracker.told[call.module]) for module, call in zip(modules, group, strict=True)]
+    for at, sibling in _lone([one.hides for one in traits], is_odd=bool, others=4):
+        if told[at] == told[sibling]:
+            yield said(at, "its mask hides keys, and no key is hidden", sibling)
+    windows = [None if one.reach is None else one.reach + 1 for one in traits]
     found = [window for window in {*windows} if window is not None]
     if len(found) == 2 and abs(found[0] - found[1]) == 1:
         for at, sibling in _others(windows):
             yield said(at, f"its window is {windows[at]} keys, and {windows[sibling]}", sibling)
-    orders = [call.traits.keys for call in group]
-    if len({*orders}) == 2 and len({len({*order}) for order in orders}) == 1:
-        for at, sibling in _others(orders):
+    orders = [one.keys for one in traits]
+    many = [None if order is None else len({*order}) for order in orders]
+    odd = _lone(many, is_odd=lambda number: number < max(filter(None, many))) if len({*many} - {None}) > 1 else _others(orders)
+    for at, sibling in odd if len({*orders} - {None}) == 2 else ():
+        if _shapes(modules[at]) == _shapes(modules[sibling]):
             yield said(at, f"its heads share keys as {_listed(orders[at])}, and as {_listed(orders[sibling])}", sibling)
+    for at, (scale, sibling) in odd_scales([call.workload for call in group], modules[0]).items():
+        own = group[at].workload.softmax_scale
+        yield said(at, f"its scale is {own:.6g}, and {scale:.6g}", sibling)
 
 
-def _listed(heads: tuple[int, ...]) -> str:
-    return "-".join(map(str, heads))
+def _arrived(traits: Traits) -> dict[str, bool]:
+    """Return which of q, k and v got a gradient."""
+    return {} if traits.gradients is None else {name: f"d{name}" in traits.gradients for name in "qkv"}
+
+
+def _settings(module: torch.nn.Module) -> dict[str, object]:
+    """Return the settings of a module, but for which layer it is."""
+    is_place = re.compile("idx|index|layer|^_").search
+    return {
+        name: value for name, value in vars(module).items() if not is_place(name) and (is_setting(value) or callable(value))
+    }
+
+
+def _dtypes(module: torch.nn.Module) -> list[torch.dtype]:
+    return [parameter.dtype for parameter in module.parameters()]
+
+
+def _shapes(module: torch.nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in module.parameters()]
+
+
+def _lone(values: Sequence[Any], is_odd: Callable[[Any], bool], others: int = 2) -> Iterator[tuple[int, int]]:
+    """Yield which value is odd where at least so many others are all alike, and one of these; None counts for nothing.
+
+    The first one and the last may differ on purpose.
+    """
+    known = [at for at, value in enumerate(values) if value is not None]
+    counts = Counter(values[at] for at in known).most_common()
+    if len(counts) == 2 and counts[0][1] >= others and counts[1][1] == 1 and is_odd(counts[1][0]):
+        at = values.index(counts[1][0])
+        if at not in (known[0], known[-1]):
+            yield at, values.index(counts[0][0])
+
+
+def _gives_gradients(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
+    """Return which parameters behind a call have a gradient, by name; nothing where the loss does not depend on the call.
+
+    Parts with a number are left out: of experts only those have a gradient that are chosen.
+    """
+    module, before = tracker.callers[call.module], tracker.before.get(call.module, [])
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if len(before) != 1 or not (call.has_gradients or any(parameter.grad is not None for parameter in named.values())):
+        return {}
+    behind = {id(one) for part in before[0] for one in part.parameters()} | {
+        id(one) for one in module.parameters(recurse=False)
+    }
+    return {
+        name: parameter.grad is not None
+        for name, parameter in named.items()
+        if id(parameter) in behind and not any(part.isdigit() for part in name.split("."))
+    }
+
+
+def _loses_sinks(call: CallComparison, module: torch.nn.Module | None) -> str:
+    """Say that the sinks of a module get no gradient from its own call, which has them; "" where they do."""
+    own = getattr(module, "sinks", None)
+    is_asked = call.workload.sinks and call.has_gradients and not call.is_replaced
+    lost = is_asked and isinstance(own, torch.nn.Parameter) and own.requires_grad and own.grad is None
+    return "its sinks get no gradient, and q, k or v get one" if lost else ""
+
+
+def _listed(heads: tuple[int, ...] | None) -> str:
+    return "-".join(map(str, heads or ()))
 
 
 def _mixed(traits: Traits) -> str:

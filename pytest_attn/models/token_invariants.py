@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -121,13 +121,14 @@ def _is_named(of: TokenModel, module: Any, workload: Workload) -> bool:
     if not type(getattr(of.model, "_orig_mod", of.model)).__module__.startswith("transformers.") or "mscale" in rope:
         return True
     says = {**vars(of.config), **vars(getattr(module, "config", None) or of.config)}
-    numbers = [v for n, v in says.items() if isinstance(v, int | float) and v > 0 and any(part in n for part in _OF_SCALES)]
-    named = [1.0, *(v**-0.5 for v in (workload.head_dim, *numbers)), *numbers, *(1 / v for v in numbers)]
+    positive = {name: value for name, value in says.items() if isinstance(value, int | float) and value > 0}
+    sizes, scales = ([v for n, v in positive.items() if any(part in n for part in parts)] for parts in (_OF_SIZES, _OF_SCALES))
+    named = [1.0, *(v**-0.5 for v in (workload.head_dim, *sizes, *scales)), *scales, *(1 / v for v in scales)]
     return any(abs(scale / one - 1) < 1e-4 for one in named)
 
 
-#: parts of the names of numbers that a configuration may have scores multiplied with, divided by, or by the root of
-_OF_SCALES = ("dim", "scal", "mult", "temperature", "channels", "d_kv")
+#: parts of the names of numbers of a configuration: scores may be divided by the root of one, or else multiplied with it
+_OF_SIZES, _OF_SCALES = ("dim", "channels", "d_kv"), ("scal", "mult", "temperature")
 
 
 def _or_none(what: str, value: float | None) -> str:
@@ -174,46 +175,83 @@ def padding(of: TokenModel, side: str) -> str:
         raise NotApplicable("its forward pass takes no position_ids")
     if of.says("model_type") in _PADDED_OTHERWISE:
         raise NotApplicable("its rows depend on padding by design")
-    ids, places, extra = of.ids, of.places, 7
-    batch, tokens = ids.shape
-    blank = ids[:, :1].expand(-1, extra) if of.pad_id is None else ids.new_full((batch, extra), of.pad_id)
-    none = places.new_full((batch, extra), -1)
-    mask = torch.ones(batch, tokens + extra, dtype=torch.long, device=ids.device)
-    mask[:, slice(0, extra) if is_left else slice(tokens, None)] = 0
-    padded, at = (torch.cat([more, these] if is_left else [these, more], 1) for these, more in ((ids, blank), (places, none)))
-    what = f"with {extra} tokens of padding on the {side}"
-    evidence = _padded_left(of, padded, at, mask, what) if is_left else ""
-    if not is_left:
-        evidence = of.far_rows(of.rows_of(padded, at, attention_mask=mask)[:, :tokens], of.rows, what)
+    padded = _padded(of, is_left)
+    if is_left:
+        evidence = _decoded_after(of, padded)
+    else:
+        rows = of.rows_of(padded.ids, padded.places, attention_mask=padded.real.long())
+        evidence = of.far_rows(rows.where(padded.real[..., None], 0), padded.expected, padded.what)
     if evidence and of.mixes_otherwise:
         raise NotApplicable(f"not run: it mixes tokens by more than attention, which may see padding ({evidence})")
     return evidence
 
 
-def _padded_left(of: TokenModel, padded: torch.Tensor, places: torch.Tensor, mask: torch.Tensor, what: str) -> str:
-    """Say how rows differ after padding, and those of the next tokens through a cache, where there is one."""
-    extra, tokens = int((mask[0] == 0).sum()), of.ids.shape[1]
+#: tokens of padding, and by how many the last of several sequences is shorter
+_PADDING, _SHORTER = 7, 3
+
+
+class _Padded(NamedTuple):
+    """A batch with padding, (batch, width).
+
+    ids, places: as of `rows_of`. real: which are tokens of the batch. expected: their rows without padding. what: where it is.
+    """
+
+    ids: torch.Tensor
+    places: torch.Tensor
+    real: torch.Tensor
+    expected: torch.Tensor
+    what: str
+
+
+def _padded(of: TokenModel, is_left: bool) -> _Padded:
+    (batch, tokens), extra = of.ids.shape, _PADDING
+    lengths = [tokens] * batch
+    told = {"position_ids": torch.arange(tokens, device=of.ids.device).expand_as(of.ids)} if is_left else {}
+    rows = list(of.rows_of(of.ids, of.places, **told) if is_left else of.rows)
+    if batch > 1:
+        lengths[-1] = short = tokens - _SHORTER
+        told = {name: positions[-1:, :short] for name, positions in told.items()}
+        rows[-1] = of.rows_of(of.ids[-1:, :short], of.places[-1:, :short], **told)[0]
+    ids = (
+        of.ids[:, :1].expand(-1, tokens + extra) if of.pad_id is None else of.ids.new_full((batch, tokens + extra), of.pad_id)
+    )
+    ids, places = ids.clone(), of.places.new_full(ids.shape, -1)
+    real, expected = torch.zeros_like(ids, dtype=torch.bool), rows[0].new_zeros(*ids.shape, rows[0].shape[-1])
+    for row, length in enumerate(lengths):
+        here = row, slice(tokens + extra - length, None) if is_left else slice(length)
+        ids[here], places[here], real[here] = of.ids[row, :length], of.places[row, :length], True
+        expected[here] = rows[row]
+    more = f" or {extra + _SHORTER}" if batch > 1 else ""
+    return _Padded(
+        ids, places, real, expected, f"with {extra}{more} tokens of padding on the {'left' if is_left else 'right'}"
+    )
+
+
+def _decoded_after(of: TokenModel, padded: _Padded) -> str:
+    """Say how rows differ after padding on the left, and those of the next tokens through a cache, where there is one."""
+    mask, width = padded.real.long(), padded.ids.shape[1]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    wanted = of.rows_of(of.ids, of.places, position_ids=positions[:, extra:])
-    found = of.rows_of(padded, places, attention_mask=mask, position_ids=positions)
-    if evidence := of.far_rows(found[:, extra:], wanted, what):
+
+    def far(rows: torch.Tensor, start: int, end: int, what: str) -> str:
+        real = padded.real[:, start:end, None]
+        return of.far_rows(rows.where(real, 0), padded.expected[:, start:end], what, start)
+
+    rows = of.rows_of(padded.ids, padded.places, attention_mask=mask, position_ids=positions)
+    if evidence := far(rows, 0, width, padded.what):
         return evidence
     if not (of.is_causal and of.cache_name) or _cuts_unasked(of):
         return ""
-    cache, middle = None, extra + tokens // 2
+    cache, middle = None, _PADDING + of.ids.shape[1] // 2
     for start, end in ((0, middle), *((step, step + 1) for step in range(middle, middle + 3))):
         told = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
         try:
-            rows, cache = _cached(of, cache, padded[:, start:end], places[:, start:end], **told)
+            rows, cache = _cached(of, cache, padded.ids[:, start:end], padded.places[:, start:end], **told)
         except _RAISED as error:
             of.note = f"what follows padding is not decoded: the model raises {_in_a_line(error)}"
             return ""
         if cache is None:
             return ""
-        first = max(start, extra)
-        if evidence := of.far_rows(
-            rows[:, first - start :], wanted[:, first - extra : end - extra], f"{what}, decoding", first
-        ):
+        if evidence := far(rows, start, end, f"{padded.what}, decoding"):
             return evidence
     return ""
 
@@ -317,11 +355,45 @@ def _cached(of: TokenModel, cache: Any, ids: torch.Tensor, places: torch.Tensor,
     return rows, cache if cache is not None else getattr(returned, of.cache_name, None)
 
 
+#: how much later all positions begin, and of how many tokens: far from 0 the rounding of angles in float32 counts for more
+_SHIFT, _SHIFTED = 7, 24
+_ABSOLUTE = re.compile(r"pos|wpe").search
+
+
+def shifted(of: TokenModel) -> str:
+    """Rotation tells how far tokens are apart, so positions that all begin later give the same rows."""
+    if not (of.takes("position_ids") and of.asked.masks and not of.mixes_otherwise):
+        raise NotApplicable("it is not a model of transformers that takes position_ids")
+    ran = {id(part) for part in of.asked.parts}
+    ran_parts = [(name, part) for name, part in of.model.named_modules() if id(part) in ran]
+    if of.routing:
+        raise NotApplicable("the rounding of its angles may decide between experts")
+    if not any("rotary" in type(part).__name__.lower() for _, part in ran_parts):
+        raise NotApplicable("it rotates nothing by position_ids")
+    if any(isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in ran_parts):
+        raise NotApplicable("it learns an embedding of each position")
+    says = {**vars(of.config), **(of.says("rope_parameters") or {})}
+    bounds = [v for name, v in says.items() if isinstance(v, int) and v > 0 and ("max_position" in name or "floor" in name)]
+    if min(bounds, default=_SHIFT) < _SHIFT + _SHIFTED or any(kind in str(says.get("rope_parameters")) for kind in _BY_LENGTH):
+        raise NotApplicable("its angles depend on the length, or its positions end early")
+    ids, places = of.ids[:, :_SHIFTED], of.places[:, :_SHIFTED]
+    at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    first, later = (of.rows_of(ids, places, position_ids=at + start) for start in (0, _SHIFT))
+    return of.far_rows(later, first, f"with positions that begin at {_SHIFT}")
+
+
+#: kinds of rotary embeddings whose angles depend on how long a sequence is
+_BY_LENGTH = ("dynamic", "longrope")
+
+
 def batch_order(of: TokenModel) -> str:
-    """A sequence gives the same rows wherever it stands in the batch."""
+    """A sequence gives the same rows wherever it stands in the batch, and alone."""
     if len(of.ids) < 2:
         raise NotApplicable("the batch has one sequence")
-    return of.far_rows(of.rows_of(of.ids.flip(0), of.places.flip(0)).flip(0), of.rows, "with the batch in reverse")
+    reverse = of.rows_of(of.ids.flip(0), of.places.flip(0)).flip(0)
+    if evidence := of.far_rows(reverse, of.rows, "with the batch in reverse"):
+        return evidence
+    return of.far_rows(of.rows_of(of.ids[-1:], of.places[-1:]), of.rows[-1:], "without the rest of the batch")
 
 
 #: by name, in the order in which they are run
@@ -334,6 +406,7 @@ INVARIANTS: dict[str, Callable[[TokenModel], str]] = {
     "dynamic": partial(decoding, kind="dynamic"),
     "static": partial(decoding, kind="static"),
     "sliding": partial(decoding, kind="sliding"),
+    "shifted": shifted,
     "order": batch_order,
 }
 

@@ -78,10 +78,16 @@ class TokenModel:
         kept = {name: value for name, value in given.items() if name not in {"position_ids", "labels", "use_cache", *_CACHES}}
         is_of_tokens = {name: isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape for name, v in kept.items()}
         self._per_token = {name: cut(value) for name, value in kept.items() if is_of_tokens[name]}
-        self._given = {name: value for name, value in kept.items() if not is_of_tokens[name]}
+        rest = {name: value for name, value in kept.items() if not is_of_tokens[name]}
+        is_of_sequences = {
+            name: isinstance(v, torch.Tensor) and v.dim() > 0 and len(v) == len(ids) for name, v in rest.items()
+        }
+        self._per_sequence = {name: value for name, value in rest.items() if is_of_sequences[name]}
+        self._given = {name: value for name, value in rest.items() if not is_of_sequences[name]}
         self.ids = cut(ids)
         if length < 8:
             raise ValueError(f"check_invariants: sequences of {length} tokens say little; give at least 8")
+        self.length = length
         #: of each token, which one it is
         self.places = torch.arange(self.ids.numel(), device=ids.device).view_as(self.ids)
         self.routing = Routing(self.ids.numel(), LIMIT)
@@ -218,6 +224,8 @@ class TokenModel:
         for name, values in self._per_token.items():
             flat, at = values.flatten(0, 1), places.to(values.device)
             more[name] = torch.where(at.view(*at.shape, *[1] * (flat.dim() - 1)) >= 0, flat[at.clamp(min=0)], 0)
+        sequences = places.amax(1).clamp(min=0) // self.length  # of a row, which one it is of
+        more |= {name: values[sequences.to(values.device)] for name, values in self._per_sequence.items()}
         with torch.no_grad(), self.routing.held(places):
             named = {"input_ids": ids} if self.takes("input_ids") else {}
             returned = self.model(*([] if named else [ids]), **named, **self._given, **more)

@@ -32,6 +32,7 @@ MASKS = {
     "padding": ("attention_mask", REAL.long()),
     "padding, true hides": ("key_padding_mask", ~REAL),
     "padding, additive": ("src_key_padding_mask", additive(REAL)),
+    "padding, of diffusers": ("attention_mask", -1e4 * (~REAL).float()[:, None, None]),
     "rows by keys": ("mask", AHEAD >= 0),
     "room for more": ("attention_mask", F.pad(VISIBLE, (0, 40))),
 }

@@ -14,24 +14,27 @@ REAL = torch.ones(2, TOKENS, dtype=torch.bool)
 REAL[1, :9] = False  # padded on the left
 
 
-def attend(q, k, v, scale=None, window=None, is_padded=True, order="interleaved", order_of_v=""):
+def attend(q, k, v, scale=None, window=None, is_padded=True, order="interleaved", order_of_v="", change=None):
     visible = (AHEAD >= 0) & ((window or TOKENS) > AHEAD)
     if is_padded:
         visible = visible & REAL[:, None, None] | torch.eye(TOKENS, dtype=torch.bool)
+    q, k, v = change(q, k, v) if change else (q, k, v)
     k, v = (_shared(t, how) for t, how in ((k, order), (v, order_of_v or order)))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
 
 
 def _shared(tensor, order):
-    """Two heads as they are repeated to as many as q has."""
+    """Two heads as they are repeated to as many as q has, or as they are."""
+    if order == "grouped":
+        return tensor
     return tensor.repeat_interleave(2, 1) if order == "interleaved" else tensor.repeat(1, 2, 1, 1)
 
 
-def wrong(*layers):
+def wrong(*layers, backward=False):
     """Return what a check says of layers, each of which attends with options of its own, by number."""
     torch.manual_seed(0)
     model = Model(*(Block(Attention(partial(attend, **options), heads=HEADS, kv_heads=2)) for options in layers))
-    found = judge_model(*case_of(model), backward=False)
+    found = judge_model(*case_of(model), backward=backward)
     return {number: call.misled for number, call in enumerate(found.calls) if call.misled}
 
 
@@ -72,7 +75,78 @@ def test_heads_that_share_keys_in_another_order_than_in_other_layers_are_wrong()
     said = "its heads share keys as 0-1-0-1, and as 0-0-2-2 in blocks.0.attn, which is the same kind of module"
     assert wrong({}, {"order": "tiled"}, {}) == {1: said}
     assert not wrong({"order": "tiled"}, {"order": "tiled"})
+    assert wrong({"order": "grouped"}, {"order": "tiled"}, {"order": "grouped"}) == {1: said}
+    assert not wrong({"order": "grouped"}, {}, {"order": "grouped"})
+
+
+def _first_keys_for_all(q, k, v):
+    return q, k[:, :1].expand_as(k), v
+
+
+def test_heads_that_all_have_the_first_keys_are_wrong_where_siblings_have_more():
+    said = "its heads share keys as 0-0-0-0, and as 0-0-2-2 in blocks.0.attn, which is the same kind of module"
+    assert wrong({}, {"change": _first_keys_for_all}, {}) == {1: said}
+    assert not wrong(*[{"change": lambda q, k, v: (q, 0 * k, v)}] * 2, {})
 
 
 def test_heads_that_share_values_in_another_order_than_keys_are_wrong():
     assert wrong({}, {"order_of_v": "tiled"}) == {1: "its heads share keys as 0-0-2-2, and values as 0-1-0-1"}
+
+
+ALIKE = "which is the same kind of module"
+CHANGES = {
+    "k detached": (lambda q, k, v: (q, k.detach(), v), f"its k gets no gradient, and k gets one in blocks.0.attn, {ALIKE}"),
+    "k in place of v": (
+        lambda q, k, v: (q, k, k),
+        f"its v.weight gets no gradient, and v.weight gets one in blocks.0.attn, {ALIKE}",
+    ),
+    "rounded": (
+        lambda q, k, v: (q, k.bfloat16().float(), v),
+        f"its q, k or v was rounded to bfloat16, and none was in blocks.0.attn, {ALIKE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_one_layer_alone_leaves_out_or_rounds_is_wrong_but_in_the_first_and_the_last(name):
+    change, said = CHANGES[name]
+    odd = {"change": change}
+
+    assert said in wrong({}, odd, {}, backward=True)[1]
+    for layers in ((odd, {}, {}), ({}, {}, odd), (odd, odd, odd), ({}, odd, odd, {})):
+        assert not wrong(*layers, backward=True)
+
+
+def test_a_layer_whose_result_has_no_gradient_is_wrong():
+    model = Model(*(Block(Attention(attend, kv_heads=2)) for _ in range(3)))
+    model.blocks[1].attn.attend = lambda q, k, v: attend(q, k, v).detach()
+
+    misled = {call.module: call.misled for call in judge_model(*case_of(model)).calls if call.misled}
+    assert list(misled) == ["blocks.1.attn"]
+    assert "gets no gradient, and" in misled["blocks.1.attn"]
+
+
+class Masked:
+    """Attends with a mask of its own in one call."""
+
+    def __init__(self, odd):
+        self.odd, self.calls = odd, 0
+
+    def __call__(self, q, k, v):
+        self.calls += 1
+        return F.scaled_dot_product_attention(q, k, v, is_causal=(self.calls - 1) % 6 == self.odd)
+
+
+def test_a_mask_that_one_layer_of_many_has_from_nowhere_is_wrong_and_one_that_a_setting_says_is_not():
+    def found(odd, **settings):
+        model = Model(*(Block(Attention(Masked(odd))) for _ in range(6)))
+        for block in model.blocks:
+            block.attn.attend = model.blocks[0].attn.attend
+        vars(model.blocks[2].attn).update(settings)
+        return {call.label: call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled}
+
+    said = "its mask hides keys, and no key is hidden in blocks.0.attn, which is the same kind of module"
+    assert found(2) == {"blocks.2.attn": said}
+    assert found(2, layer_idx=2) == {"blocks.2.attn": said}
+    assert not found(0)
+    assert not found(2, is_local=True)

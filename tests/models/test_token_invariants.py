@@ -42,9 +42,13 @@ class Layer(nn.Module):
             mask = mask | torch.ones_like(mask[0, 0]).tril(-WINDOW).triu(-WINDOW)
         if self.fault == "window one too short":
             mask = mask & ~torch.ones_like(mask[0, 0]).tril(1 - WINDOW)
+        if self.fault == "padding of the first sequence":
+            mask = mask[:1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         if self.fault == "neighbor in the batch":
             out[1:] += 0.5 * out[:1]
+        if self.fault == "mean of the batch":
+            out = out + 0.5 * out.mean(0)
         if self.fault == "another scale":
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
         return x + self.out(out.transpose(1, 2).flatten(2))
@@ -119,9 +123,10 @@ FAULTS = {
     "no window": ("field", "layers.1 asks for all tokens before; the configuration says a window of 8"),
     "window one too long": ("field", "layers.1 asks for a window of 9 tokens; the configuration says a window of 8"),
     "window one too short": ("field", "layers.1 asks for a window of 7 tokens; the configuration says a window of 8"),
-    "padding ignored": ("padded-left", "with 7 tokens of padding on the left: "),
+    "padding ignored": ("padded-left", "with 7 or 10 tokens of padding on the left: "),
     "positions that count padding": ("padded-left", "times what honest rounding does (limit 4)"),
     "neighbor in the batch": ("order", "with the batch in reverse: "),
+    "mean of the batch": ("order", "without the rest of the batch: "),
     "another scale": ("field", "layers.1 asks for a scale of 0.3, and layers.0, which is built like it, for 0.25"),
 }
 
@@ -133,6 +138,10 @@ def test_each_fault_breaks_what_it_is_about(fault, dtype):
 
     assert evidence in found[name]
     assert name == "order" or "order" not in found
+
+
+def test_padding_of_one_sequence_that_is_used_for_all_is_found():
+    assert "with 7 or 10 tokens of padding on the left: " in broken(Tokens("padding of the first sequence"))["padded-left"]
 
 
 def test_a_window_that_the_masks_do_not_show_is_seen_in_the_rows():
@@ -289,7 +298,7 @@ def test_models_of_transformers_keep_them(implementation):
     report = judge_model_invariants(of_transformers(implementation=implementation, sliding_window=WINDOW), IDS)
 
     assert report.passed
-    assert len(report.applied) == 9
+    assert len(report.applied) == 10
 
 
 def test_documents_that_see_each_other_and_a_cache_that_forgets_are_found(monkeypatch):
@@ -448,7 +457,40 @@ def test_a_kind_of_layer_that_nothing_is_known_of_may_decode_otherwise(kind, is_
             token_invariants.decoding(of, "dynamic")
 
 
-@pytest.mark.parametrize("factor", [1.05, 2.0])
+def test_keys_that_are_rotated_the_other_way_are_found_where_all_positions_begin_later(monkeypatch):
+    model = of_transformers("Llama")
+    module = inspect.getmodule(type(model))
+    rotate = module.apply_rotary_pos_emb
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, c, s: (rotate(q, k, c, s)[0], rotate(q, k, c, -s)[1]))
+
+    assert set(broken(model)) == {"shifted"}
+    assert "with positions that begin at 7: " in broken(model)["shifted"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_position_embeddings": 30}, "its positions end early"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "its angles depend on the length"),
+    ],
+)
+def test_positions_that_mean_something_else_later_are_not_shifted(options, reason):
+    assert reason in left_out(of_transformers("Llama", **options), only="shifted")["shifted"]
+
+
+def test_what_a_batch_holds_of_each_sequence_goes_with_it():
+    class Shifted(Tokens):
+        def forward(self, input_ids, attention_mask=None, position_ids=None, told=None):
+            return super().forward(input_ids, attention_mask, position_ids) + told[:, None]
+
+    told = torch.randn(len(IDS), 64, generator=torch.Generator().manual_seed(3))
+    report = judge_model_invariants(Shifted(), {"input_ids": IDS, "told": told})
+
+    assert report.passed, report.broken
+    assert "order" in {finding.invariant for finding in report.applied}
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.05, 2.0])
 @pytest.mark.parametrize("layers", [slice(1, None), slice(None)], ids=["one", "all"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_scale_that_nothing_names_is_found_in_one_layer_and_in_all(count, layers, factor):

@@ -2,12 +2,14 @@
 
 import copy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from models.tiny import HEADS, tiny
 
 from pytest_attn import Causal, Window, capture, check_model
+from pytest_attn.models.capture import other_sinks
 from pytest_attn.models.check import judge_model
 from pytest_attn.suite.models import Library
 
@@ -240,3 +242,21 @@ def test_a_vision_transformer_of_timm_passes_and_is_replaced():
 
     assert [call.workload.q_len for call in found.calls] == [197, 197]
     assert check_model(model, lambda: model(images).float().square().mean(), "math").passed
+
+
+def test_sinks_that_get_no_gradient_are_found_and_so_are_those_of_other_heads(monkeypatch):
+    model, step = case("gpt-oss", "eager", torch.float32)
+    module = sys.modules[type(model).__module__]
+    eager = module.eager_attention_forward
+
+    def detached(layer, *args, **options):
+        like = {"sinks": layer.sinks.detach(), "num_key_value_groups": layer.num_key_value_groups, "training": False}
+        return eager(SimpleNamespace(**like), *args, **options)
+
+    monkeypatch.setattr(module, "eager_attention_forward", detached)
+    assert "its sinks get no gradient, and q, k or v get one" in judge_model(model, step, scatter=0).message
+
+    own = model.model.layers[0].self_attn.sinks
+    asked = [SimpleNamespace(sinks=sinks) for sinks in (own + torch.arange(4), own.clone(), None)]
+    call = SimpleNamespace(arguments={"module": model.model.layers[0].self_attn})
+    assert [other_sinks(one, call) for one in asked] == ["its sinks are not those of its module", "", ""]
