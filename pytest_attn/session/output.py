@@ -94,10 +94,15 @@ def require_report_libraries() -> None:
 
 def write_report(session: AttentionSession, path: str, reporter: Any) -> None:
     """Write the .html file of --attn-output atomically, with backends in the order of the registry."""
-    from pytest_attn.reports.html.page import report_page
-
     records = sorted(session.results.records, key=place_of(session))
-    write_whole("--attn-output", path, lambda: report_page(records), reporter)
+
+    def drawn() -> str:
+        with session.progress.during(f"drawing {os.path.basename(path)}", ""):
+            from pytest_attn.reports.html.page import report_page
+
+            return report_page(records)
+
+    write_whole("--attn-output", path, drawn, reporter)
 
 
 def write_whole(flag: str, path: str, text: Callable[[], str], reporter: Any) -> None:
