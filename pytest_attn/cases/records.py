@@ -13,7 +13,7 @@ import pytest
 from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.reports.lines import taken_apart
+from pytest_attn.reports.lines import taken_apart, z_figure
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import NoTorchError
@@ -69,7 +69,7 @@ def z_property(comparison: Comparison | None, subject: Subject | str) -> dict[st
     if comparison is None:
         return {}
     reported, name = comparison.reported, subject if isinstance(subject, str) else subject.name
-    return {f"attn_z_{name}": f"{reported.z_element:.4g} ({reported.name})"}
+    return {f"attn_z_{name}": f"{z_figure(reported.z_element)} ({reported.name})"}
 
 
 def facts_of(session: AttentionSession, workload: Workload, subject: Subject | str, device: str | None) -> dict[str, Any]:

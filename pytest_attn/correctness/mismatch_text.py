@@ -3,7 +3,7 @@
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Location, Members, TensorComparison, describe_rows
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.reports.lines import count, figure, labeled, told_apart
+from pytest_attn.reports.lines import count, figure, labeled, told_apart, z_figure
 
 
 def describe(comparison: Comparison) -> str:
@@ -56,7 +56,7 @@ def _excess(row: TensorComparison) -> str:
         found = count(row.wrong_positions, "element is", "elements are")
         return f"{found} NaN or infinite where the exact result is not, or the reverse"
     level, value, limit = _worst_level(row)
-    return f"z {_short(value)} in {level}, limit {limit:g}"
+    return f"z {z_figure(value)} in {level}, limit {limit:g}"
 
 
 def _worst_level(row: TensorComparison) -> tuple[str, float, float]:
@@ -70,15 +70,11 @@ def _worst_level(row: TensorComparison) -> tuple[str, float, float]:
 
 def _levels(row: TensorComparison) -> str:
     if row.limits.element == 1:  # lse, max
-        return f"element {_short(row.z_element)} (limit 1: this budget is all that {row.name} may be off)"
+        return f"element {z_figure(row.z_element)} (limit 1: this budget is all that {row.name} may be off)"
     return (
-        f"element {_short(row.z_element)} (limit {row.limits.element:g}), row {_short(row.z_row)}"
-        f" ({row.limits.row:g}), head {_short(row.z_head)} ({row.limits.head:g})"
+        f"element {z_figure(row.z_element)} (limit {row.limits.element:g}), row {z_figure(row.z_row)}"
+        f" ({row.limits.row:g}), head {z_figure(row.z_head)} ({row.limits.head:g})"
     )
-
-
-def _short(z: float) -> str:
-    return figure(z, ".2f" if z < 100 else ",.0f")
 
 
 # -- where ---------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from pytest_attn.correctness.judge import apart, compare_tensor
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import switches_kept
-from pytest_attn.reports.lines import told_apart
+from pytest_attn.reports.lines import told_apart, z_figure
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -328,7 +328,7 @@ class Probe:
             row = self._row(name, tensor, inputs)
             if row.excess > _SLACK:
                 at = ", ".join(map(str, row.worst))
-                rounding = f"{row.excess:.3g} times what rounding explains"
+                rounding = f"{z_figure(row.excess)} times what rounding explains"
                 over = "not finite where exact is" if row.wrong_positions else rounding
                 found, exact = told_apart(row.found, row.exact)
                 return f"{name}[{at}] = {found}, exact {exact} ({over})"

@@ -17,7 +17,7 @@ from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, scre
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Fit, Prior, Run
-from pytest_attn.reports.lines import describe_ranks, duration, labeled, timed_as
+from pytest_attn.reports.lines import describe_ranks, duration, labeled, timed_as, z_figure
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: what accepts a slowdown, and what records a case that has no baseline that can be used
@@ -58,7 +58,7 @@ def _describe_memory(recorded: Baseline, latency: Latency) -> str:
 
 def _describe_accuracy(recorded: Baseline, z: Sequence[float] | None) -> list[str]:
     return [
-        f"less accurate: z {now:.3g} in {level}, recorded {then:.3g}"
+        f"less accurate: z {z_figure(now)} in {level}, recorded {z_figure(then)}"
         for level, now, then in zip(_LEVELS, z or (), recorded.z or (), strict=False)
         if now > _Z_RATIO * then + _Z_MORE
     ]

@@ -26,6 +26,11 @@ def figure(value: float, plain: str) -> str:
     return f"{digits}e{int(power)}"
 
 
+def z_figure(z: float) -> str:
+    """Return a z as it is written everywhere: "7.31", "21,825", "3.1e30"."""
+    return figure(z, ".2f" if z < 100 else ",.0f")
+
+
 def told_apart(one: float, other: float) -> tuple[str, str]:
     """Return two numbers as they are read, or with as many digits as show that they differ."""
     short = tuple(figure(x, ".6g") if math.isfinite(x) else f"{x}" for x in (one, other))

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pytest_attn.backends.contexts import RAN_EAGERLY
-from pytest_attn.reports.lines import aligned, count, duration, some
+from pytest_attn.reports.lines import aligned, count, duration, some, z_figure
 from pytest_attn.reports.records import Record, verdict_of
 from pytest_attn.reports.verdict import LONG_SUMS, Cause, Tone, Verdict
 
@@ -115,14 +115,18 @@ def _compiled(run: Mapping[str, Any] | None) -> Iterator[Line]:
 
 
 def _call_levels(call: Mapping[str, float | None]) -> tuple[str, ...]:
-    return tuple("-" if call[name] is None else f"{call[name]:.3g}" for name in ("z_element", "z_row", "z_head"))
+    return tuple(_z(call[name]) for name in ("z_element", "z_row", "z_head"))
 
 
 def _levels(record: Record) -> tuple[str, str, str]:
     """Write z at its three levels; where elements are NaN or infinite and should not be, that is what is wrong."""
     if any(tensor.get("wrong_positions") for tensor in record["tensors"]):
         return "not finite", "-", "-"
-    return f"{record['z_element']:.3g}", f"{record['z_row']:.3g}", f"{record['z_head']:.3g}"
+    return _z(record["z_element"]), _z(record["z_row"]), _z(record["z_head"])
+
+
+def _z(value: float | None) -> str:
+    return "-" if value is None else z_figure(value)
 
 
 def _problems(records: Sequence[Record]) -> Iterator[Line]:

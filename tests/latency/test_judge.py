@@ -55,7 +55,7 @@ DISTURBED = {"disturbances": ("hot", "shared")}
 NO_MORE, TOO_FEW = StartError("no more"), FreshError("3 of 4 new processes timed it")
 ACCEPTED = (("2026-01-01", 6e-5, "first recording"), ("2026-11-21", 1e-4, "accepted"))
 MEMORY = "peak memory 5.0 MiB, recorded 0.0 MiB"
-ACCURACY = "less accurate: z 1 in one element, recorded 0.1; less accurate: z 0.5 in one head, recorded 0.01"
+ACCURACY = "less accurate: z 1.00 in one element, recorded 0.10; less accurate: z 0.50 in one head, recorded 0.01"
 LAUNCHES = "the host takes 500 us to launch a call, recorded at most 30 us"
 
 

@@ -122,7 +122,7 @@ def test_less_accuracy_is_a_regression(recorded, pytester, baseline_file):
     baseline_file().write_text(re.sub(r'"z": \[[^\]]*\]', '"z": [0.1, 0.05, 0.01]', data))
     result = recorded()
     result.assert_outcomes(failed=1)
-    result.stdout.re_match_lines([r"E +because +less accurate: z \d.* in one element, recorded 0\.1; .*"], consecutive=False)
+    result.stdout.re_match_lines([r"E +because +less accurate: z \d.* in one element, recorded 0\.10; .*"], consecutive=False)
 
 
 def test_a_wrong_kernel_is_never_timed(recorded, pytester):

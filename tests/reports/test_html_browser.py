@@ -217,9 +217,9 @@ def test_a_models_layers_stand_in_a_table_with_a_column_per_backend(show):
     )
     asks = "h2-s24-d16-causal"
     assert cells == [
-        ["0", asks, "1.5 out", "1.1 out", "✗ not compared"],
-        ["10", asks, "0.9 out", "-", "-"],
-        ["2", asks, "0.8 out", "✗ 41 dk", "-"],
+        ["0", asks, "1.50 out", "1.10 out", "✗ not compared"],
+        ["10", asks, "0.90 out", "-", "-"],
+        ["2", asks, "0.80 out", "✗ 41.00 dk", "-"],
     ]
     assert "flex in Gpt <b>, 0: ✗ not compared" in texts(page, "#layers .lead")[0]
     page("document.querySelectorAll('#layers thead button')[3].click()")
@@ -313,11 +313,14 @@ def test_a_card_says_what_the_terminal_says_and_the_page_opens_with_why(show, wi
         ("suggests", "it equals attention with scale 0.1"),
     ]
     said = [{"label": label, "text": text} for label, text in lines]
-    reason, case = "out z 1,542 over an element, limit 8", next(workloads(1))
+    reason, case = "out z 1,542 in one element, limit 8", next(workloads(1))
     wrong = check("mismatch", case, BACKENDS[0], "forward", random.Random(0), explanation=said, reason=reason)
+    wrong["z_element"] = 1541.7
     page = show([wrong], width=width, dark=dark)
     assert page("document.getElementById('why').textContent").endswith("limit 8; it equals attention with scale 0.1")
     assert page("document.getElementById('why').getBoundingClientRect().bottom < 500")
+    assert texts(page, "#matrix td small") == ["1, z 1,542"]
+    assert "1,542" in texts(page, "#cases td.number")
     assert texts(page, "#wrong .explanation dt") == ["worst", "suggests"]
     assert texts(page, "#wrong .explanation dd") == [text for _, text in lines[1:]]
     assert page("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), "nothing sticks out"

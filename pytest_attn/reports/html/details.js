@@ -19,7 +19,7 @@ function countsOf(cases) {
 
 function detail(one, isOpen) {
   const facts = [
-    one.z ? `z ${digits(one.z[0], 3)} element, ${digits(one.z[1], 3)} row, ${digits(one.z[2], 3)} head (limits 8, 4, 1.5)${one.worst ? `, worst in ${one.worst}` : ""}` : "",
+    one.z ? `z ${zFigure(one.z[0])} element, ${zFigure(one.z[1])} row, ${zFigure(one.z[2])} head (limits 8, 4, 1.5)${one.worst ? `, worst in ${one.worst}` : ""}` : "",
     one.latency ? `p50 ${duration(one.latency.p50)} (${span(one.latency.interval)}), ${one.latency.mode}` : "",
     one.compile ? `first calls of the compiled kernel took ${digits(one.compile[0], 3)} s, ${plural(one.compile[1], "graph break")}` : "",
     one.is_sampled ? "some rows and keys of a long workload were compared" : "",
@@ -38,7 +38,7 @@ function tensorTable(one) {
   const titles = ["tensor", "z element", "z row", "z head", "abs max", "mean abs", "mse", "relative L2", "cosine"];
   const rows = tensorsOf(one).map((tensor) => [
     el("tr", {}, el("th", { scope: "row" }, `${tensor.passed ? "" : "✗ "}${tensor.name}/${tensor.distribution}`),
-      TENSOR.map((key) => el("td", { class: "number" }, key === "cosine" ? digits(tensor[key], 7) : digits(tensor[key], 3)))),
+      TENSOR.map((key) => el("td", { class: "number" }, key.startsWith("z_") ? zFigure(tensor[key]) : digits(tensor[key], key === "cosine" ? 7 : 3)))),
     tensor.passed || !tensor.worst?.length ? "" : el("tr", {}, el("td", { colspan: titles.length, class: "quiet" },
       `worst at [${tensor.worst.join(", ")}]: ${digits(tensor.found)}, exact ${digits(tensor.exact)}, budget ${digits(tensor.budget, 3)}`)),
   ]);

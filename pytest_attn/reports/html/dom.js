@@ -31,6 +31,12 @@ function digits(value, count = 4) {
   return Number(value.toPrecision(count)).toLocaleString("en", { maximumSignificantDigits: count });
 }
 
+// A z, as in 7.31 or 21,825: as a terminal writes it.
+function zFigure(z) {
+  if (!Number.isFinite(z) || z >= 1e6) return z >= 1e6 && z < Infinity ? z.toExponential(1).replace("+", "") : digits(z);
+  return z < 100 ? z.toFixed(2) : Math.round(z).toLocaleString("en");
+}
+
 function duration(seconds) {
   if (!Number.isFinite(seconds)) return "-";
   if (seconds >= 1) return `${digits(seconds)} s`;

@@ -14,7 +14,7 @@ const errors = {
     const rows = byBackend.map(([backend, found]) => ({ backend, tensors: found.flatMap((one) => tensorsOf(one).map((tensor) => ({ tensor, one }))) }));
     if (rows.length === 1 && rows[0].tensors.length === 1) {
       const [{ backend, tensors: [{ tensor, one }] }] = rows;
-      const levels = LIMITS.map(([key, level, limit]) => `${digits(tensor[key], 3)} in one ${level} (limit ${limit})`).join(", ");
+      const levels = LIMITS.map(([key, level, limit]) => `${zFigure(tensor[key])} in one ${level} (limit ${limit})`).join(", ");
       return [el("p", { class: "lead" }, `${backend}, ${tensor.name} on ${one.workload.id}: z ${levels}.`)];
     }
     const panels = LIMITS.map(([key, level, limit]) => ({ key, level, limit, chart: el("div", { class: "chart" }), rows: rows.map((row) => spreadOf(row, key, limit)) }));
@@ -34,7 +34,7 @@ function spreadOf({ backend, tensors }, key, limit) {
   const at = (share) => sorted[Math.round(share * (sorted.length - 1))]?.tensor[key] ?? 0;
   const last = sorted.at(-1);
   const where = last ? `${last.tensor.name}/${last.tensor.distribution}, ${last.one.workload.id}` : "";
-  return { backend, limit, number: tensors.length, p5: at(0.05), p25: at(0.25), p50: at(0.5), p75: at(0.75), p95: at(0.95), largest: at(1), middle: digits(at(0.5), 3), most: digits(at(1), 3), where };
+  return { backend, limit, number: tensors.length, p5: at(0.05), p25: at(0.25), p50: at(0.5), p75: at(0.75), p95: at(0.95), largest: at(1), middle: zFigure(at(0.5)), most: zFigure(at(1)), where };
 }
 
 // What a logarithmic axis cannot show stands at its end: zero at the left, the infinite ten times beyond the rest.

@@ -18,7 +18,7 @@ const layers = {
 // What could not be compared has no z, and is over every limit.
 const excessOf = (call) => (call.z ? Math.max(...LIMITS.map(([, , limit], i) => (Number.isFinite(call.z[i]) ? call.z[i] / limit : Infinity))) : Infinity);
 const nearer = (one, other) => (!other.passed - !one.passed || excessOf(other) - excessOf(one)) > 0 ? other : one;
-const levelOf = (call) => `${call.passed ? "" : "✗ "}${call.z ? `${digits(call.z[0], 3)} ${call.tensor}` : "not compared"}`;
+const levelOf = (call) => `${call.passed ? "" : "✗ "}${call.z ? `${zFigure(call.z[0])} ${call.tensor}` : "not compared"}`;
 
 function layerTable(model, calls) {
   const backends = [...new Set(calls.map((call) => call.backend))];

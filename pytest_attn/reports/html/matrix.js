@@ -92,7 +92,7 @@ function cell(backend, row, found, cells) {
   const skipped = found.filter((one) => toneOf(one) === "none").length;
   const number = judged > same ? `${same} of ${judged}` : `${same}`;
   const largest = Math.max(...found.map((one) => (one.z ? one.z[0] : -1)));
-  const z = largest >= 0 ? `z ${digits(largest, 2)}` : "";
+  const z = largest >= 0 ? `z ${zFigure(largest)}` : "";
   const element = el("td", { class: tone, tabindex: "-1", "data-cell": true, "aria-label": `${backend} on ${row}: ${word}, ${number}${z && `, ${z}`}${skipped && tone !== "none" ? `, ${skipped} skipped` : ""}${worst.reason && `, ${worst.reason}`}` },
     el("b", {}, `${glyph} ${SHORT[word] ?? word}`), el("small", {}, [number, z].filter(Boolean).join(", ")), skipped && tone !== "none" ? el("small", {}, `${skipped} skipped`) : "");
   cells.set(element, { title: `${backend} on ${row}`, found });
