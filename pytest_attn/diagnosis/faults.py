@@ -153,8 +153,8 @@ FAULTS = {
     "dropout-not-rescaled": "dropout does not divide by 1 - dropout",
     "dropout-rescaled-twice": "dropout divides twice by 1 - dropout",
     # softmax, lse, weights and maxima
-    "sum-not-rescaled": "the sum of P v is not brought to a new maximum",
-    "denominator-not-rescaled": "the denominator is not brought to a new maximum",
+    "sum-not-rescaled": "the sum of P v is not rescaled to a new maximum",
+    "denominator-not-rescaled": "the denominator is not rescaled to a new maximum",
     "rescaled-inversely": "the sum of P v is multiplied by the inverse of its factor",
     "splits-averaged": "splits of the keys are averaged, whatever their denominators",
     "splits-merged-in-base-2": "splits of the keys are merged by a natural lse as if it were one of base 2",

@@ -216,9 +216,9 @@ def _of_tiles(tile: int) -> Iterator[OnlineFault]:
 
         return FaultHypothesis(name, f"out is that of an online softmax {words} (tiles of {tile} keys)", predict, OF_STEPS)
 
-    words = "whose sum of P v is not brought to a new maximum"
+    words = "whose sum of P v is not rescaled to a new maximum"
     yield fault("sum-not-rescaled", words, lambda sums: (sums.plain_acc, sums.total, sums.variance))
-    words = "whose denominator is not brought to a new maximum"
+    words = "whose denominator is not rescaled to a new maximum"
     yield fault("denominator-not-rescaled", words, lambda sums: (sums.acc, sums.plain_total, sums.variance))
     words = "whose sum of P v is multiplied by the inverse of the factor that brings it to a new maximum"
     yield fault("rescaled-inversely", words, lambda sums: (sums.inverse_acc, sums.total, sums.inverse_variance))

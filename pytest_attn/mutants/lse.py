@@ -88,7 +88,7 @@ class _LseOfEmptyRowIsNan(Kernel):
 
 @LSE("FA#2082", "FI#3838", applies=has_several_key_tiles, faults=("sum-not-rescaled",))
 class _SumNotRescaled(Kernel):
-    """Values summed so far are not brought to a new maximum."""
+    """Values summed so far are not rescaled to a new maximum."""
 
     def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
         after = super().step(tile, q, state)
@@ -98,7 +98,7 @@ class _SumNotRescaled(Kernel):
 
 @LSE("FA#2082", applies=has_several_key_tiles, faults=("denominator-not-rescaled",))
 class _DenominatorNotRescaled(Kernel):
-    """The denominator so far is not brought to a new maximum."""
+    """The denominator so far is not rescaled to a new maximum."""
 
     def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
         after = super().step(tile, q, state)
