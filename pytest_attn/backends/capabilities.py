@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pytest_attn.workloads.dtypes import DTYPES, short_dtype
+from pytest_attn.workloads.fields import did_you_mean, suggests_fields
 from pytest_attn.workloads.masks import capability_words
 from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
@@ -39,6 +40,7 @@ COLUMNS = ("dtypes", "head_dim", "masks", "takes")
 _ALIGNMENTS = {"top-left": "causal", "bottom-right": "causal-bottom-right"}
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Capabilities:
     """The limits of one backend's interface.
@@ -54,6 +56,8 @@ class Capabilities:
         v_head_dim: whether values may differ in it.
         square: a causal or windowed mask needs q_len == kv_len.
         quantized: parts of QUANTIZED.
+
+    Raises ValueError for a word that there is not, TypeError for another field.
     """
 
     masks: frozenset[str] = frozenset()
@@ -67,10 +71,17 @@ class Capabilities:
     quantized: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        for field in ("masks", "features", "dtypes", "quantized"):
+            given = getattr(self, field)
+            if isinstance(given, str):
+                raise ValueError(f"Capabilities: {field} must be a set of words, got {given!r}; say {{{given!r}}}")
         object.__setattr__(self, "masks", frozenset(_ALIGNMENTS.get(word, word) for word in self.masks))
-        unknown = (self.masks - set(capability_words())) | (self.features - set(FEATURES)) | (set(self.dtypes) - set(DTYPES))
-        unknown |= self.quantized - set(QUANTIZED)
-        assert not unknown, f"unknown capabilities: {unknown}"
+        known = {"masks": capability_words(), "features": FEATURES, "dtypes": tuple(DTYPES), "quantized": QUANTIZED}
+        for field, words in known.items():
+            for word in getattr(self, field):
+                if word not in words:
+                    meant = did_you_mean(str(word), words)
+                    raise ValueError(f"Capabilities: {field} has no {word!r};{meant} expected some of {', '.join(words)}")
 
     def refusals(self, w: Workload, backward: bool = False) -> list[str]:
         """Return a reason for everything in the workload that the interface cannot say."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pytest_attn.backends.machine import release
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES, QUANTIZED_DTYPES
+from pytest_attn.workloads.fields import did_you_mean, suggests_fields
 
 #: Root-mean-square-like relative rounding error of one rounding.
 UNIT = {name: one.unit for name, one in FLOATING_DTYPES.items()}
@@ -43,6 +44,7 @@ TIES_ERROR = INT8_STEP / 2 / math.sqrt(32)
 SHARED = 1.5
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Precision:
     """Where a kernel rounds, beside its output and its probabilities P.
@@ -249,7 +251,8 @@ def precision_named(precision: str | Precision) -> Precision:
         return precision
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise ValueError(
-            f"unknown precision {precision!r}; known: {', '.join(PRECISIONS)}, or a pytest_attn.Precision of your own"
+            f"unknown precision {precision!r};{did_you_mean(str(precision), PRECISIONS)} known: {', '.join(PRECISIONS)},"
+            " or a pytest_attn.Precision of your own"
         )
     return PRECISIONS[precision]
 

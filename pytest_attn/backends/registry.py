@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import import_module
@@ -86,6 +87,8 @@ class Registry:
             fn = self.function_named(fn)
         if not callable(fn):
             raise ValueError(f"backend {name!r}: fn must be a function of (q, k, v, workload), got {fn!r}")
+        if not isinstance(fn, str | NamedFunction) and not _takes_workload(fn):
+            raise ValueError(f"backend {name!r}: fn must be a function of (q, k, v, workload), got {fn!r} without it")
         if layout not in ("bhsd", "bshd"):
             raise ValueError(f"backend {name!r}: layout must be 'bhsd' or 'bshd', got {layout!r}")
         try:
@@ -144,6 +147,10 @@ class Registry:
             target = self.function_named(target)
         if isinstance(target, Backend):
             return target
+        if isinstance(target, type):
+            name = target.__name__
+            said = f"pass {name}.apply if it is an autograd Function, otherwise an instance"
+            raise TypeError(f"needs a callable of (q, k, v), got the class {name}; {said}")
         if not callable(target):
             raise TypeError(f"needs a callable of (q, k, v), a backend or a backend's name, got {describe(target)}")
         subject = CallableSubject(target, name, declared, within)
@@ -226,6 +233,14 @@ def _configured(backend: Backend, options: Options) -> Backend:
 
 def _has_configurations(backend: Backend) -> bool:
     return backend.tunable is None or bool(backend.tunable)
+
+
+def _takes_workload(fn: Callable[..., Any]) -> bool:
+    try:
+        arguments = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # none is known, as of some builtins
+        return True
+    return "workload" in arguments or any(one.kind is one.VAR_KEYWORD for one in arguments.values())
 
 
 def _loader(module: str, cls: str, *arguments: str) -> Callable[[], Backend]:

@@ -28,7 +28,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import direction_of
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import distribution_names
-from pytest_attn.workloads.fields import did_you_mean
+from pytest_attn.workloads.fields import instead_of
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.parameters import PARAMETERS, asked_gradients
 from pytest_attn.workloads.workload import Workload
@@ -68,7 +68,7 @@ def _declaration(function: Callable[..., Any], keywords: Declared) -> Declaratio
     """Return what keywords of a function declare; raises TypeError for one that it does not have."""
     known = inspect.signature(function).parameters
     for name in keywords.keys() - known.keys():
-        meant = did_you_mean(name, known)
+        meant = instead_of(name, known).rstrip(";")
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{meant and f';{meant}'}")
     return Declaration(**keywords)
 

@@ -53,7 +53,7 @@ def require_arguments(model: object, step: object) -> None:
         swapped = "; model and step are swapped" if isinstance(step, torch.nn.Module) else ""
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module{swapped}")
     if not callable(step):
-        raise TypeError(f"step is a {type(step).__name__}; expected a function without arguments that runs the model")
+        raise TypeError(f"step is {step!r}; expected a function without arguments that runs the model")
 
 
 def refuse_scripted(model: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ from pytest_attn.session.option_types import size
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS, distribution_names
 from pytest_attn.workloads.dtypes import dtype_name
-from pytest_attn.workloads.fields import did_you_mean
+from pytest_attn.workloads.fields import instead_of
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.parameters import PARAMETERS, asked_gradients
 from pytest_attn.workloads.sharding import SHARDS, Shard
@@ -222,15 +222,6 @@ def marker_help() -> tuple[MarkerHelp, ...]:
     )
 
 
-#: what many try, and what to say in its place
-_SAID = {
-    **dict.fromkeys(
-        ("atol", "rtol", "tol", "tolerance"), " each element has a budget of its own: precision= says where fn rounds;"
-    ),
-    **dict.fromkeys(("causal", "is_causal"), ' say Workload(..., mask="causal");'),
-}
-
-
 def _keywords(mark: pytest.Mark, known: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a marker that takes no others than these keywords."""
     if mark.args:
@@ -242,7 +233,7 @@ def _known(mark: pytest.Mark, known: Sequence[str]) -> dict[str, Any]:
     for name in mark.kwargs:
         if name not in known:
             is_of_workload = any(name == one.name for one in dataclasses.fields(Workload))
-            hint = _SAID.get(name) or did_you_mean(name, known) or (" Workload(...) takes it;" if is_of_workload else "")
+            hint = instead_of(name, known) or (" Workload(...) takes it;" if is_of_workload else "")
             raise ValueError(f"{mark.name} got an unknown argument {name!r};{hint} known: {', '.join(known)}")
     return dict(mark.kwargs)
 
@@ -254,7 +245,8 @@ def _workloads(argument: object, catalog: Catalog) -> list[Workload]:
         return catalog.select(argument)
     if isinstance(argument, list | tuple):
         return [w for one in argument for w in _workloads(one, catalog)]
-    raise ValueError(f"a workload must be a name or a Workload, got {describe(argument)} {argument!r}")
+    found = f"got {describe(argument)} {argument!r}"
+    raise ValueError(f"a workload must be a name or a Workload, {found}; say for example Workload(200, heads=2)")
 
 
 def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...]:

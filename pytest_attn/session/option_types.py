@@ -268,8 +268,8 @@ def failures_folder(text: str) -> str:
     from importlib.util import find_spec  # few runs come here
     from pathlib import Path
 
-    if not text.strip() or text.startswith("-") or "::" in text:
-        raise ValueError(f"must be a folder, got {text!r}")
+    if not text.strip() or text.startswith("-") or "::" in text or Path(text).is_file():
+        raise ValueError(f"must be a folder, such as failures, got {text!r}")
     for name in ("safetensors", "numpy"):  # the one writes tensors by way of the other
         if find_spec(name) is None:
             raise ValueError(f'needs {name}, which is not installed: pip install "pytest-attn[failures]"')

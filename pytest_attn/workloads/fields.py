@@ -22,6 +22,21 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" did you mean {' or '.join(alike)}?" if alike else ""
 
 
+#: what many try in a marker and in functions, and what to say in its place
+_TRIED = {
+    **dict.fromkeys(
+        ("atol", "rtol", "tol", "tolerance"), " each element has a budget of its own: precision= says where fn rounds;"
+    ),
+    **dict.fromkeys(("causal", "is_causal"), ' say Workload(..., mask="causal");'),
+    **dict.fromkeys(("mask", "masks"), " say Workload(..., mask=...);"),
+}
+
+
+def instead_of(name: str, names: Iterable[str]) -> str:
+    """Return what to say in place of an argument that there is not, " " before it and ";" after it, "" if nobody knows."""
+    return _TRIED.get(name) or did_you_mean(name, names)
+
+
 #: names that are none of a workload's fields: what to say in their place
 _SAID = {
     **dict.fromkeys(("n", "seq", "seqlen", "seq_len", "tokens"), "did you mean q_len?"),

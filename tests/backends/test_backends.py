@@ -165,9 +165,11 @@ def test_backends_of_ones_own():
     with pytest.raises(ValueError, match="two backends are named 'own'; rename one"):
         registry.add(Own())
     with pytest.raises(ValueError, match="backend 'x': layout must be 'bhsd' or 'bshd', got 'sbhd'"):
-        registry.add_function("x", print, layout="sbhd")
+        registry.add_function("x", dict, layout="sbhd")
     with pytest.raises(ValueError, match="backend name 'a b' must consist of letters, digits, underscores and dots"):
-        registry.add_function("a b", print)
+        registry.add_function("a b", dict)
+    with pytest.raises(ValueError, match=r"'x': fn must be a function of \(q, k, v, workload\), got .* without it"):
+        registry.add_function("x", lambda q, k, v: q)
 
 
 def test_memory_that_nobody_wrote_may_hold_nan():

@@ -1,5 +1,7 @@
 """What an interface cannot say is refused in words; the table of docs/reference/backends.md has what each can."""
 
+import re
+
 import pytest
 from fakes.judged import HOST
 
@@ -89,3 +91,19 @@ def test_a_backend_refuses_what_its_interface_cannot_say(name):
     for _, workload in REFUSED.values():
         if reasons := backend.capabilities.refusals(workload):
             assert backend.unsupported_because(workload, HOST) == reasons
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"masks": {"casual"}}, "masks has no 'casual'; did you mean causal"),
+        ({"masks": "causal"}, "masks must be a set of words, got 'causal'; say {'causal'}"),
+        ({"features": {"backwards"}}, "features has no 'backwards'; did you mean backward? expected some of softcap,"),
+        ({"dtypes": ("bf16",)}, "dtypes has no 'bf16'; "),
+    ],
+)
+def test_a_word_that_there_is_not_is_refused_with_those_that_there_are(given, said):
+    with pytest.raises(ValueError, match=f"^Capabilities: {re.escape(said)}"):
+        Capabilities(**given)
+    with pytest.raises(TypeError, match="Capabilities has no field 'mask'; did you mean masks"):
+        Capabilities(mask={"causal"})

@@ -69,6 +69,13 @@ def test_it_refuses_in_the_words_of_its_author(returned, reasons):
     assert backend.obstacle(WORKLOAD, CPU, False) == ("; ".join(reasons) or None)
 
 
+@pytest.mark.parametrize("returned", [True, None, 3])
+def test_reasons_that_are_none_are_an_error_that_says_what_they_must_be(returned):
+    backend = FunctionBackend("mine", print, unsupported_because=lambda workload: returned)
+    with pytest.raises(TypeError, match=f"backend 'mine': unsupported_because returned {returned} for .*; expected a list of"):
+        backend.unsupported_because(WORKLOAD, CPU)
+
+
 def test_its_configuration_is_given_beside_the_workload():
     inputs, backend = draw_inputs(WORKLOAD), FunctionBackend("mine", lambda q, k, v, **rest: rest)
     backend.configuration = {"BLOCK": 64}

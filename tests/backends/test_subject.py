@@ -96,6 +96,8 @@ def test_what_is_none_of_the_three_is_refused(target):
     with pytest.raises(TypeError, match="or a backend's name, got ") as error:
         subject(target)
     assert str(error.value).startswith("needs a callable of (q, k, v), a backend or a backend's name, got ")
+    with pytest.raises(TypeError, match=r"got the class Function; pass Function\.apply if it is an autograd Function"):
+        subject(torch.autograd.Function)
 
 
 @pytest.mark.parametrize("name", [1, "", " ", "a|b"])

@@ -11,9 +11,10 @@ GRADIENTS = 'backward must be True, False, or a tuple of "q", "k", "v", "sinks",
 MARKERS = [
     ('"flix"', "unknown workload 'flix'; did you mean flux? groups: smoke, edges, features, flux"),
     ("[]", "attention was given an empty list of workloads; name one, or nothing for the run's selection"),
-    ("42", "a workload must be a name or a Workload, got int 42"),
+    ("42", "a workload must be a name or a Workload, got int 42; say for example Workload(200, heads=2)"),
     ('"smoke-full", backwards=True', "attention got an unknown argument 'backwards'; did you mean backward"),
     ('"smoke-full", atol=1e-3', "attention got an unknown argument 'atol'; each element has a budget of its own: precision="),
+    ('"smoke-full", masks="causal"', "attention got an unknown argument 'masks'; say Workload(..., mask=...);"),
     ('"smoke-full", heads=4', "attention got an unknown argument 'heads'; Workload(...) takes it; known: backends"),
     ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; did you mean backends"),
     ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; did you mean sdpa? known: math"),
@@ -21,7 +22,7 @@ MARKERS = [
     ('"smoke-full", layout="sbhd"', "layout must be one of bhsd, bshd, thd, hsd, shd, bthd, bhtd, got 'sbhd'"),
     ('"smoke-full", device="tpu"', "device must be cpu, cuda, cuda:N, xpu or mps, got 'tpu'"),
     ('"smoke-full", inputs="rand"', "unknown input distribution 'rand'; known: structured, flat"),
-    ('"smoke-full", precision="int2"', "unknown precision 'int2'; known: flash, flash2, eager"),
+    ('"smoke-full", precision="int2"', "unknown precision 'int2'; did you mean int8? known: flash, flash2, eager"),
     ('"smoke-full", precision=[8]', "unknown precision [8]; known: flash, flash2, eager"),
     ('"smoke-full", empty_rows="nan"', "empty_rows must be one of zero, finite, any, got 'nan'"),
     ('"smoke-full", contiguous="yes"', "contiguous must be one of True, False, got 'yes'"),
@@ -382,8 +383,8 @@ def test_a_conftest_that_fails_to_register_is_named(run, kernel_test, pytester):
     [
         ("registry.add_function('mine', 5)", "backend 'mine': fn must be a function of (q, k, v, workload), got 5"),
         ("registry.add(print)", "add takes an instance of pytest_attn.Backend, got <built-in function print>"),
-        ("registry.add_function('all', print)", "backend name 'all' means a selection in --attn-backends; rename yours"),
-        ("registry.add_function('hub:mine', print)", "backend name 'hub:mine' must consist of letters, digits"),
+        ("registry.add_function('all', dict)", "backend name 'all' means a selection in --attn-backends; rename yours"),
+        ("registry.add_function('hub:mine', dict)", "backend name 'hub:mine' must consist of letters, digits"),
     ],
 )
 def test_a_backend_is_checked_when_it_is_registered(pytester, kernel_test, registration, message):
