@@ -19,6 +19,7 @@ from pytest_attn.invariants.report import Finding, InvariantReport, Outcome
 from pytest_attn.invariants.rerun import Rerun, State
 from pytest_attn.invariants.runtime import Device, Graph, Opcheck
 from pytest_attn.invariants.variations import Batch, Equivalence, Options, Shapes
+from pytest_attn.workloads.fields import did_you_mean
 
 __tracebackhide__ = True  # what it raises is the test's own mistake
 
@@ -66,7 +67,7 @@ def chosen_names(only: Names, skip: Names, known: Collection[str], default: Coll
     wanted, unwanted = ([names] if isinstance(names, str) else list(names or ()) for names in (only, skip))
     for name in (*wanted, *unwanted):
         if name not in known:
-            raise ValueError(f"unknown invariant {name!r}; known: {', '.join(known)}")
+            raise ValueError(f"unknown invariant {name!r};{did_you_mean(name, known)} known: {', '.join(known)}")
     left = [name for name in known if name in (wanted or default) and name not in unwanted]
     if not left:
         named = ", ".join(wanted) or "the default ones"

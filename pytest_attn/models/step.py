@@ -51,9 +51,9 @@ def require_arguments(model: object, step: object) -> None:
     """Raise TypeError unless there are a model and a function that runs it."""
     if not isinstance(model, torch.nn.Module):
         swapped = "; model and step are swapped" if isinstance(step, torch.nn.Module) else ""
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module{swapped}")
+        raise TypeError(f"model is of type {type(model).__name__}; expected a torch.nn.Module{swapped}")
     if not callable(step):
-        raise TypeError(f"step is {step!r}; expected a function without arguments that runs the model")
+        raise TypeError(f"step is of type {type(step).__name__}; expected a function without arguments that runs the model")
 
 
 def refuse_scripted(model: torch.nn.Module) -> None:

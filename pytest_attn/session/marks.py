@@ -225,7 +225,7 @@ def marker_help() -> tuple[MarkerHelp, ...]:
 def _keywords(mark: pytest.Mark, known: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a marker that takes no others than these keywords."""
     if mark.args:
-        raise ValueError(f"{mark.name} takes keyword arguments only, got {mark.args[0]!r}")
+        raise ValueError(f"{mark.name} takes keyword arguments only, got {mark.args[0]!r}; known: {', '.join(known)}")
     return _known(mark, known)
 
 

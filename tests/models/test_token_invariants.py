@@ -155,7 +155,7 @@ def test_dropout_is_refused_and_so_are_unknown_names():
     with pytest.raises(DropoutError, match=r"set dropout to 0, or call model.eval\(\)"):
         broken(Tokens(dropout=0.2))
     assert not broken(Tokens(dropout=0.2).eval(), only="order")
-    with pytest.raises(ValueError, match="unknown invariant 'futur'; known: future, field"):
+    with pytest.raises(ValueError, match=r"unknown invariant 'futur'; did you mean future\? known: future, field"):
         broken(Tokens(), only="futur")
 
 
