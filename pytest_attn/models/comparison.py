@@ -23,8 +23,7 @@ class Traits(NamedTuple):
 
     reach: how many keys back the windows of causal attention show. keys: of each head of q the first one that has the same
     keys; values: the same of values. gradients: which of dq, dk and dv arrived. held: the narrowest of its dtype, bfloat16 and
-    float16 that holds q, k or v. hides: whether its mask hides a key. is_narrower: whether it hides one that the masks of the
-    model's configuration show.
+    float16 that holds q, k or v. hides: whether its mask hides a key.
     """
 
     reach: int | None = None
@@ -33,7 +32,6 @@ class Traits(NamedTuple):
     gradients: frozenset[str] | None = None
     held: str | None = None
     hides: bool | None = None
-    is_narrower: bool | None = None
 
 
 @dataclass(frozen=True)

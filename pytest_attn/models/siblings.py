@@ -31,7 +31,7 @@ def traits_of(call: AttentionCall) -> Traits:
     shown, heads = _shown(call), call.workload.heads
     hides = shown is not None and not bool(shown.all())
     shares = _shares(call.k, heads), _shares(call.v, heads)
-    return Traits(_reach(call, shown), *shares, gradients, _held(call), hides, call.is_narrower)
+    return Traits(_reach(call, shown), *shares, gradients, _held(call), hides)
 
 
 def _shown(call: AttentionCall) -> torch.Tensor | None:
@@ -120,8 +120,6 @@ def _strange(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[in
     for at, sibling in _lone([one.held for one in traits], is_odd=lambda held: held != "float32"):
         if _dtypes(modules[at]) == _dtypes(modules[sibling]):
             yield said(at, f"its q, k or v was rounded to {traits[at].held}, and none was", sibling)
-    for at, sibling in _lone([one.is_narrower for one in traits], is_odd=bool):
-        yield said(at, "it hides keys that the model's configuration shows, and no such key is hidden", sibling)
     told = [(_settings(module), tracker.told[call.module]) for module, call in zip(modules, group, strict=True)]
     for at, sibling in _lone([one.hides for one in traits], is_odd=bool, others=4):
         if told[at] == told[sibling]:
