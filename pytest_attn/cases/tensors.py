@@ -122,11 +122,14 @@ class CaseTensors:
         """Return the mask as numbers that are added to scores, 0 where it is visible and `low` elsewhere.
 
         Shaped as `mask`, in the dtype of out; None where `mask` is. low: as torch.finfo(dtype).min of transformers.
+        Raises ValueError where the dtype has no such number.
         """
-        mask = self.mask
+        mask, dtype = self.mask, self._inputs.dout.dtype
+        if math.isfinite(low) and abs(low) > torch.finfo(dtype).max:
+            raise ValueError(f"attn.additive_mask: {dtype} has no {low:g}; say low=torch.finfo({dtype}).min, or nothing for -inf")
         if mask is None:
             return None
-        return torch.zeros(mask.shape, dtype=self._inputs.dout.dtype, device=mask.device).masked_fill_(~mask, low)
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, low)
 
     @property
     def key_mask(self) -> torch.Tensor | None:
