@@ -24,6 +24,7 @@ GROUPED = Workload(96, heads=4, kv_heads=2, batch=2, head_dim=32)
 EMPTY = Workload(128, 64, heads=2, mask="causal-bottom-right")
 SQUARE = Workload(16, heads=16, batch=2, head_dim=32)
 DECODED = Workload(1, 300, heads=8, batch=4)
+SLOPED = FULL.replace(heads=4, alibi=True)
 FLOAT32 = PARTLY.replace(dtype="float32")
 
 
@@ -82,6 +83,23 @@ def _mean_of_v(q, k, v):
     seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
     score = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).masked_fill(~seen, -1e30)
     return (score.softmax(-1) @ v.float()).to(q.dtype)
+
+
+def _with_padding_of_zeros(q, k, v):
+    unseen = (torch.arange(64) >= torch.tensor([64, 20])[:, None])[:, None, :, None]
+    return explicit(q, k.masked_fill(unseen, 0), v.masked_fill(unseen, 0))
+
+
+def _with_alibi(factor, order=(0, 1, 2, 3)):
+    """Return attention with ALiBi of four heads, times a factor, with the slopes in an order."""
+
+    def kernel(q, k, v):
+        slopes = factor * 2.0 ** (-2 * (torch.tensor(order) + 1))
+        far = (torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])).abs()
+        scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5 - slopes[:, None, None] * far
+        return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+    return kernel
 
 
 def _summed_in_the_dtype(q, k, v):
@@ -212,7 +230,10 @@ OF_OUT = (
     Planted("sinks", explicit, FULL.replace(sinks=True), ("sinks-ignored",)),
     Planted("bias", explicit, FULL.replace(bias="hqk"), ("bias-ignored",)),
     Planted("alibi", explicit, FULL.replace(alibi=True), ("alibi-ignored",)),
+    Planted("alibi scaled", _with_alibi(1 / 8), SLOPED, ("alibi-scaled",)),
+    Planted("slopes in reverse", _with_alibi(1, (3, 2, 1, 0)), SLOPED, ("alibi-slope-of-another-head",)),
     Planted("score_mod", explicit, FULL.replace(score_mod=lambda s, b, h, q, kv: s - (q - kv) / 9), ("score-mod-ignored",)),
+    Planted("padding of zeros", _with_padding_of_zeros, Workload(64, heads=2, kv_lens=(64, 20)), ("tail-zeros-counted",)),
     Planted("padding", explicit, Workload(64, heads=2, kv_lens=(64, 20)), LENGTHS_MISREAD[:1]),
     Planted("head map", lambda q, k, v: causal(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)), CAUSAL, ("heads-interleaved",)),
     Planted("next key head", lambda q, k, v: explicit(q, k.roll(1, 1), v.roll(1, 1)), GROUPED, ("next-key-head",)),

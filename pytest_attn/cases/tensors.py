@@ -126,7 +126,7 @@ class CaseTensors:
         """
         mask, dtype = self.mask, self._inputs.dout.dtype
         if math.isfinite(low) and abs(low) > torch.finfo(dtype).max:
-            raise ValueError(f"attn.additive_mask: {dtype} has no {low:g}; say low=torch.finfo({dtype}).min, or nothing for -inf")
+            raise ValueError(f"attn.additive_mask: {dtype} has no {low:g}; say torch.finfo({dtype}).min, or nothing for -inf")
         if mask is None:
             return None
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, low)

@@ -186,13 +186,14 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     yield from _padding(w, drawn)
     if w.is_packed or w.kv_pages or w.band is None:
         return
-    ends = [kv_len for _, kv_len in sequence_lengths(w)]
-    tried: set[tuple[int, ...]] = set()
+    ends = tuple(kv_len for _, kv_len in sequence_lengths(w))
+    fillings = {ends: "", (w.kv_len,) * len(ends): "in the place of padding"}
     for tile in reversed(TILES):
         filled = tuple(-(-end // tile) * tile for end in ends)
-        if filled not in tried and filled != tuple(ends):
-            tried.add(filled)
-            words = f"that counts the zeros which fill up the last tile of keys (to a multiple of {tile}): they are not masked"
+        fillings.setdefault(filled, f"which fill up the last tile of keys (to a multiple of {tile})")
+    for filled, zeros in fillings.items():
+        if filled != ends:
+            words = f"that counts the zeros {zeros}: they are not masked"
             yield AttentionFault("tail-zeros-counted", words, partial(_filled_with_zeros, w, filled))
 
 
@@ -622,17 +623,7 @@ def _misread_sinks(w: Workload) -> Iterator[AttentionFault]:
         if dtype != (w.out_dtype if w.sinks is True else w.sinks):
             words = f"with sinks rounded to {dtype}"
             yield AttentionFault("sinks-rounded", words, _with(w, "sinks", partial(_rounded, getattr(torch, dtype))))
-    if w.heads > 1:
-        for words, shift in (("with the sink of the next head", -1), ("with the sink of the head before", 1)):
-            yield AttentionFault("sink-of-another-head", words, _with(w, "sinks", partial(torch.roll, shifts=shift)))
-        words = "with the sink of the first head for all"
-        yield AttentionFault("sink-of-another-head", words, _with(w, "sinks", lambda sinks: sinks[:1].expand_as(sinks)))
-        words = "with the sinks of the heads in reverse"
-        yield AttentionFault("sink-of-another-head", words, _with(w, "sinks", lambda sinks: sinks.flip(0)))
-    if w.group > 1:
-        of_key_head = key_heads(w)
-        words = "with the sink of the key head, not of the query head"
-        yield AttentionFault("sink-of-key-head", words, _with(w, "sinks", lambda sinks: sinks[of_key_head]))
+    yield from _of_another_head(w, "sinks", "sink", "the sink")
 
 
 def _counted(times: int, sinks: torch.Tensor) -> torch.Tensor:
@@ -655,10 +646,22 @@ def _misread_slopes(w: Workload) -> Iterator[AttentionFault]:
     words = "whose ALiBi slopes are 2 ** (-8 h / heads), not 2 ** (-8 (h + 1) / heads)"
     of_next = _with(w, "alibi_slopes", lambda slopes: slopes * 2 ** (8 / w.heads))
     yield AttentionFault("alibi-slope-of-next-power", words, of_next)
+    words = "whose ALiBi is scaled like the scores"
+    yield AttentionFault("alibi-scaled", words, _with(w, "alibi_slopes", lambda slopes: slopes.double() * w.softmax_scale))
+    yield from _of_another_head(w, "alibi_slopes", "alibi-slope", "ALiBi's slope")
+
+
+def _of_another_head(w: Workload, tensor: str, fault: str, words: str) -> Iterator[AttentionFault]:
+    """Yield what heads take for their own of a tensor (..., heads)."""
+    heads = range(w.heads)
+    orders = {"first head for all": [0] * w.heads, "heads in reverse": list(heads[::-1])}
+    orders |= {"next head": [*heads[1:], 0], "head before": [w.heads - 1, *heads[:-1]]}
+    for whose, order in orders.items() if w.heads > 1 else ():
+        of_other = _with(w, tensor, lambda values, order=order: values[..., order])
+        yield AttentionFault(f"{fault}-of-another-head", f"with {words} of the {whose}", of_other)
     if w.group > 1:
-        of_key_head = key_heads(w)
-        words = "with ALiBi's slope of the key head, not of the query head"
-        yield AttentionFault("alibi-slope-of-key-head", words, _with(w, "alibi_slopes", lambda s: s[..., of_key_head]))
+        of_key_head = _with(w, tensor, lambda values: values[..., key_heads(w)])
+        yield AttentionFault(f"{fault}-of-key-head", f"with {words} of the key head, not of the query head", of_key_head)
 
 
 # -- their places ----------------------------------------------------------------------------------------------------------

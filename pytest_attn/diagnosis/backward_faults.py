@@ -180,8 +180,8 @@ def _of_lse(w: Workload) -> Iterator[tuple[str, str, Changed]]:
         yield "sink-missing-in-lse", "that recomputes P without the sink's share of lse", _without_sink
 
 
-def _rounded(dtype: torch.dtype, lse: torch.Tensor) -> torch.Tensor:
-    return lse.to(dtype).double()
+def _rounded(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype).double()
 
 
 def _with_lse_of_first(seen: GradientOfRegion) -> AttentionSteps:
@@ -203,6 +203,17 @@ def _of_slopes(w: Workload) -> Iterator[tuple[str, str, Changed]]:
         yield "softcap-slope-missing", "without softcap's derivative", partial(_with_slopes, None, _slope_of_score_mod)
         words = "with softcap's derivative at the capped score, not at the score"
         yield "softcap-slope-of-capped-score", words, partial(_with_slopes, _slope_at_capped, _slope_of_score_mod)
+
+
+def with_rounded_dp(seen: GradientOfRegion) -> torch.Tensor:
+    """Return the gradient of a backward pass that rounds dP to the dtype, as autograd does behind P.to(dtype) @ v."""
+    dtype = getattr(torch, seen.reference.inputs.workload.out_dtype)
+
+    def dscores(p: torch.Tensor, dp: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        lost = dp - _rounded(dtype, dp)
+        return p * (dp - lost - d + (p * lost).sum(-1, keepdim=True))
+
+    return dataclasses.replace(seen.honest, dscores=dscores).gradient(seen.name)
 
 
 def wrong_slope_of_cap(seen: GradientOfRegion) -> Iterator[Hypothesis]:

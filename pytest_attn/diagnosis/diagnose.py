@@ -37,6 +37,7 @@ from pytest_attn.diagnosis.backward_faults import (
     multiples_of_gradient,
     scaled_gradient,
     swapped_gradients,
+    with_rounded_dp,
     wrong_slope_of_cap,
 )
 from pytest_attn.diagnosis.faults import PRECISION
@@ -57,7 +58,7 @@ from pytest_attn.diagnosis.forward_faults import (
     scaled_rows,
     worst_rows,
 )
-from pytest_attn.diagnosis.hypothesis import AttentionFault, FaultHypothesis, Fit, Other, Seen, explains, of_workload
+from pytest_attn.diagnosis.hypothesis import AttentionFault, FaultHypothesis, Fit, Other, Seen, View, explains, of_workload
 from pytest_attn.diagnosis.ranks import with_ranks
 from pytest_attn.diagnosis.steps import regions_of
 from pytest_attn.workloads.inputs import Inputs
@@ -312,8 +313,30 @@ def _of_gradient(row: TensorComparison, bad: torch.Tensor, reference: Reference,
         or _of_slope(row, case)
         or _of_steps(name, bad, reference, case)
         or _hints(_first([scaled_gradient(name, row.alpha)], lambda: every))
-        or fitting_profiles(name, SUGGESTED, case)
+        or fitting_profiles(name, _profiles_of_gradient(name, bad, reference, case), case)
     )
+
+
+def _profiles_of_gradient(name: str, bad: torch.Tensor, reference: Reference, case: Case) -> Iterator[str]:
+    """Yield profiles, those that round dP only where its rounding, repeated, moves the gradient as it is off."""
+    for profile, precision in SUGGESTED.items():
+        seen = _seen_first(name, bad, reference, case) if precision.rounds_dp else None
+        if not precision.rounds_dp or (seen is not None and _moves_alike(with_rounded_dp(seen), seen.view)):
+            yield profile
+
+
+def _moves_alike(value: torch.Tensor, view: View) -> bool:
+    """Whether the deviation from what is exact is that of a value, and what else is rounded, in budgets."""
+    weight = 1 / view.std.double().where(view.std > 0, 1)
+    moves, off = (((t.double() - view.exact) * weight).nan_to_num(0, 0, 0) for t in (value, view.got))
+    return float((moves * off).sum()) > float(moves.square().sum()) / 2 > 0
+
+
+def _seen_first(name: str, bad: torch.Tensor, reference: Reference, case: Case) -> GradientOfRegion | None:
+    """Return the region of a gradient in which most is wrong, None where regions would be too large."""
+    got = next(got for got, of in case.of(name) if of is reference)
+    region = next(regions_of(reference, name, bad), None)
+    return region and GradientOfRegion(name, got, reference, region, bad)
 
 
 def _of_slope(row: TensorComparison, case: Case) -> list[Hint]:
@@ -341,16 +364,14 @@ def _of_slope(row: TensorComparison, case: Case) -> list[Hint]:
 
 def _of_steps(name: str, bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
     """Name the step that leaves least unexplained, of those that explain the whole case."""
-    region = next(regions_of(reference, name, bad), None)
-    if region is None:
+    first = _seen_first(name, bad, reference, case)
+    if first is None:
         return []
 
     def every() -> Iterator[GradientOfRegion]:
         for got, of in case.of(name):
             yield from (GradientOfRegion(name, got, of, each, None) for each in regions_of(of, name, bad))
 
-    got = next(got for got, of in case.of(name) if of is reference)
-    first = GradientOfRegion(name, got, reference, region, bad)
     known = _best(faults_of_steps(name, reference), first, every, _STEPS, case.time)
     found = known or _best(wrong_slope_of_cap(first), first, every, _STEPS, case.time)  # which is fitted, and comes nearer
     return _hints(found[0] if found else None)

@@ -105,6 +105,21 @@ def test_dp_in_the_dtype_is_what_autograd_makes_of_a_cast():
     assert judged(softmax_in_float32, replace(spec, workload=CAUSAL.replace(dtype="float32"))).passed
 
 
+def noisy_dp(q, k, v):
+    """Attention with noise in dP that is as large as its rounding to bfloat16."""
+    weights = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1)
+    if weights.requires_grad:
+        noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(0))
+        weights.register_hook(lambda dp: dp * (1 + noise * 2**-9))
+    return (weights @ v.float()).to(q.dtype)
+
+
+def test_noise_in_dp_is_not_told_for_its_rounding():
+    workload = Workload(129, heads=4)
+    assert not judged(noisy_dp, CheckSpec(workload, CPU, backward=True)).passed
+    assert faults(noisy_dp, workload, backward=True) == ()
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("times", [0.99, 0.995, 1.005, 1.01])
 @pytest.mark.parametrize("head_dim", [16, 64])
