@@ -623,7 +623,7 @@ def _misread_sinks(w: Workload) -> Iterator[AttentionFault]:
         if dtype != (w.out_dtype if w.sinks is True else w.sinks):
             words = f"with sinks rounded to {dtype}"
             yield AttentionFault("sinks-rounded", words, _with(w, "sinks", partial(_rounded, getattr(torch, dtype))))
-    yield from _of_another_head(w, "sinks", "sink", "the sink")
+    yield from _of_another_head(w, "sinks", "the sink", "sink-of-another-head", "sink-of-key-head")
 
 
 def _counted(times: int, sinks: torch.Tensor) -> torch.Tensor:
@@ -648,20 +648,28 @@ def _misread_slopes(w: Workload) -> Iterator[AttentionFault]:
     yield AttentionFault("alibi-slope-of-next-power", words, of_next)
     words = "whose ALiBi is scaled like the scores"
     yield AttentionFault("alibi-scaled", words, _with(w, "alibi_slopes", lambda slopes: slopes.double() * w.softmax_scale))
-    yield from _of_another_head(w, "alibi_slopes", "alibi-slope", "ALiBi's slope")
+    identities = "alibi-slope-of-another-head", "alibi-slope-of-key-head"
+    yield from _of_another_head(w, "alibi_slopes", "ALiBi's slope", *identities)
 
 
-def _of_another_head(w: Workload, tensor: str, fault: str, words: str) -> Iterator[AttentionFault]:
+def _of_another_head(w: Workload, tensor: str, words: str, fault: str, fault_of_key_head: str) -> Iterator[AttentionFault]:
     """Yield what heads take for their own of a tensor (..., heads)."""
-    heads = range(w.heads)
-    orders = {"first head for all": [0] * w.heads, "heads in reverse": list(heads[::-1])}
-    orders |= {"next head": [*heads[1:], 0], "head before": [w.heads - 1, *heads[:-1]]}
-    for whose, order in orders.items() if w.heads > 1 else ():
-        of_other = _with(w, tensor, lambda values, order=order: values[..., order])
-        yield AttentionFault(f"{fault}-of-another-head", f"with {words} of the {whose}", of_other)
+    heads = list(range(w.heads))
+    for whose, order in (
+        ("next head", [*heads[1:], 0]),
+        ("head before", [heads[-1], *heads[:-1]]),
+        ("first head for all", [0] * w.heads),
+        ("heads in reverse", heads[::-1]),
+    ):
+        if w.heads > 1:
+            yield AttentionFault(fault, f"with {words} of the {whose}", _with(w, tensor, partial(_of_heads, order)))
     if w.group > 1:
-        of_key_head = _with(w, tensor, lambda values: values[..., key_heads(w)])
-        yield AttentionFault(f"{fault}-of-key-head", f"with {words} of the key head, not of the query head", of_key_head)
+        of_key_head = _with(w, tensor, partial(_of_heads, key_heads(w)))
+        yield AttentionFault(fault_of_key_head, f"with {words} of the key head, not of the query head", of_key_head)
+
+
+def _of_heads(order: list[int], values: torch.Tensor) -> torch.Tensor:
+    return values[..., order]
 
 
 # -- their places ----------------------------------------------------------------------------------------------------------

@@ -336,7 +336,7 @@ def _seen_first(name: str, bad: torch.Tensor, reference: Reference, case: Case) 
     """Return the region of a gradient in which most is wrong, None where regions would be too large."""
     got = next(got for got, of in case.of(name) if of is reference)
     region = next(regions_of(reference, name, bad), None)
-    return region and GradientOfRegion(name, got, reference, region, bad)
+    return None if region is None else GradientOfRegion(name, got, reference, region, bad)
 
 
 def _of_slope(row: TensorComparison, case: Case) -> list[Hint]:
