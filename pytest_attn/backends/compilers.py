@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 
-from pytest_attn.backends.machine import installed_version
+from pytest_attn.backends.machine import installed_version, usable_cores
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def seconds_to_compile(name: str, compiles: bool) -> float:
 
 def share_cores(workers: int) -> None:
     """Have inductor take a worker's share of the cores for its processes, where the user has not said how many."""
-    os.environ.setdefault(f"{_INDUCTOR}COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    os.environ.setdefault(f"{_INDUCTOR}COMPILE_THREADS", str(max(1, usable_cores() // workers)))
 
 
 def keeping_flash4() -> dict[str, str]:

@@ -158,6 +158,11 @@ def _processor() -> str:
         return platform.processor() or "CPU"
 
 
+def usable_cores() -> int:
+    """Count the logical cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _system_memory() -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import sys
@@ -17,7 +16,7 @@ from typing import Any, get_args
 
 import torch
 
-from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.machine import Machine, usable_cores
 from pytest_attn.latency.statistics import Fit, Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Mode
 from pytest_attn.reports.files import write_atomically
@@ -68,11 +67,6 @@ def gpu_of(device: torch.device) -> str:
     """Return what tells a GPU from others of its name: the first digits of its UUID; "" for what is none."""
     found = getattr(torch.cuda.get_device_properties(device), "uuid", "") if device.type == "cuda" else ""
     return str(found).removeprefix("GPU-")[:8]
-
-
-def usable_cores() -> int:
-    """Count the logical cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def conditions_of(device: torch.device, read: dict[str, Any] | None = None) -> dict[str, str]:

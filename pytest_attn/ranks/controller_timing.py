@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from pytest_attn.backends.machine import usable_cores
 from pytest_attn.latency.anchors import Anchor, anchor_hashes
-from pytest_attn.latency.baseline_file import usable_cores
 from pytest_attn.latency.cuda_timer import (
     ATTEMPTS,
     OWN_EVENTS_SECONDS,

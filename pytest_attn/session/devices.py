@@ -50,11 +50,11 @@ class Machines:
         wanted = str(wanted or self._default)
         if wanted not in self._devices:
             require_torch()
-            from pytest_attn.backends.machine import resolve_device
+            from pytest_attn.backends.machine import resolve_device, usable_cores
 
             device = resolve_device(wanted)
             if device.type == "cpu" and device not in self._devices.values():
-                _share_cores()
+                _share_cores(usable_cores())
             self._devices[wanted] = device
         return self._devices[wanted]
 
@@ -89,13 +89,12 @@ def _broken(error: Exception) -> str:
     return f"torch is installed but cannot be imported: {type(error).__name__}: {error}; reinstall torch"
 
 
-def _share_cores() -> None:
+def _share_cores(cores: int) -> None:
     """Give each xdist worker its share of the cores: threads of several workers on one core wait for one another, busily."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // workers)))
 
 

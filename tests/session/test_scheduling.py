@@ -135,11 +135,12 @@ def test_workers_share_no_backend_and_workload(pytester, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     test = """
         import os, pytest
+        from pytest_attn.backends.machine import usable_cores
 
         @pytest.mark.attention("smoke-full", "smoke-half", device="cpu", backends=("math", "eager"))
         def test_it(attn_workload, attn_backend):
             print("ran", attn_workload.name, attn_backend.name, os.environ["PYTEST_XDIST_WORKER"])
-            assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(max(1, os.cpu_count() // 2))
+            assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(max(1, usable_cores() // 2))
         """
     pytester.makepyfile(test_first=test, test_other=test)
     options = ("-n", "2", "--dist=loadfile", "-rP", "-v", "--attn-unjudged=ignore")
