@@ -165,9 +165,11 @@ def _library_of(frame: FrameType) -> str:
 @contextmanager
 def _staying(name: str) -> Iterator[None]:
     """Have what ends this process raise in this thread; another thread ends it with a status that is not 0."""
-    thread = threading.get_ident()
+    thread: int | None = threading.get_ident()
 
     def leave(what: str, status: int, really: Callable[[int], NoReturn]) -> NoReturn:
+        if thread is None:  # it was taken hold of, as by a module that was imported meanwhile
+            really(status)
         if threading.get_ident() == thread:
             raise EndsTestError(_fault(name, f"called {what}"))
         really(status or 1)
@@ -177,3 +179,4 @@ def _staying(name: str) -> Iterator[None]:
         yield
     finally:
         put_back()
+        thread = None

@@ -328,6 +328,49 @@ def test_a_conftest_may_end_the_process_once_all_tests_have(pytester, hook, pass
     result.stderr.no_fnmatch_line("*was called before*")
 
 
+REEXEC = """
+import os, sys
+def {hook}:
+    if "STARTED" not in os.environ:
+        os.execve(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]], {{**os.environ, "STARTED": "1"}})
+"""
+
+
+@pytest.mark.parametrize("hook", ["pytest_sessionstart(session)", "pytest_collection_modifyitems(config, items)"])
+@pytest.mark.parametrize("place", ["conftest", "kernels"])
+def test_a_conftest_may_start_pytest_anew_and_nothing_that_it_imports(pytester, hook, place):
+    started = "def pytest_sessionstart(session): import kernels"
+    pytester.makeconftest(REEXEC.format(hook=hook) if place == "conftest" else started)
+    pytester.makepyfile(kernels=f"{REEXEC.format(hook='start()')}start()\n")
+    pytester.makepyfile("def test_it(): pass\n")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-s")
+    assert result.ret == (0 if place == "conftest" else 1)
+
+
+def test_what_ends_a_process_goes_to_others_by_its_name(pytester):
+    pytester.makepyfile("""
+        import multiprocessing, os, pickle
+        def test_pickled():
+            for end in (os._exit, os.execv):
+                assert pickle.loads(pickle.dumps(end)) is end
+        def test_spawned():
+            process = multiprocessing.get_context("spawn").Process(target=os._exit, args=(7,))
+            process.start()
+            process.join()
+            assert process.exitcode == 7
+        """)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)
+
+
+def test_what_a_kernel_has_taken_hold_of_ends_the_process_as_ever_afterwards():
+    child = os.fork()
+    if not child:
+        with ending_no_test("mine"):
+            held = os._exit
+        held(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_what_ends_a_process_is_as_before_after_a_run(pytester):
     before = os._exit, os.execv, os.execve
     pytester.makepyfile("def test_it(): pass\n")
