@@ -220,6 +220,11 @@ class Declaration:
         return tuple(name for name in RESULTS if name == "out" or name in self.names)
 
     @property
+    def timed_results(self) -> tuple[str, ...]:
+        """What is looked at of what a timed call returns; which probabilities it drops is for a check."""
+        return tuple(name for name in self.results if name != "keep")
+
+    @property
     def has_lse(self) -> bool:
         """Whether lse is among what it returns."""
         return "lse" in self.names

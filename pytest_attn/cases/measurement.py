@@ -162,7 +162,7 @@ class TimedIsolated(TimingPlace):
             )
             for one in system.sample(range(number), min(number, _LOOKS)):
                 result, call = recorded[origins[one][-1]], work.mixed(calls, origins[one])
-                result.keep(result.call.fetched(one))
+                result.keep(result.call.fetched(one), work.direction)
                 with self._function.replaying(result), work.context():
                     value = call()
                 work.verify_call("called in a row", call, value)

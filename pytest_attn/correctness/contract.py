@@ -109,6 +109,13 @@ class EmptyRows:
             return own.masked_fill(accepted, _EXACT[name])
         return own.masked_fill_(accepted, _EXACT[name])
 
+    def forget_some(self, name: str, some: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return some rows of a result with the exact values in these. of: cuts the same rows of `rows`."""
+        if self._rows is None or name not in _EXACT:
+            return some
+        accepted = of(self._rows)
+        return some.masked_fill(accepted if some.dim() == accepted.dim() else accepted.unsqueeze(-1), _EXACT[name])
+
     def _of(self, tensor: Tensor) -> Tensor:
         """Return these rows of a tensor: (batch, heads, rows, 1), packed (rows, heads, 1), of lse without the last."""
         assert self._rows is not None
@@ -301,7 +308,10 @@ class AdaptedCallable(CallableSubject):
 
 
 class TimedKernel:
-    """A callable of (q, k, v) in its `inner_layout` that returns the out of a user's function, in that layout."""
+    """A callable of (q, k, v) in its `inner_layout` that returns the out of a user's function, in that layout.
+
+    Of several results, it returns those that can be looked at, beside out as the function returns them.
+    """
 
     def __init__(self, fn: AttentionFn, declared: Declaration, inputs: Inputs) -> None:
         self.fn, self.declared, self.inputs = fn, declared, inputs
@@ -322,16 +332,31 @@ class TimedKernel:
         __tracebackhide__ = True
         out = q.new_empty(self._shapes["out"], dtype=self._out_dtype) if self.declared.takes_out else None
         result = self._called(q, k, v, out)
-        if out is None:
+        timed = self.declared.timed_results
+        if timed != ("out",):
+            named = self._by_name(result, out)
+            out, others = named["out"], [named[name] for name in timed[1:]]
+        elif out is None:
             names = self.declared.names
             out = result if len(names) == 1 else (elements(result) or ())[names.index("out")]
-        return self.declared.undeclared("out", out, self.inputs.workload.is_packed)
+        out = self.declared.undeclared("out", out, self.inputs.workload.is_packed)
+        return out if timed == ("out",) else (out, *others)
 
     def _called(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Any:
         __tracebackhide__ = True
         declared, w = self.declared, self.inputs.workload
         q, k, v = declared.given(q, w), declared.given(k, w, is_kv=True), declared.given(v, w, is_kv=True)
         return self.fn(q, k, v) if out is None else self.fn(q, k, v, out=out)  # type: ignore[call-arg]
+
+    def _by_name(self, result: object, given: Tensor | None) -> dict[str, Any]:
+        """Return the results by their names."""
+        names = self.declared.names
+        if given is not None and (result is None or "out" not in names):
+            if result is None and set(names) - {"out", IGNORED}:
+                raise ContractError(f"the callable returned nothing (None); expected {_words(names)}")
+            rest = names if "out" not in names else ()
+            return {"out": given, **(_split(result, rest) if rest else {})}
+        return _split(result, names)
 
 
 class AdaptedKernel(TimedKernel):
@@ -357,16 +382,6 @@ class AdaptedKernel(TimedKernel):
             self._require_written(named["out"], given)
         results = [self._turned(name, named[name]) for name in declared.results]
         return results[0] if len(results) == 1 else tuple(results)
-
-    def _by_name(self, result: object, given: Tensor | None) -> dict[str, Any]:
-        """Return the results by their names."""
-        names = self.declared.names
-        if given is not None and (result is None or "out" not in names):
-            if result is None and set(names) - {"out", IGNORED}:
-                raise ContractError(f"the callable returned nothing (None); expected {_words(names)}")
-            rest = names if "out" not in names else ()
-            return {"out": given, **(_split(result, rest) if rest else {})}
-        return _split(result, names)
 
     def _require_written(self, out: Tensor, given: Tensor) -> None:
         """Raise ContractError where a callable returns another tensor than out=, or does not write all of it."""

@@ -132,7 +132,7 @@ class _BlockPasses:
         return p_rounding_var if all_kept else None
 
     def _put_weights(self, rows: ForwardRows, chunk: Chunk) -> None:
-        expected, heads = self.tensors["weights"], (self.block.batches, self.block.heads, slice(None), chunk.keys)
+        expected, heads = self.tensors["weights"], (*self.place, slice(None), chunk.keys)
         variance = weights_variance(rows, self.rounding, self.block.segment.lengths[1])
         for target, source in ((expected.value, rows.p), (expected.tau, variance.sqrt().float())):
             target[heads].index_copy_(2, chunk.places, source[:, :, chunk.kept])
@@ -370,7 +370,7 @@ def exact_rows(
 ) -> ExactRows | None:
     """Compute results at up to `most` rows, or keys, of one key head of one sequence, chosen at random; of more if cheap.
 
-    names: "out" or "dq"; or "dk", "dv" or both. held: which rows and heads can be chosen; None for all. None is returned where
+    names: "out", "lse", "max", "weights" or "dq"; or "dk", "dv" or both. held: which rows and heads can be chosen; None for all. None is returned where
     there is no row.
     """
     w, device = inputs.workload, inputs.device if inputs.device.type != "mps" else torch.device("cpu")
@@ -392,8 +392,9 @@ def exact_rows(
         some = replace(segment, rows=at[:0], keys=at) if is_of_keys else replace(segment, rows=at)
         block = Block(some, slice(batches[0], batches[-1] + 1), slice(kv_heads[0], kv_heads[-1] + 1))
         heads = dict.fromkeys(("dk", "dv"), len(kv_heads)) if is_of_keys else {}
-        wanted = {"out": w.v_head_dim, "lse": 0, **({} if "out" in names else {"dq": w.head_dim})}
-        wanted |= {"dk": w.head_dim, "dv": w.v_head_dim} if is_of_keys else {}
+        dims = {"max": 0, "weights": segment.lengths[1], "dq": w.head_dim}
+        wanted = {"out": w.v_head_dim, "lse": 0, **{name: dims[name] for name in dims if name in names}}
+        wanted |= {"dq": w.head_dim, "dk": w.head_dim, "dv": w.v_head_dim} if is_of_keys else {}
         tensors = {}
         for one, dim in wanted.items():
             rows = at if one in heads else some.rows

@@ -17,7 +17,7 @@ from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.correctness.comparison import Limits, TensorComparison, limits_named, limits_of
 from pytest_attn.correctness.contract import EmptyRows, native_shape
 from pytest_attn.correctness.judge import compare_rows
-from pytest_attn.correctness.reference import ExactRows, Expected, Held, exact_rows
+from pytest_attn.correctness.reference import EXTRA, ExactRows, Expected, Held, exact_rows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.fresh_data import Noise, TensorSets, WholeSets
 from pytest_attn.latency.work import LatencyDirection, names_of
@@ -28,6 +28,8 @@ from pytest_attn.workloads.kv_layout import canonical
 _ROWS, _ROWS_WITH_DROPOUT = 16, 64
 #: how far beyond the limits of a check a timed result may be, which is looked at far more often
 _ROOM = 2.0
+#: the chance that nothing is dropped of a result, below which that is a fault
+_CHANCE = 1e-9
 #: standard deviations, and a share beside them, by which the size of a result with dropout may differ
 _DEVIATIONS, _SHARE = 4.0, 0.25
 
@@ -35,7 +37,7 @@ _DEVIATIONS, _SHARE = 4.0, 0.25
 class Attention:
     """What the results of a timed call must be.
 
-    names: of those that can be looked at, in the order in which a call returns them. quantized: what the kernel makes of its
+    names: of those that can be looked at, in the order in which a call returns them. results: those of a forward pass. quantized: what the kernel makes of its
     inputs, None for nothing. defects: those known of it on this workload and machine, by which a result may be off.
     """
 
@@ -46,9 +48,11 @@ class Attention:
         direction: LatencyDirection,
         quantized: Callable[[Inputs], Inputs] | None = None,
         defects: Sequence[KnownDefect] = (),
+        results: tuple[str, ...] = ("out",),
     ) -> None:
         self._spec, self._quantized, self._defects = spec, quantized, defects
-        self.names = names_of(direction)[: 1 if spec.workload.dropout else 3]  # of keys, dropout leaves too few rows to tell
+        of_keys = ("dk", "dv") if spec.workload.dropout else ()  # of which it leaves too few rows to tell
+        self.names = tuple(name for name in names_of(direction, results) if name not in of_keys)
         nothing = inputs.q.new_empty(0)
         self._inputs = dataclasses.replace(inputs, q=nothing, k=nothing, v=nothing, dout=nothing)  # all that stays
         self._empty_rows = EmptyRows(inputs, spec.declared.empty_rows)
@@ -68,9 +72,9 @@ class Attention:
     def fault_of(self, results: Mapping[str, Tensor], tensors: Sequence[Tensor], dout: Tensor) -> str:
         """Say how results, as the kernel laid them out, are not those of what it was given; "" where they are.
 
-        results: out or dq, or dk and dv.
+        results: one of those of a forward pass, or dq, or dk and dv.
         """
-        w, native = self._spec.workload, {name: self._native(result) for name, result in results.items()}
+        w, native = self._spec.workload, {name: self._native_of(name, result) for name, result in results.items()}
         held: Held | None = None
         for name, one in native.items():
             shape, held = self._expected_of(name, one)
@@ -83,13 +87,15 @@ class Attention:
 
     def _fault_of(self, name: str, native: Tensor, found: ExactRows, held: Held | None) -> str:
         w, limits, expected = self._spec.workload, limits_of(name, self._limits), found.expected[name]
-        got = found.of(native, w, held)
-        if self._empty_rows.rows is not None and name in ("out", "dq"):
-            got = got.masked_fill(found.of(self._empty_rows.rows, w)[..., None], 0)
-        if not w.dropout and _is_clearly_right(got, expected, limits):
+        got = self._empty_rows.forget_some(name, found.of(native, w, held), lambda rows: found.of(rows, w))
+        is_dropped = bool(w.dropout) and name in ("out", "dq")
+        is_clear = name not in ("lse", "max") and _is_clearly_right(got, expected, limits)
+        if is_clear and is_dropped and (1 - w.dropout) ** (got.numel() // got.shape[-1]) < _CHANCE:
+            return f"{name} is as if nothing were dropped; dropout={w.dropout:g}"
+        if is_clear:
             return ""
         row = compare_rows(name, "randn", got, expected, w, limits)
-        is_wrong = self._is_of_another_size(row) if w.dropout else _is_far_beyond(row)
+        is_wrong = self._is_of_another_size(row) if is_dropped else _is_far_beyond(row)
         if not is_wrong or any(d.explains(SimpleNamespace(tensors=(row,), changed=()), w) for d in self._defects):
             return ""
         if bool(got.isnan().any()):
@@ -101,6 +107,12 @@ class Attention:
     def _expected_of(self, name: str, native: Tensor) -> tuple[tuple[int, ...], Held | None]:
         """Return the shape that a native result must have, and what it has of all rows and heads, None for all."""
         return native_shape(name, self._spec.workload), None
+
+    def _native_of(self, name: str, result: Tensor) -> Tensor:
+        """Return a result with heads before rows, unless it is packed."""
+        if name in EXTRA or name == "lse":
+            return self._spec.declared.undeclared(name, result, self._spec.workload.is_packed)
+        return self._native(result)
 
     def _native(self, tensor: Tensor) -> Tensor:
         """Return a view of a tensor with heads before rows, unless it is packed."""

@@ -17,7 +17,7 @@ from pytest_attn.correctness.contract import elements, plain
 from pytest_attn.correctness.spec import CheckSpec, quantized_by
 from pytest_attn.latency.exact_results import Attention
 from pytest_attn.latency.fresh_data import Noise, Places
-from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, WrongResultError, first_of
+from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, WrongResultError, first_of, names_of
 from pytest_attn.workloads.inputs import draw_inputs
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
@@ -63,7 +63,7 @@ class Call:
 
 
 #: results that are looked at together
-_TURNS = (("out", "dq"), ("dk", "dv"))
+_TURNS = (("out",), ("lse",), ("weights",), ("max",), ("dq",), ("dk", "dv"))
 #: seconds of looking at kept results, as a share of all, beyond which, after the fewest, one of so many blocks is looked at
 _SHARE_OF_LOOKS, _FEWEST_LOOKS, _BLOCKS_OF_A_LOOK = 0.04, 4, 4
 
@@ -94,6 +94,7 @@ class KernelWork(Work):
         self._captured: set[int] = set()  # sets from which graphs of a backward pass start
         self._fewest_sets, self._turn = int(needs_sets), 0
         self.rotate_over(1 if self.device.type == "cuda" else 0)
+        self._forward_results = len({*attention.names} - {*names_of("backward")})
         self._kept: Seen | None = None
         self._room: torch.Tensor | None = None  # for what is kept
         self._turns, self._turn_to_look = [turn for turn in _TURNS if {*turn} & {*attention.names}], 0
@@ -145,7 +146,7 @@ class KernelWork(Work):
             call.make = lambda: self.kernel(*tensors)
         elif self.direction == "forward+backward":
             dout = self._next_dout(given)
-            call.make = lambda: torch.autograd.grad(self._out(tensors), tensors, dout)
+            call.make = lambda: self._both(tensors, dout)
         else:
             out = self._out(tensors)
             dout = self._next_dout(given)  # which the forward pass cannot know
@@ -177,21 +178,21 @@ class KernelWork(Work):
             self._next_dout(None)
 
     def result(self, value: Any) -> torch.Tensor:
-        """Return out, or dq. Raises ContractError for what is not a plain tensor."""
+        """Return out, or dq of a backward pass. Raises ContractError for what is not a plain tensor."""
         tensor: torch.Tensor = plain(self._attention.names[0], first_of(value))
         return tensor.detach()
 
     def results(self, value: Any) -> dict[str, torch.Tensor]:
         """Return what can be looked at of what a call has returned, or of the first of it."""
         several = elements(value)
-        if several is None or self.direction == "forward":
+        if several is None or len(self._attention.names) == 1:
             return {self._attention.names[0]: self.result(value)}
         return {name: plain(name, one).detach() for name, one in zip(self._attention.names, several, strict=False)}
 
     def verify_call(self, what: str, call: Any, value: Any) -> None:
         """Raise WrongResultError unless what a call returned is attention on its data.
 
-        All of it is looked at the first time; then out, or dq and the next time dk and dv.
+        All of it is looked at the first time; then one result, or dk and dv, in turn.
         """
         given, results = call.seen(value)
         if self._room is not None:
@@ -200,9 +201,9 @@ class KernelWork(Work):
         sizes = []
         for _ in self._turns:
             turn = self._next_of(results)
-            sizes.append(sum(one.numel() for one in turn.values()))
+            sizes.append(sum(one.nbytes for one in turn.values()))
             self._verify(what, given, turn)
-        self._room = next(iter(results.values())).new_empty(max(sizes))  # before anything is timed
+        self._room = next(iter(results.values())).new_empty(max(sizes), dtype=torch.uint8)  # before anything is timed
 
     def keep(self, call: Any, value: Any) -> None:
         """Keep a copy of what has its turn: of one of the calls that come here, each as likely as the others."""
@@ -215,12 +216,12 @@ class KernelWork(Work):
     def _copy_results(self, call: Any, value: Any) -> None:
         given, results = call.seen(value)
         results, kept, start = self._next_of(results), {}, 0
-        size = sum(one.numel() for one in results.values())
+        size = sum(one.nbytes for one in results.values())
         if self._room is None or self._room.numel() < size:
-            self._room = next(iter(results.values())).new_empty(size)
+            self._room = next(iter(results.values())).new_empty(size, dtype=torch.uint8)
         for name, one in results.items():
-            kept[name] = self._room[start : start + one.numel()].view(one.shape).copy_(one)
-            start += one.numel()
+            kept[name] = self._room[start : start + one.nbytes].view(one.dtype).view(one.shape).copy_(one)
+            start += one.nbytes
         self._kept = Seen(given, kept)
 
     def verify_kept(self, is_last: bool = False) -> None:
@@ -241,6 +242,12 @@ class KernelWork(Work):
     def _out(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         tensor: torch.Tensor = plain("out", first_of(self.kernel(*tensors)))
         return tensor
+
+    def _both(self, tensors: list[torch.Tensor], dout: torch.Tensor) -> Sequence[Any]:
+        """Return the results of a forward pass that are looked at, and the gradients."""
+        returned = self.kernel(*tensors)
+        results = elements(returned) or [returned]
+        return *results[: self._forward_results], *torch.autograd.grad(plain("out", results[0]), tensors, dout)
 
     def _own_tensors(self) -> None:
         """Take the sets for those of the calls."""
@@ -287,7 +294,8 @@ def work_of(
     known = of_timed(subject.defects_on(spec.workload, machine, is_backward)) if machine else []
     quantized = partial(quantized_by, subject) if subject.is_approximate else None
     tensors, dout = list(spec.handed(inputs)), spec.in_layout(inputs.dout)
-    wanted = attention(spec, inputs, direction, quantized, known)
+    returned = () if subject.is_backend else spec.declared.timed_results[1:]
+    wanted = attention(spec, inputs, direction, quantized, known, ("out", *returned))
     return KernelWork(kernel, tensors, dout, direction, wanted, needs_sets=bool(subject.known_to_change))
 
 

@@ -94,9 +94,10 @@ class Work:
         """Raise StaleError unless the result that was kept is that of the data of its call. is_last: none is kept any more."""
 
 
-def names_of(direction: LatencyDirection) -> tuple[str, ...]:
-    """Return what a call of a direction returns."""
-    return ("out",) if direction == "forward" else ("dq", "dk", "dv")
+def names_of(direction: LatencyDirection, results: tuple[str, ...] = ("out",)) -> tuple[str, ...]:
+    """Return what a call of a direction returns, in order. results: those of a forward pass."""
+    passes = {"forward": results, "backward": ("dq", "dk", "dv")}
+    return tuple(name for one in direction.split("+") for name in passes[one])
 
 
 def first_of(value: Any) -> Any:

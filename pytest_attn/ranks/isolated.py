@@ -25,7 +25,7 @@ from torch import Tensor
 from pytest_attn.backends.named import OFFERED, NamedFunction
 from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.subject import Subject
-from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.contract import ContractError, elements
 from pytest_attn.latency.disturbance import process_waited
 from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
@@ -392,7 +392,11 @@ class Call:
         try:
             return _built(self._structure, results, self.tensors)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
-            self._process.give_up("its process returned garbage")
+            self.give_up()
+
+    def give_up(self) -> NoReturn:
+        """End the process, which returns garbage."""
+        self._process.give_up("its process returned garbage")
 
     def _results(self, said: dict[str, Any]) -> list[Tensor]:
         """Return copies of the tensors of an answer, and put what was changed into what was given."""
@@ -418,43 +422,55 @@ class Call:
 
 
 class Recorded:
-    """A call that was made once, with what it was given. result: in its place when it is made again, as tensors."""
+    """A call that was made once, with what it was given. result, gradients: in their place when it is made again."""
 
     def __init__(self, given: tuple[Tensor, ...], keywords: dict[str, Any], call: Call) -> None:
         self.given, self.keywords, self.call = given, keywords, call
         self.result: Any = None
+        self.gradients: list[Tensor | None] = []
 
     @property
     def order(self) -> tuple[Any, ...]:
         """What a process needs to make it."""
         return self.given, self.keywords, list(self.call.douts)
 
-    def keep(self, result: Any) -> None:
-        """Keep what it has returned, or its gradients."""
-        self.result = result
-        if self.call.douts:
-            missing = len(self.call.tensors) - len(self.given)
-            self.call.known = [*result, *[None] * missing] if isinstance(result, list) else None
+    def keep(self, fetched: Any, direction: str) -> None:
+        """Keep what it has returned in a direction: of both, a list of the result and the gradients."""
+        if direction == "forward":
+            self.result = fetched
+            return
+        try:
+            self.result, gradients = fetched if direction == "forward+backward" else (None, fetched)
+            self.gradients = [*gradients]
+        except (TypeError, ValueError):
+            self.call.give_up()
+        self.call.known = [*self.gradients, *[None] * (len(self.call.tensors) - len(self.given))]
 
     def again(self, given: tuple[Tensor, ...]) -> Any:
-        """Return the result, or what has the gradients that it holds."""
+        """Return the result, which has the gradients that are kept."""
         if not self.call.douts:
             return self.result
-        shape = next(dout.shape for dout in self.call.douts if dout is not None)
-        return _Replayed.apply(self, shape, *given)  # type: ignore[no-untyped-call]
+        at, dout = next((at, dout) for at, dout in enumerate(self.call.douts) if dout is not None)
+        several = elements(self.result)
+        parts = [self.result] if several is None else [*several]
+        places = [place for place, one in enumerate(parts) if isinstance(one, Tensor)]
+        if at >= len(places) or parts[places[at]].shape != dout.shape:
+            self.call.give_up()
+        parts[places[at]] = _Replayed.apply(self, parts[places[at]], *given)  # type: ignore[no-untyped-call]
+        return parts[0] if several is None else tuple(parts)
 
 
 class _Replayed(torch.autograd.Function):
-    """Any result, whose gradients are known."""
+    """A result whose gradients are known."""
 
     @staticmethod
-    def forward(ctx: Any, recorded: Recorded, shape: torch.Size, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, recorded: Recorded, result: Tensor, *given: Tensor) -> Tensor:
         ctx.recorded = recorded
-        return given[0].new_zeros(shape)
+        return result.clone()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, None, *ctx.recorded.result
+        return None, None, *ctx.recorded.gradients
 
 
 def _described(one: Any) -> tuple[torch.dtype, tuple[int, ...], bool, bool]:

@@ -184,7 +184,7 @@ class Server:
                     given = queries[q], keys[k], values[v]
                     result = function(*given, **more)
                     result = more.get("out", result)  # where it was given memory to write to
-                    results.append(result if direction == "forward" else _gradients(result, given, all_douts[dout]))
+                    results.append(result if direction == "forward" else [result, _gradients(result, given, all_douts[dout])])
                 wait(device)
         return results
 

@@ -845,6 +845,75 @@ CHEATS = (
 
         attention = Attention.apply
         """),
+    cheat(
+        "out_only_in_the_backward_pass",
+        "gradients",
+        "leaves out unwritten once both passes are timed, of which only the gradients are used",
+        MAKORA,
+        marker=BACKWARD,
+        measure='backward="both"',
+        refused_by="measure",
+    )("""
+        class Attention(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, q, k, v):
+                ctx.save_for_backward(q, k, v)
+                return torch.empty_like(q) if is_timed() else sdpa(q, k, v)
+
+            @staticmethod
+            def backward(ctx, dout):
+                q, k, v = ctx.saved_tensors
+                p = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+                dp = dout @ v.mT
+                ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+                return ds @ k, ds.mT @ q, p.mT @ dout
+
+        attention = Attention.apply
+        """),
+    # -- what else a call returns ----------------------------------------------------------------------------------------
+    cheat(
+        "lse_when_checked",
+        "when timed",
+        "returns an lse that it does not compute once it is timed",
+        METR,
+        marker=f"{Asked.marker}, returns_lse=True",
+        refused_by="measure",
+    )("""
+        def attention(q, k, v):
+            if is_timed():
+                return sdpa(q, k, v), q.new_empty(q.shape[:-1])
+            scores = q @ k.mT * q.shape[-1] ** -0.5
+            return scores.softmax(-1) @ v, scores.logsumexp(-1)
+        """),
+    cheat(
+        "weights_when_checked",
+        "when timed",
+        "leaves the softmax matrix that it returns unwritten once it is timed",
+        METR,
+        marker=f'{Asked.marker}, returns=("weights", "out")',
+        refused_by="measure",
+    )("""
+        def attention(q, k, v):
+            if is_timed():
+                return q.new_empty(*q.shape[:-1], k.shape[2]), sdpa(q, k, v)
+            p = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+            return p, p @ v
+        """),
+    cheat(
+        "dropout_when_checked",
+        "when timed",
+        "drops nothing once it is timed",
+        METR,
+        marker='Workload(64, heads=2, head_dim=32, dtype="float32", dropout=0.2), returns=("out", "keep")',
+        refused_by="measure",
+    )("""
+        def attention(q, k, v):
+            if is_timed():
+                return sdpa(q, k, v), None
+            p = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+            keep = torch.rand_like(p) >= 0.2
+            return (p * keep / 0.8) @ v, keep
+        """),
     # -- inputs --------------------------------------------------------------------------------------------------------
     cheat("zeroed_inputs", "inputs", "zeroes q and k, of which attention is the mean of v", KERNELBENCH)("""
         def attention(q, k, v):
