@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -29,7 +29,7 @@ from pytest_attn.latency.work import LatencyDirection, StaleError
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.ranks.communication import figures_of, topology_of
 from pytest_attn.ranks.controller_timing import RankedStopwatch, RankedWork
-from pytest_attn.ranks.isolated import IsolatedFunction, NotMadeError, Recorded
+from pytest_attn.ranks.isolated import IsolatedFunction, Recorded
 from pytest_attn.ranks.pool import Pool
 from pytest_attn.ranks.worker_timing import threads_of_rank
 from pytest_attn.reports.lines import count
@@ -88,12 +88,12 @@ class TimingPlace:
 
 #: calls in a row, at least and at most, the seconds that they are to take, and the bytes of what they return
 _FEWEST, _MOST, _SECONDS, _BYTES = 2, 512, 0.05, 1 << 30
-#: sets of data of which each call gets some; a backward pass alone, whose graph keeps memory, is made once on each
+#: forward passes of which a backward pass alone gets one: their graphs keep memory
 _SETS = 32
 #: at the results of how many of them is looked, which nobody knows before
 _LOOKS = 8
 #: by how much such calls may be slower than was claimed, in all and each; and how often that is tried
-_SLACK_SECONDS, _SLOWER, _TRIES = 2e-3, 1.5, 8
+_SLACK_SECONDS, _SLACK_OF_CALL, _SLOWER, _TRIES = 2e-3, 4e-6, 1.5, 8
 #: and by how much where nobody knows whether they waited for a core
 _SLOWER_UNSEEN = 4.0
 
@@ -127,20 +127,15 @@ class TimedIsolated(TimingPlace):
             self._function.start().give_up("its process returned garbage in place of a time")
         return self._held_to(latency, work, recorded[0].given)
 
-    def _recorded(self, work: KernelWork, made: int, others: int = 0) -> tuple[list[Recorded], list[Call]]:
-        """Return so many calls, each on data of its own, made and then not made, after a look at the result of one."""
+    def _recorded(self, work: KernelWork, made: int) -> tuple[list[Recorded], list[Call]]:
+        """Return so many calls that were made, each on data of its own, after a look at the result of the last."""
         calls = []
         with self._function.recording() as recorded, work.context():
             for _ in range(made):
                 calls.append(call := work.stage(replayed=True))
                 value = call()
         work.verify_call("called on new data", call, value)
-        with self._function.recording(makes=False) as more, work.context():
-            for _ in range(others):
-                calls.append(call := work.stage(replayed=True))
-                with suppress(NotMadeError):
-                    call()
-        return [*recorded, *more], calls
+        return recorded, calls
 
     def _held_to(self, latency: Latency, work: KernelWork, given: Sequence[torch.Tensor]) -> Latency:
         """Raise StaleError where calls in a row take longer than was claimed; where that cannot be told, say why."""
@@ -151,22 +146,25 @@ class TimedIsolated(TimingPlace):
         made = number if is_backward else _FEWEST
         system, found = random.SystemRandom(), list[float]()
         for _ in range(_TRIES):
-            recorded, calls = self._recorded(work, made, 0 if is_backward else _SETS - made)
-            memories = max(work.memories) + 1
-            origins = [
-                [*([at] * memories if is_backward else system.choices(range(_SETS), k=memories)), system.randrange(made)]
-                for at in range(number)
-            ]
-            seconds, waited = self._function.in_a_row(
-                recorded, work.direction, [(*(one[memory] for memory in work.memories), one[-1]) for one in origins]
-            )
+            recorded, calls = self._recorded(work, made)
+            chosen, row = list[tuple[Recorded, Call]](), list[tuple[int, ...]]()  # what is called, and how it is asked for
+            for at in range(number):
+                last = system.randrange(made)  # whose dout it is
+                if is_backward:
+                    chosen.append((recorded[last], work.with_qkv_at(calls[last], calls[at].given.qkv)))
+                    row.append((at, 0, 0, 0, last))
+                else:
+                    call, further = work.moved(calls[last])
+                    chosen.append((recorded[last], call))
+                    row.append((last, *further, last))
+            seconds, waited = self._function.in_a_row(recorded, work.direction, row)
             for one in system.sample(range(number), min(number, _LOOKS)):
-                result, call = recorded[origins[one][-1]], work.mixed(calls, origins[one])
+                result, call = chosen[one]
                 result.keep(result.call.fetched(one), work.direction)
                 with self._function.replaying(result), work.context():
                     value = call()
                 work.verify_call("called in a row", call, value)
-            most = number * each * (_SLOWER_UNSEEN if waited is None else _SLOWER) + _SLACK_SECONDS
+            most = number * (each * (_SLOWER_UNSEEN if waited is None else _SLOWER) + _SLACK_OF_CALL) + _SLACK_SECONDS
             if seconds <= most:
                 return latency
             found.append(seconds - (waited or 0.0))  # threads may wait for one another, too

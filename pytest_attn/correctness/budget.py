@@ -171,10 +171,11 @@ class ScoreNoise:
     highest: torch.Tensor | None = None
 
 
-def _largest_norm(vectors: torch.Tensor) -> float:
-    """Return the largest norm of vectors (n, heads, length, dim)."""
+def _largest_norm(vectors: torch.Tensor) -> torch.Tensor:
+    """Return the largest norm of vectors (n, heads, length, dim), without waiting for it."""
     parts = vectors.tensor_split(-(-vectors.shape[2] // _NORMS), 2)
-    return max(float(part.double().norm(dim=-1).max()) for part in parts)
+    largest = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64).max() for part in parts]
+    return largest[0] if len(largest) == 1 else torch.stack(largest).max()
 
 
 class ScoreBudget:
@@ -194,7 +195,7 @@ class ScoreBudget:
         """Whether float32's own rounding of the scores shows beside the dtype's rounding of P."""
         if not block.q.numel() or not block.k.numel():
             return False
-        largest = self.scale * _largest_norm(block.q) * _largest_norm(block.k)
+        largest = self.scale * float(_largest_norm(block.q) * _largest_norm(block.k))
         return largest * TENSOR_CORE_UNIT * self.workload.head_dim / 4 > self.rounding.unit / 2
 
     def of_scaled(self, scaled: torch.Tensor, chunk: Chunk) -> ScoreNoise | None:

@@ -8,8 +8,9 @@ repeated in memory. reference.py runs it over a whole workload.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -97,8 +98,7 @@ class Block:
 
     q: (n, heads, q_len, head_dim) and dout: (n, heads, q_len, v_head_dim) in the workload's dtype, as chunks take their rows.
     k: (n, kv_heads, kv_len, head_dim), v and v_squared: (n, kv_heads, kv_len, v_head_dim) in float64.
-    batch_index: (n, 1, 1, 1) and head_index: (1, heads, 1, 1), as masks and score_mods take them. heads: where the query heads
-    lie in q, dout and results, in which those of one key head follow each other (`grouped`).
+    heads: where the query heads lie in q, dout and results, in which those of one key head follow each other (`grouped`).
     """
 
     def __init__(self, segment: Segment, batches: slice, kv_heads: slice) -> None:
@@ -110,10 +110,24 @@ class Block:
         self.dout = segment.dout[batches, self.heads]
         self.k, self.v = (t[batches, kv_heads].double() for t in (segment.k, segment.v))
         self.v_squared = self.v.square()
-        device = self.k.device
-        self.batch_index = torch.arange(batches.start, batches.stop, device=device).view(-1, 1, 1, 1) + segment.first_batch
-        order = torch.tensor(grouped_order(self.workload)[self.heads], device=device)
-        self.head_index = order.view(1, -1, 1, 1)
+
+    @cached_property
+    def batch_index(self) -> torch.Tensor:
+        """(n, 1, 1, 1), as masks and score_mods take it."""
+        first = self.segment.first_batch
+        return _numbers(range(self.batches.start + first, self.batches.stop + first), self.k.device).view(-1, 1, 1, 1)
+
+    @cached_property
+    def head_index(self) -> torch.Tensor:
+        """(1, heads, 1, 1), as masks and score_mods take it."""
+        return _numbers(grouped_order(self.workload)[self.heads], self.k.device).view(1, -1, 1, 1)
+
+
+def _numbers(several: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return numbers; those that follow each other without a copy, for which a device would be waited for."""
+    if [*several] == [*range(several[0], several[-1] + 1)]:
+        return torch.arange(several[0], several[-1] + 1, device=device)
+    return torch.tensor(several, device=device)
 
 
 def row_chunks(block: Block) -> Iterator[torch.Tensor]:
@@ -166,7 +180,8 @@ class Chunk:
         self.block, self.rows = block, rows
         self.keys = slice(0, segment.lengths[1])
         if _tells_its_keys(segment):
-            self.keys = _span_of(segment, int(rows[0]), int(rows[-1]))
+            ends = rows[:: max(1, len(rows) - 1)].tolist()  # both at once: a device is waited for
+            self.keys = _span_of(segment, ends[0], ends[-1])
         self.q = block.q[:, :, rows].double()
         self.k, self.v, self.v_squared = (t[:, :, self.keys] for t in (block.k, block.v, block.v_squared))
         self.query_index = rows.view(1, 1, -1, 1)

@@ -128,7 +128,8 @@ class _BlockPasses:
         p_rounding_var = self.rounding.of_p(kept.p, self.block.segment.lengths[1])
         if kept.dropped is not None:  # an eager kernel rounds what dropout leaves once more
             p_rounding_var *= 2
-        self._put_rows("out", kept.out, self.budget.of_out(kept, p_rounding_var, chunk), chunk)
+        if "out" in self.tensors:
+            self._put_rows("out", kept.out, self.budget.of_out(kept, p_rounding_var, chunk), chunk)
         return p_rounding_var if all_kept else None
 
     def _put_weights(self, rows: ForwardRows, chunk: Chunk) -> None:
@@ -161,6 +162,8 @@ class _BlockPasses:
 
     def _put_rows(self, name: str, value: torch.Tensor, variance: torch.Tensor | None, chunk: Chunk) -> None:
         """Put the rows of a chunk that are kept in their place; `variance` becomes their tau."""
+        if name not in self.tensors:
+            return
         expected, heads = self.tensors[name], self.place
         expected.value[heads].index_copy_(2, chunk.places, value)
         if variance is not None:
@@ -349,20 +352,24 @@ class Held(NamedTuple):
 class ExactRows(NamedTuple):
     """Some rows of results, by name, exact: (batches, heads, rows, dim), and where these have them; those of dk are keys.
 
-    batches: the entries, 0 where packed. heads: in their native order. rows: among all rows of the result.
+    batches: the entries, 0 where packed. heads: in their native order. rows: among all rows of the result; at: the same on the
+    device.
     """
 
     expected: dict[str, Expected]
     batches: slice
     heads: tuple[int, ...]
     rows: tuple[int, ...]
+    at: torch.Tensor
 
     def of(self, tensor: torch.Tensor, workload: Workload, held: Held | None = None) -> torch.Tensor:
         """Return these rows of a native result. held: what it has of them; None for all."""
-        whole, heads, rows = heads_first(tensor, workload)[self.batches], self.heads, self.rows
+        whole, heads, at = heads_first(tensor, workload)[self.batches], self.heads, self.at.to(tensor.device)
         if held is not None:
-            heads, rows = tuple(held.heads[one] for one in heads), tuple(held.rows[one] for one in rows)
-        return whole[:, list(heads)][:, :, torch.tensor(rows, device=whole.device)]
+            heads = tuple(held.heads[one] for one in heads)
+            at = torch.tensor([held.rows[one] for one in self.rows], device=whole.device)
+        follow_each_other = heads == tuple(range(heads[0], heads[-1] + 1))
+        return whole[:, slice(heads[0], heads[-1] + 1) if follow_each_other else list(heads)][:, :, at]
 
 
 def exact_rows(
@@ -370,8 +377,8 @@ def exact_rows(
 ) -> ExactRows | None:
     """Compute results at up to `most` rows, or keys, of one key head of one sequence, chosen at random; of more if cheap.
 
-    names: "out", "lse", "max", "weights" or "dq"; or "dk", "dv" or both. held: which rows and heads can be chosen; None for all. None is returned where
-    there is no row.
+    names: "out", "lse", "max", "weights" or "dq"; or "dk", "dv" or both. held: which rows and heads can be chosen, None for
+    all. None is returned where there is no row.
     """
     w, device = inputs.workload, inputs.device if inputs.device.type != "mps" else torch.device("cpu")
     is_of_keys, order = not {"dk", "dv"}.isdisjoint(names), grouped_order(w)
@@ -392,8 +399,8 @@ def exact_rows(
         some = replace(segment, rows=at[:0], keys=at) if is_of_keys else replace(segment, rows=at)
         block = Block(some, slice(batches[0], batches[-1] + 1), slice(kv_heads[0], kv_heads[-1] + 1))
         heads = dict.fromkeys(("dk", "dv"), len(kv_heads)) if is_of_keys else {}
-        dims = {"max": 0, "weights": segment.lengths[1], "dq": w.head_dim}
-        wanted = {"out": w.v_head_dim, "lse": 0, **{name: dims[name] for name in dims if name in names}}
+        dims = {"out": w.v_head_dim, "lse": 0, "max": 0, "weights": segment.lengths[1], "dq": w.head_dim}
+        wanted = {name: dims[name] for name in dims if name in names}
         wanted |= {"dq": w.head_dim, "dk": w.head_dim, "dv": w.v_head_dim} if is_of_keys else {}
         tensors = {}
         for one, dim in wanted.items():
@@ -412,7 +419,8 @@ def exact_rows(
         there = [place for place, _ in found]
         expected = {name: Expected(one.value[:, there], one.tau[:, there], at) for name, one in expected.items()}
     places = slice(0, 1) if w.is_packed else block.batches
-    return ExactRows(expected, places, tuple(h for _, h in found), tuple(row + first for row in picked))
+    among_all = tuple(row + first for row in picked)
+    return ExactRows(expected, places, tuple(h for _, h in found), among_all, at + first if first else at)
 
 
 #: scores, and elements of k and v, that take little to compute exactly beside the rest of a look

@@ -37,8 +37,9 @@ _DEVIATIONS, _SHARE = 4.0, 0.25
 class Attention:
     """What the results of a timed call must be.
 
-    names: of those that can be looked at, in the order in which a call returns them. results: those of a forward pass. quantized: what the kernel makes of its
-    inputs, None for nothing. defects: those known of it on this workload and machine, by which a result may be off.
+    names: of those that can be looked at, in the order in which a call returns them. results: those of a forward pass.
+    quantized: what the kernel makes of its inputs, None for nothing. defects: those known of it on this workload and machine,
+    by which a result may be off.
     """
 
     def __init__(

@@ -153,21 +153,16 @@ class KernelWork(Work):
             call.make = lambda: torch.autograd.grad(out, tensors, dout, retain_graph=replayed)
         return call
 
-    @property
-    def memories(self) -> list[int]:
-        """Which memory q, k and v each lie in: those that share one begin at the same place."""
-        return self._noise.memories
+    def moved(self, call: Call) -> tuple[Call, tuple[int, ...]]:
+        """Return a call, which has no set, as one on other q, k and v, and by how many elements these begin further on."""
+        qkv, began = self._noise.draw_handed(), call.given.qkv
+        return self.with_qkv_at(call, qkv), tuple(qkv[memory] - began[memory] for memory in self._noise.memories)
 
-    def mixed(self, calls: Sequence[Call], origins: Sequence[int]) -> Call:
-        """Return one of several calls, which have no sets, as a call on data of all of them.
-
-        origins: of which call that is what lies in each memory, and, last, whose dout it is, which is the one returned.
-        """
-        *of_memories, last = origins
-        qkv = tuple(calls[one].given.qkv[memory] for memory, one in enumerate(of_memories))
-        call = Call(self, calls[last].tensors, 0, Given(qkv, calls[last].given.dout))
-        call.make = calls[last].make
-        return call
+    def with_qkv_at(self, call: Call, qkv: Places) -> Call:
+        """Return a call, which has no set, as one on q, k and v that begin there."""
+        other = Call(self, call.tensors, 0, Given(qkv, call.given.dout))
+        other.make = call.make
+        return other
 
     def stage_again(self, calls: Sequence[Call]) -> None:
         """Put other data in place for calls that a graph has captured."""

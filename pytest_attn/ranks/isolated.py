@@ -65,10 +65,6 @@ class IsolatedLostError(DeadlineError):
     """
 
 
-class NotMadeError(Exception):
-    """A call was only recorded."""
-
-
 class IsolatedProcess:
     """The process of one function. seconds: how long a call may take.
 
@@ -230,7 +226,6 @@ class IsolatedFunction(NamedFunction):
         self._seconds, self._launcher = seconds, launcher
         self._process: IsolatedProcess | None = None
         self._recorded: list[Recorded] | None = None
-        self._makes = True
         self._replayed: Recorded | None = None
 
     def start(self) -> IsolatedProcess:
@@ -268,14 +263,14 @@ class IsolatedFunction(NamedFunction):
         return call
 
     @contextmanager
-    def recording(self, makes: bool = True) -> Iterator[list[Recorded]]:
-        """Collect the calls that are made within. makes: whether they are, or raise NotMadeError."""
+    def recording(self) -> Iterator[list[Recorded]]:
+        """Collect the calls that are made within."""
         found: list[Recorded] = []
-        self._recorded, self._makes = found, makes
+        self._recorded = found
         try:
             yield found
         finally:
-            self._recorded, self._makes = None, True
+            self._recorded = None
 
     @contextmanager
     def replaying(self, recorded: Recorded) -> Iterator[None]:
@@ -297,10 +292,11 @@ class IsolatedFunction(NamedFunction):
     def in_a_row(
         self, calls: Sequence[Recorded], direction: str, chosen: Sequence[Sequence[int]]
     ) -> tuple[float, float | None]:
-        """Have it make calls, one after the other: each on the q, k, v and dout of those of some recorded ones.
+        """Have it make calls, one after the other: each on other data in the memory of a recorded one.
 
-        It learns which when the time begins: it cannot have the results ready. Returns the seconds of all by this process's
-        clock, and those for which its threads waited for a core, None where the system does not say.
+        chosen: of each call which it is like, by how many elements its q, k and v begin further on, and whose dout it has. The
+        process learns that when the time begins: it cannot have the results ready. Returns the seconds of all by the clock of
+        this process, and those for which its threads waited for a core, None where the system does not say.
         """
         process = self.start()
         order = {"do": "repeat", "calls": [one.order for one in calls], "direction": direction, "number": len(chosen)}
@@ -308,7 +304,7 @@ class IsolatedFunction(NamedFunction):
         if said.get("ready") is not True:
             process.give_up("its process returned garbage")
         waited = process_waited(process.pid)
-        seconds = process.go(array("H", itertools.chain.from_iterable(chosen)).tobytes())
+        seconds = process.go(array("q", itertools.chain.from_iterable(chosen)).tobytes())
         waited = process_waited(process.pid) - waited
         is_seen = Path(f"/proc/{process.pid}/schedstat").exists()
         return seconds, waited if is_seen else None
@@ -323,8 +319,6 @@ class IsolatedFunction(NamedFunction):
         call = Call(self.start(), {**order, "number": next(self._numbers)})
         if self._recorded is not None:
             self._recorded.append(Recorded(given, keywords, call))
-        if not self._makes:
-            raise NotMadeError
         if grad and any(tensor.requires_grad for tensor in call.tensors):
             return call.built(_Differentiable.apply(call, *call.tensors))  # type: ignore[no-untyped-call]
         return call.built(call.forward())

@@ -166,7 +166,6 @@ class Server:
         """Call the function on data of several calls, as the judge chooses when the time begins; return what it returned."""
         all_given, all_keywords, all_douts = zip(*order["calls"], strict=True)
         device, direction, number, function = all_given[0][0].device, order["direction"], order["number"], self._function
-        queries, keys, values = zip(*all_given, strict=True)
         results: list[Any] = []
         with current(str(device)), threads(order["threads"]), torch.set_grad_enabled(direction != "forward"):
             outs = [function(*one, **all_keywords[0]) for one in all_given] if direction == "backward" else []
@@ -175,13 +174,13 @@ class Server:
             self._answer(ready=True)
             if (frame := self._line.receive()) is None:
                 return []
-            chosen = iter(array("H", frame))
+            chosen = iter(array("q", frame))
             with no_collection():
-                for more, q, k, v, dout in zip(keywords, chosen, chosen, chosen, chosen, strict=False):
+                for more, at, q, k, v, dout in zip(keywords, chosen, chosen, chosen, chosen, chosen, strict=False):
                     if direction == "backward":
-                        results.append(_gradients(outs[q], all_given[q], all_douts[dout]))
+                        results.append(_gradients(outs[at], all_given[at], all_douts[dout]))
                         continue
-                    given = queries[q], keys[k], values[v]
+                    given = [*map(_further, all_given[at], (q, k, v))]
                     result = function(*given, **more)
                     result = more.get("out", result)  # where it was given memory to write to
                     results.append(result if direction == "forward" else [result, _gradients(result, given, all_douts[dout])])
@@ -216,6 +215,12 @@ class Server:
         if not call.results:
             call.results[:] = found
         return {"result": structure, "tensors": [_described(one) for one in found], "changed": changed}
+
+
+def _further(tensor: Tensor, elements: int) -> Tensor:
+    """Return what begins so many elements further on in the memory of a tensor."""
+    moved = tensor.detach().as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()) + elements)
+    return moved.requires_grad_() if tensor.requires_grad else moved
 
 
 def _gradients(result: object, given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
