@@ -55,12 +55,16 @@ def switches_kept(kind: str) -> Iterator[None]:
                 one.turn(before[name])
         if _FLUSHING in turned and _has_loaded_libraries():
             del turned[_FLUSHING]
+        if _DETERMINISTIC in turned and turned[_DETERMINISTIC][0] == before[_DETERMINISTIC][0]:
+            del turned[_DETERMINISTIC]
     for name, now in turned.items():
         raise ContractError(f"the callable left {name} at {now}; it was {before[name]}: restore what it changes")
 
 
 #: denormal numbers: a library that was compiled with -ffast-math turns it as it is loaded, and no kernel can help that
 _FLUSHING = "torch's flushing of denormal numbers"
+#: what a kernel that turns them on puts back by the one word that torch has for that, which forgets that they only warn
+_DETERMINISTIC = "torch's deterministic algorithms"
 _libraries: set[str] = set()
 
 

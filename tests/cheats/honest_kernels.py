@@ -285,6 +285,8 @@ def rounded_probabilities(q, k, v):
 def switches_restored(q, k, v):
     """Turns switches of torch for its own time, and turns them back."""
     precision, threads, dtype = torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.get_default_dtype()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -292,6 +294,7 @@ def switches_restored(q, k, v):
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             return sdpa(q, k, v)
     finally:
+        torch.use_deterministic_algorithms(is_deterministic)
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)

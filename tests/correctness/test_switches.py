@@ -219,3 +219,14 @@ def test_a_switch_is_turned_back_where_the_kernel_raises():
     with pytest.raises(KeyError):
         pytest_attn.check(raises, CAUSAL, device="cpu")
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_deterministic_algorithms_that_only_warn_may_be_put_back_by_their_one_word():
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with tripwire.switches_kept("cpu"):
+            torch.use_deterministic_algorithms(True)
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
