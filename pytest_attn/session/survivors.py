@@ -116,7 +116,7 @@ def _typed(value: object) -> str:
 
 
 class Search:
-    """Looks for what finds survivors, for so many seconds in all; 0 has no end."""
+    """Looks for what finds survivors, for so many seconds in all, of which each gets half of what is left; 0 has no end."""
 
     def __init__(self, seconds: float, catalog: Catalog, memory: int) -> None:
         self._seconds, self._catalog, self._references = seconds, catalog, ReferenceCache(memory)
@@ -124,15 +124,17 @@ class Search:
 
     def found_with(self, mutant: Mutant, spec: CheckSpec) -> str:
         """Say what finds a mutant that a test of this spec let pass; what the fault-free kernel fails counts for nothing."""
-        spec, tried = replace(spec, parameters={}), 0
+        spec, tried, spent = replace(spec, parameters={}), 0, 0.0
+        share = (self._seconds - self._spent) / 2  # one that nothing finds leaves time for the others
         for change in changes(mutant, spec, self._catalog):
             begun = time.monotonic()
-            if self._seconds and self._spent >= self._seconds:
-                start = "Not found" if tried else "Not looked for"
-                return f"{start}: {self._seconds:g} s were over (--attn-diagnosis-timeout)"
+            if self._seconds and spent >= share:
+                said = f"Not found in {spent:.0f} s of" if tried else "Not looked for, for want of"
+                return f"{said} --attn-diagnosis-timeout={self._seconds:g}"
             said = self._finder(mutant.backend, change)
             is_found = bool(said) and not self._finder(honest_backend, change)
-            self._spent += time.monotonic() - begun
+            took = time.monotonic() - begun
+            spent, self._spent = spent + took, self._spent + took
             tried += 1
             if is_found and not change.words:
                 return f"attn.check finds it on {spec.workload.id}: the test lets it pass"

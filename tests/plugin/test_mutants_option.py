@@ -1,6 +1,7 @@
 """--attn-mutants, as a user sees it."""
 
 import re
+from itertools import count
 
 import pytest
 import torch
@@ -196,7 +197,7 @@ def test_it_is_said_that_a_mutant_did_not_run_and_that_time_was_over(pytester):
     result = run(pytester, weak(SHORT, body="assert attn.q.isfinite().all()"), *chosen)
     result.stdout.fnmatch_lines(["survived *: *. It did not run: call attn.check, check_invariants or measure."])
     result = run(pytester, weak(SHORT), *chosen, "--attn-diagnosis-timeout=0.000001")
-    result.stdout.fnmatch_lines(["survived *: *. Not found: 1e-06 s were over (--attn-diagnosis-timeout)."])
+    result.stdout.fnmatch_lines(["survived *: *. Not found in 0 s of --attn-diagnosis-timeout=1e-06."])
 
 
 def test_a_kernel_without_a_fault_and_a_change_that_no_kernel_passes_are_not_found(monkeypatch):
@@ -208,3 +209,19 @@ def test_a_kernel_without_a_fault_and_a_change_that_no_kernel_passes_are_not_fou
     assert search.found_with(honest, spec) == "None of 6 changes finds it"
     monkeypatch.setattr(survivors.Search, "_finder", lambda self, kernel, change: "check")
     assert search.found_with(honest, spec) == "None of 6 changes finds it", "the fault-free kernel fails as well"
+
+
+def test_a_survivor_that_nothing_finds_leaves_time_for_the_next(monkeypatch):
+    clock = count(step=5)
+    monkeypatch.setattr(survivors.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(survivors.Search, "_finder", lambda self, kernel, change: "")
+    mutant = Mutant("harmless", "masks", "It is right.", (), Kernel, lambda w: w.q_len <= 64)
+    spec = CheckSpec(Workload(16, head_dim=16, name="tiny"), torch.device("cpu"))
+    search = survivors.Search(40, builtin_catalog(), 1 << 28)
+    assert [search.found_with(mutant, spec) for _ in range(4)] == [
+        "Not found in 20 s of --attn-diagnosis-timeout=40",
+        "Not found in 10 s of --attn-diagnosis-timeout=40",
+        "Not found in 5 s of --attn-diagnosis-timeout=40",
+        "Not found in 5 s of --attn-diagnosis-timeout=40",
+    ]
+    assert search.found_with(mutant, spec) == "Not looked for, for want of --attn-diagnosis-timeout=40"
