@@ -148,7 +148,7 @@ MARKED = "@pytest.mark.attention_model"
         ("def test_it(attn_model): pass", "*uses attn_model but has no marker; add @pytest.mark.attention_model"),
         (f"{MARKED}\ndef test_it(attn): pass", "*takes attn_model and attn_backend, not attn"),
         (f"{MARKED}\ndef test_it(): pass", "*does not take attn_model; make it an argument of the test*"),
-        (f"{MARKED}('flux')\ndef test_it(attn_model): pass", "*takes keyword arguments only, got 'flux'"),
+        (f"{MARKED}('flux')\ndef test_it(attn_model): pass", "*takes keyword arguments only, got 'flux'; known: backends, *"),
         (f"{MARKED}(layout=1)\ndef test_it(attn_model): pass", "*unknown argument 'layout'; known: backends, backward*"),
     ],
 )
