@@ -44,18 +44,15 @@ def assert_few_calls(report):
 
 
 def judged(target, spec, references=None, **options):
-    """Return the comparison of a callable or backend."""
     comparison = judge(spec.subject(Registry(), target), spec, references or ReferenceCache(), **options)
     return diagnose(comparison, spec.diagnosis_timeout)
 
 
 def asked(target, spec, only=None, **options):
-    """Return the report of the invariants of a callable or backend."""
     return judge_invariants(spec.subject(Registry(), target), spec, ReferenceCache(), only, **options)
 
 
 def timed(target, workload, device, direction="forward"):
-    """Return the work of a callable or backend."""
     spec = CheckSpec(workload, device)
     return work_of(spec.subject(Registry(), target), spec, direction)
 
@@ -80,7 +77,6 @@ def explicit(q, k, v, *, scale=None, mask=None, softcap=None, sinks=None, bias=N
 
 
 def positions(q_len, kv_len):
-    """Return the indices of rows and keys, to compare with one another."""
     return torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :]
 
 

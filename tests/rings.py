@@ -96,7 +96,6 @@ class Kernel:
     # -- a chunk -------------------------------------------------------------------------------------------------------
 
     def seen(self, rows, keys):
-        """Return what these rows see of these keys, by their positions, and their bias."""
         mask, bias = self.problem.mask, self.problem.bias
         if bias is not None:
             bias = bias.expand(-1, -1, self.w.q_len, self.w.kv_len)[:, :, rows][..., keys]
@@ -308,14 +307,12 @@ class Ulysses(Kernel):
         return whole
 
     def to_rows(self, t, shards):
-        """Return the rank's rows of all heads."""
         parts = self.exchange.all_to_all([t[:, :, one] for one in shards])
         if self.fault == "heads returned in reverse order":
             parts = parts[::-1]
         return torch.cat(parts, 1)
 
     def spread(self, t):
-        """Return key heads, one for each query head."""
         if self.fault == "key head of the wrong group":
             return t.repeat(1, self.w.heads // self.w.kv_heads, 1, 1)
         return grouped(t, self.w.heads)

@@ -15,7 +15,6 @@ SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Have torch and flash-attn 4, and no variable set but those given."""
     monkeypatch.setattr(compilers, "installed_version", {"torch": "2.13", "flash-attn-4": "4.0"}.get)
     for name in (SWITCH, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_FX_GRAPH_CACHE"):
         monkeypatch.delenv(name, raising=False)

@@ -14,7 +14,6 @@ PACKED = Workload(heads=4, kv_heads=2, q_lens=(7, 30, 12), mask="causal")
 
 
 def attention(q, k, v, mask):
-    """Attend to what an additive mask shows."""
     k, v = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q.float() @ k.mT / math.sqrt(q.shape[-1]) + mask
     return (scores.softmax(-1).to(q.dtype).float() @ v).to(q.dtype)

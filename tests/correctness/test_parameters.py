@@ -38,7 +38,6 @@ def leaves_of(workload, seed=0):
 
 
 def attention_of(inputs, leaves):
-    """Return a fault-free kernel that closes over the leaves."""
     return lambda q, k, v: Attention()(inputs, q, k, v, **{LEAVES[name]: leaf for name, leaf in leaves.items()})[0]
 
 
@@ -89,8 +88,6 @@ def test_a_kernel_may_take_sequence_by_sequence(workload, seed):
 
 
 def faulty(inputs, leaves, name, change):
-    """Change the gradient of one parameter, and nothing else."""
-
     def attention(q, k, v):
         leaf = leaves[name].view_as(leaves[name])
         leaf.register_hook(change)

@@ -185,13 +185,11 @@ def test_backends_that_dequantize_are_right(name):
 
 
 def in_steps(t):
-    """Round to 127 steps of the largest element of each row."""
     step = t.float().abs().amax(-1, keepdim=True) / 127
     return (t.float() / step).round() * step
 
 
 def int8_attention(q, k, v, steps=in_steps):
-    """Quantize q and k to int8, each row by itself."""
     p = (steps(q) @ steps(k).transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
     return (p.to(v.dtype).float() @ v.float()).to(v.dtype)
 

@@ -61,7 +61,6 @@ def test_an_accumulator_in_the_dtype_is_no_matter_of_a_profile():
 
 
 def scaled(times):
-    """Return eager code in the dtype whose scale is off."""
     return lambda q, k, v: ((q @ k.mT) * (q.shape[-1] ** -0.5 * times)).softmax(-1) @ v
 
 
@@ -172,7 +171,6 @@ def test_a_mistake_of_some_calls_only_is_not_what_the_kernel_computes():
 
 def test_a_factor_of_a_gradient_is_named_only_if_all_distributions_have_it():
     def flipped(*calls):
-        """Return attention whose dq has the wrong sign in these calls."""
         numbers = itertools.count()
 
         def gradients_of(gradients, dout):

@@ -120,7 +120,6 @@ def source_of(file):
 
 
 def faulty(file, right, wrong):
-    """Return the text of a fake with a fault planted in it."""
     source = source_of(file)
     assert right in source, f"{file} has no {right!r}"
     return source.replace(right, wrong)
@@ -147,7 +146,6 @@ def uninstall(files):
 
 
 def forget():
-    """Forget what was found of installed libraries."""
     library._version_of.cache_clear()
     library.import_failure.cache_clear()
     library.installed_packages.cache_clear()

@@ -100,7 +100,6 @@ class Page:
         return self._browser.send(method, session=self._session, **params)
 
     def prefer(self, dark):
-        """Set prefers-color-scheme."""
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[feature])
 
@@ -120,7 +119,6 @@ class Page:
             time.sleep(0.05)
 
     def press(self, key, code=None, text=None):
-        """Press and release a key."""
         for kind in ("keyDown", "keyUp"):
             more = {"text": text} if text and kind == "keyDown" else {}
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=code or key, **_virtual(key), **more)
@@ -135,7 +133,6 @@ class Page:
         return [event["params"] for event in self._mine() if event["method"] in words]
 
     def requests(self):
-        """Return the addresses that were asked for."""
         return [e["params"]["request"]["url"] for e in self._mine() if e["method"] == "Network.requestWillBeSent"]
 
     def screenshot(self, path, whole=False):
@@ -144,11 +141,9 @@ class Page:
         Path(path).write_bytes(base64.b64decode(data))
 
     def print(self, path):
-        """Write the page as a PDF."""
         Path(path).write_bytes(base64.b64decode(self.send("Page.printToPDF", printBackground=True)["data"]))
 
     def close(self):
-        """Close the tab."""
         self._browser.send("Target.closeTarget", targetId=self._target)
 
 

@@ -35,6 +35,5 @@ def foreign(*pids):
 
 
 def block(monitor, clock):
-    """Take a block of half a second."""
     monitor.begin()
     clock.passes(0.5)

@@ -17,11 +17,9 @@ HOST = Machine("cpu", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130
 
 
 def judged(backend, workload, backward=False, **asked):
-    """Return the comparison of a backend's results with exact attention's."""
     return judge(backend, CheckSpec(workload, CPU, backward=backward, **asked), ReferenceCache())
 
 
 def assert_passes(backend, workload, backward=False):
-    """Fail with the comparison's description where a result is wrong."""
     comparison = judged(backend, workload, backward)
     assert comparison.passed, describe(comparison)

@@ -83,7 +83,6 @@ def record(question, verdict, workload, backend, direction, machine=GPU, **more)
 
 
 def check(verdict, workload, backend, direction, draw, **more):
-    """Return the record of a check, with the tensors that a direction has."""
     names = ["out"] if direction == "forward" else ["out", "dq", "dk", "dv"]
     scale = 900.0 if verdict == "mismatch" else 1.0
     tensors = [_tensor(name, kind, scale, draw) for name in names for kind in ("structured", "flat")]
@@ -104,7 +103,6 @@ def _tensor(name, distribution, scale, draw):
 
 
 def timing(verdict, workload, backend, direction, draw, slower=1.0, **more):
-    """Return the record of a latency with the history of its baseline."""
     p50 = 5e-6 + workload[2]["flops"][direction] / 6.5e14 * backend[1]
     now = p50 * slower * draw.gauss(1, 0.0007)
     runs = [p50 * draw.gauss(1, 0.0012) for _ in range(10)]

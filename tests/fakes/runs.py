@@ -48,7 +48,6 @@ def lines_of_run(found, every, tests=(), **facts):
 
 
 def write(folder, number, lines):
-    """Write the file of one run; return its path."""
     path = folder / f"part-{number}.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path

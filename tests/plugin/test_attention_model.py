@@ -141,22 +141,23 @@ def test_it(attn_model, attn_backend, model):
 MARKED = "@pytest.mark.attention_model"
 
 
-@pytest.mark.parametrize(
-    ("test", "said"),
-    [
-        (f"{MARKED}\ndef test_it(attn_model, model): pass", "judges nothing: it passed without a call of attn_model.check*"),
-        ("def test_it(attn_model): pass", "*uses attn_model but has no marker; add @pytest.mark.attention_model"),
-        (f"{MARKED}\ndef test_it(attn): pass", "*takes attn_model and attn_backend, not attn"),
-        (f"{MARKED}\ndef test_it(): pass", "*does not take attn_model; make it an argument of the test*"),
-        (f"{MARKED}('flux')\ndef test_it(attn_model): pass", "*takes keyword arguments only, got 'flux'; known: backends, *"),
-        (f"{MARKED}(layout=1)\ndef test_it(attn_model): pass", "*unknown argument 'layout'; known: backends, backward*"),
-    ],
-)
-def test_a_test_that_cannot_be_meant_is_refused_with_what_to_type(run, test, said):
-    result = run(f"\n{test}\n")
+#: a test that cannot be meant, and what is said of it
+REFUSED = [
+    (f"{MARKED}\ndef test_it(attn_model, model): pass", "judges nothing: it passed without a call of attn_model.check*"),
+    ("def test_it(attn_model): pass", "*uses attn_model but has no marker; add @pytest.mark.attention_model"),
+    (f"{MARKED}\ndef test_it(attn): pass", "*takes attn_model and attn_backend, not attn"),
+    (f"{MARKED}\ndef test_it(): pass", "*does not take attn_model; make it an argument of the test*"),
+    (f"{MARKED}('flux')\ndef test_it(attn_model): pass", "*takes keyword arguments only, got 'flux'; known: backends, *"),
+    (f"{MARKED}(layout=1)\ndef test_it(attn_model): pass", "*unknown argument 'layout'; known: backends, backward*"),
+]
 
-    assert result.ret != 0
-    result.stdout.fnmatch_lines([f"*{said}"])
+
+def test_a_test_that_cannot_be_meant_is_refused_with_what_to_type(pytester):
+    pytester.makepyfile(**{f"test_{number}": f"{MODEL}\n{test}\n" for number, (test, _) in enumerate(REFUSED)})
+    result = pytester.runpytest("-p", "no:randomly", "--continue-on-collection-errors")
+    result.assert_outcomes(failed=2, errors=4)
+    for _, said in REFUSED:
+        result.stdout.fnmatch_lines([f"*{said}"])
 
 
 def test_faulty_kernels_and_tuning_leave_models_out(run):

@@ -74,8 +74,6 @@ class Collected:
 
 @pytest.fixture
 def collect(pytester):
-    """Collect one test of both backends; return their workloads, and those about which these were asked."""
-
     def collect_it(*options, marker="", arguments="", more=""):
         pytester.makeconftest(CONFTEST)
         pytester.makepyfile(test_it=TEST.format(marker=marker, arguments=arguments) + more)

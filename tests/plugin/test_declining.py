@@ -156,7 +156,6 @@ def in_inference(q, k, v, calls=[]):
 
 @pytest.fixture
 def in_process(pytester):
-    """Run pytest on the files of `pytester` in this process."""
     return lambda *args: pytester.runpytest_inprocess("-p", "no:cacheprovider", *args)
 
 

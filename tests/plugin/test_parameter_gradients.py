@@ -30,9 +30,23 @@ def judged(pytester):
     return run
 
 
-def test_a_kernel_that_closes_over_the_sinks_is_right(judged):
-    result = judged("lambda q, k, v: attention(q, k, v, attn.sinks)")
-    result.assert_outcomes(passed=1)
+RIGHT = "lambda q, k, v: attention(q, k, v, attn.sinks)"
+SEEING = "lambda q, k, v: seen.append([t.requires_grad for t in (q, k, v)]) or attention(q, k, v, attn.sinks)"
+
+
+def test_what_a_kernel_closes_over_is_the_tests_own_and_only_what_is_asked_for_needs_a_gradient(pytester):
+    tests = {"right": KERNEL.format(what=RIGHT, fixture=""), "copy": KERNEL.format(what=f"{RIGHT[:-1]}.detach())", fixture="")}
+    before = "(lambda sinks: lambda q, k, v: attention(q, k, v, sinks))(attn.sinks.float() * 1.0)"
+    tests["before"] = KERNEL.format(what=before, fixture="")
+    for number, asked in enumerate(('("sinks",)', '("q", "sinks")', '("k",)')):
+        text = KERNEL.replace('("q", "k", "v", "sinks")', asked).format(what=SEEING, fixture="")
+        needed = str([f'"{name}"' in asked for name in "qkv"])
+        tests[f"asked_{number}"] = f"{text}    assert {needed} in seen and len(set(map(str, seen))) == 1\nseen = []\n"
+    pytester.makepyfile(**{f"test_{name}": text for name, text in tests.items()})
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-rf")
+    result.assert_outcomes(passed=4, failed=2)
+    missing = [line for line in result.outlines if line.startswith("E") and "dsinks is missing: " in line]
+    assert [line.endswith("; the callable must use attn.sinks itself") for line in missing] == [True], "of the copy alone"
 
 
 def test_a_gradient_that_is_lost_is_named_saved_and_judged_again(judged, pytester):
@@ -51,24 +65,10 @@ def test_a_gradient_that_is_lost_is_named_saved_and_judged_again(judged, pyteste
         failure.check(lambda q, k, v: found["attention"](q, k, v, sinks.detach() + 0 * sinks))
 
 
-def test_a_copy_is_no_leaf(judged):
-    result = judged("lambda q, k, v: attention(q, k, v, attn.sinks.detach())")
-    result.stdout.fnmatch_lines(["E*dsinks is missing: *; the callable must use attn.sinks itself"])
-
-
 def test_a_backend_is_skipped_with_the_reason(judged):
     result = judged("attn_backend", "--attn-backends=math", fixture=", attn_backend")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["*math: the marker compares a gradient of sinks, which a callable has, but no backend"])
-
-
-@pytest.mark.parametrize("asked", ['("sinks",)', '("q", "sinks")', '("k",)'])
-def test_what_is_not_asked_for_needs_no_gradient(pytester, asked):
-    kernel = """lambda q, k, v: seen.append([t.requires_grad for t in (q, k, v)]) or attention(q, k, v, attn.sinks)"""
-    test = KERNEL.replace('("q", "k", "v", "sinks")', asked).format(what=kernel, fixture="")
-    needed = str([f'"{name}"' in asked for name in "qkv"])
-    pytester.makepyfile(f"{test}    assert {needed} in seen and len(set(map(str, seen))) == 1\nseen = []\n")
-    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
 SINKS = Workload(64, heads=2, head_dim=32, sinks=True)
@@ -105,11 +105,6 @@ def test_check_finds_a_wrong_gradient_of_the_bias_alone():
 def test_check_refuses_a_gradient_of_what_a_workload_has_not():
     with pytest.raises(ValueError, match="backward asks for a gradient of bias, and no workload has bias"):
         pytest_attn.check(with_sinks, SINKS, backward=("bias",), device="cpu")
-
-
-def test_they_may_be_used_before_the_check(judged):
-    result = judged("(lambda sinks: lambda q, k, v: attention(q, k, v, sinks))(attn.sinks.float() * 1.0)")
-    result.stdout.no_fnmatch_line("*is missing*")
 
 
 def test_a_kernel_that_is_mended_is_right_on_what_a_broken_contract_saved(judged, pytester):

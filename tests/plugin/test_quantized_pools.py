@@ -56,8 +56,6 @@ CACHES = {
 
 @pytest.fixture
 def judged(pytester):
-    """Return a function that runs the kernel on caches in pools, all in one run."""
-
     def run(cases, pick="pass"):
         texts = [KERNEL.format(fields=CACHES[cache], pool=POOLS[pool], pick=pick) for cache, pool in cases]
         pytester.makepyfile(**{f"test_{number}": text for number, text in enumerate(texts)})

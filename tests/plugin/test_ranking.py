@@ -94,7 +94,6 @@ def project(pytester, monkeypatch, clock_of_a_conftest):
 
 
 def section(result, title):
-    """Return the lines below a title."""
     start = next(i for i, line in enumerate(result.outlines) if f" {title} " in line)
     return list(itertools.takewhile(lambda line: not line.startswith("==="), result.outlines[start + 1 :]))
 

@@ -102,7 +102,6 @@ def test_after_all_this(attn):
 
 @pytest.fixture(autouse=True)
 def _kernels_are_found(monkeypatch):
-    """Let the ranks import what tests import."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
 
 

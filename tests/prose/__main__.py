@@ -118,7 +118,6 @@ def rules_of(path: str) -> dict[str, dict[str, Any]]:
 
 
 def findings(path: Path, name: str) -> Iterator[str]:
-    """Yield the findings of one file. name: of the file below the repository."""
     for rule, declared in rules_of(name).items():
         yield from (f"{name}:{line}: {said} [{rule}]" for line, text in passages_of(path) for said in said_by(declared, text))
 

@@ -33,7 +33,6 @@ def _no_dense_problem(monkeypatch):
 
 
 def tokens_of(sharding, rank):
-    """Read each sequence's tokens back from a rank's own pages."""
     w = sharding.workload
     inputs = draw_inputs(w)
     whole = {"q": inputs.q, **dict(zip("kv", inputs.gathered(), strict=True))}

@@ -90,7 +90,6 @@ def gathered(exchange, *tensors):
 
 
 def simple(exchange):
-    """Attention over all keys, of a rank's rows."""
     return lambda q, k, v: attention(q, *gathered(exchange, k, v))
 
 

@@ -109,7 +109,6 @@ class Found(NamedTuple):
 
 
 def find(fault: Fault, cases: list[Case]) -> Found:
-    """Run a fault until it is found."""
     if not cases:
         return Found(fault.name, fault.report, UNREACHED, "", 0)
     ran = 0

@@ -137,7 +137,6 @@ class Attention:
         return tensor[e.b, :, e.key : e.key + e.m]
 
     def gathered(self, call: Call, e: Entry, pool: Tensor) -> Tensor:
-        """Read keys from pages."""
         at = torch.arange(e.m)
         size = self.page_size(call)
         return self.slots(call, pool)[self.page_numbers(call, e, at // size), at % size].transpose(0, 1)
@@ -206,7 +205,6 @@ class Attention:
         return cache.k_cache, cache.v_cache
 
     def write(self, w: Workload, cache: Any, into: Tensor, new: Tensor, layout: str) -> None:
-        """Write new keys (or values) into their slots."""
         slots = self.cache_slots(w, into, layout)
         at = self.slots_of_new(w, cache)
         new = new if layout == "thd" else new.transpose(1, 2).flatten(0, 1)
@@ -394,7 +392,6 @@ class Attention:
         return p.to(getattr(torch, t.w.out_dtype)).float()
 
     def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
-        """Weight each split by exp(lse)."""
         lses = torch.stack([part.lse for part in parts])
         top = lses.amax(0)
         weights = (lses - top.masked_fill(top == -math.inf, 0)).exp()
@@ -416,7 +413,6 @@ class Attention:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def backward(self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
-        """Return the gradients by name."""
         sums = {name: torch.zeros(t.shape) for name, t in self.inputs_with_gradients(call)}
         delta = self.delta(call, out, dout, dlse)
         for e in self.entries(call):

@@ -38,7 +38,6 @@ class Fault(NamedTuple):
 
     @property
     def twin(self) -> type[Attention]:
-        """The kernel without the fault."""
         return self.kernel.__mro__[1]
 
 

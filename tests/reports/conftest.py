@@ -22,8 +22,6 @@ def browser():
 
 @pytest.fixture(scope="session")
 def show(browser, tmp_path_factory):
-    """Write records as a page, and open it."""
-
     def show_it(records, **how):
         path = tmp_path_factory.mktemp("page") / "report.html"
         path.write_text(records if isinstance(records, str) else report_page(records), encoding="utf-8")

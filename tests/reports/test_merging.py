@@ -41,8 +41,6 @@ def parts(tmp_path, monkeypatch):
 
 @pytest.fixture
 def merge(capsys):
-    """Merge files, by default all; return the exit code and the lines that were printed."""
-
     def run(*files, out="all.jsonl", options=()):
         code = main(["merge", out, *(files or FILES), *options])
         captured = capsys.readouterr()

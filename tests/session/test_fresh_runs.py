@@ -35,7 +35,6 @@ def started(monkeypatch):
 
 @pytest.fixture
 def starting(monkeypatch, tmp_path):
-    """A process that ends with `answer`; `commands` are those of each."""
     commands = []
     plugins = SimpleNamespace(hasplugin=lambda name: False)
     (tmp_path / "names").touch()

@@ -286,8 +286,6 @@ def now(monkeypatch, terminal):
 
 @pytest.fixture
 def last(terminal):
-    """Return a function that returns what is shown now."""
-
     def shown():
         terminal.written()
         time.sleep(0.1)

@@ -24,8 +24,6 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def worker(monkeypatch):
-    """Be worker gwNUMBER of COUNT, with a list of visible GPUs."""
-
     def be(number, count, visible=None):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{number}")
         monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(count))

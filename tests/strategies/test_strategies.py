@@ -20,7 +20,6 @@ SMALLEST = Workload(1, head_dim=16)
 
 
 def drawn(strategy, number=200):
-    """Return `number` draws, the same each time."""
     seen = []
 
     @settings(max_examples=number, deadline=None, database=None, derandomize=True)

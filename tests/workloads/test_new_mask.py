@@ -34,7 +34,6 @@ def registered():
 
 
 def attention(workload):
-    """Return a kernel that applies a workload's mask."""
     seen = boolean_mask(draw_inputs(workload, "flat"))
     return lambda q, k, v: sdpa(q, k, v, attn_mask=seen.to(q.device))
 

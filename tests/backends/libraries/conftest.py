@@ -55,6 +55,5 @@ def installed(monkeypatch, tmp_path):
 
 
 def forget():
-    """Forget what adapters keep of a library."""
     for kept in (flash_attention._refused_by_build, cudnn._handle, cudnn._not_supported_because):
         kept.cache_clear()

@@ -48,7 +48,6 @@ def without_visible_keys(batch, heads, q_len, kv_len, device):
 
 
 def both(names, *workloads):
-    """Return what is claimed of backends, forward and backward."""
     return [(name, workload, True) for name in names.split() for workload in workloads]
 
 

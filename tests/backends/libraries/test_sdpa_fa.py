@@ -66,7 +66,6 @@ class Handle:
 
 
 def forget():
-    """Let hooks be asked anew."""
     _failure_of_one_token.cache_clear()
     _BROKEN_HOOKS.clear()
 

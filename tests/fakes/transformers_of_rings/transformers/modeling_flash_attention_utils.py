@@ -2,5 +2,4 @@
 
 
 def is_flash_attn_greater_or_equal_2_10():
-    """Say yes."""
     return True
