@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from inspect import isroutine
 from typing import Any
 
 import torch
@@ -146,11 +147,15 @@ def _arrived(traits: Traits) -> dict[str, bool]:
 
 
 def _settings(module: torch.nn.Module) -> dict[str, object]:
-    """Return the settings of a module, but for which layer it is."""
+    """Return the settings of a module, but for which layer it is, and of what computes attention for it."""
+    computing = {name: value for name, value in vars(module).items() if callable(value)}
+    told = {name: value if isroutine(value) else (type(value), _plain(value)) for name, value in computing.items()}
+    return {**_plain(module), **told}
+
+
+def _plain(of: object) -> dict[str, object]:
     is_place = re.compile("idx|index|layer|^_").search
-    return {
-        name: value for name, value in vars(module).items() if not is_place(name) and (is_setting(value) or callable(value))
-    }
+    return {name: value for name, value in getattr(of, "__dict__", {}).items() if is_setting(value) and not is_place(name)}
 
 
 def _dtypes(module: torch.nn.Module) -> list[torch.dtype]:

@@ -137,16 +137,30 @@ class Masked:
         return F.scaled_dot_product_attention(q, k, v, is_causal=(self.calls - 1) % 6 == self.odd)
 
 
+class Processor:
+    """Attends with a mask that nothing of it says."""
+
+    def __init__(self, is_causal):
+        self._is_causal = is_causal
+
+    def __call__(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self._is_causal)
+
+
 def test_a_mask_that_one_layer_of_many_has_from_nowhere_is_wrong_and_one_that_a_setting_says_is_not():
-    def found(odd, **settings):
+    def found(odd, shared=True, **settings):
         model = Model(*(Block(Attention(Masked(odd))) for _ in range(6)))
-        for block in model.blocks:
-            block.attn.attend = model.blocks[0].attn.attend
+        for at, block in enumerate(model.blocks):
+            if shared:
+                block.attn.attend = model.blocks[0].attn.attend
+            else:  # each has one of its own, as diffusers have processors
+                block.attn.attend = Processor(at == odd)
         vars(model.blocks[2].attn).update(settings)
         return {call.label: call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled}
 
     said = "its mask hides keys, and no key is hidden in blocks.0.attn, which is the same kind of module"
     assert found(2) == {"blocks.2.attn": said}
     assert found(2, layer_idx=2) == {"blocks.2.attn": said}
+    assert found(2, shared=False) == {"blocks.2.attn": said}
     assert not found(0)
     assert not found(2, is_local=True)
