@@ -39,6 +39,8 @@ _THOROUGH_RERUNS = 20
 #: further calls that must agree bit for bit after a kernel has tuned itself
 _SETTLED = 5
 _SLEEP_CYCLES = 20_000_000  # about 10 ms
+#: of the matrices that another stream multiplies meanwhile
+_WIDTH = 2048
 
 
 class Rerun(Invariant):
@@ -103,7 +105,7 @@ def _behind_late_inputs(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
 
 def _beside_other_work(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
     """Call the kernel while another stream multiplies matrices."""
-    matrix = torch.ones(2048, 2048, device=probe.device, dtype=tensors.dout.dtype)
+    matrix = torch.ones(_WIDTH, _WIDTH, device=probe.device, dtype=tensors.dout.dtype)
     with side_stream(probe.device) as here:
         for _ in range(16):
             matrix @ matrix
