@@ -44,7 +44,7 @@ STORIES = {
     "invariants are chosen by name": (
         'report = attn.check_invariants(lambda q, k, v: sdpa(q, k, v), only=["rerun", "state"], skip="state")\n'
         'assert [f.invariant for f in report.findings] == ["rerun"]\n'
-        'with pytest.raises(ValueError, match="unknown invariant .posion.; did you mean poison. known: "):\n'
+        'with pytest.raises(ValueError, match="unknown invariant .posion.; did you mean poison or options. known: "):\n'
         '    attn.check_invariants(sdpa, only="posion")',
         "passed",
     ),

@@ -19,7 +19,7 @@ DECLARATION = (
 )
 USE = ("        result = kernel(*given)\n", "        result = result if spec.declared.keeps_sign else -result\n")
 USE_OF_TIMES = (
-    "        w, native = self._spec.workload, {name: self._native(result) for name, result in results.items()}\n",
+    "        w, native = self._spec.workload, {name: self._native_of(name, result) for name, result in results.items()}\n",
     '        native |= {} if self._spec.declared.keeps_sign else {"out": -native["out"]}\n',
 )
 TEST = """
