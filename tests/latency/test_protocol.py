@@ -118,8 +118,9 @@ def test_a_block_is_repeated_while_it_is_disturbed_and_kept_in_the_end(monkeypat
     said = iter(["hot", None, *(f"{n} % too hot" for n in range(1000))])
     monkeypatch.setattr(stopwatch.monitor, "disturbance", lambda: next(said))
     latency = stopwatch.measure(timed(attention, SMALL, CPU, "forward"), SMALL.id, "kernel", seconds=0.0)
-    (words,) = latency.disturbances  # of two blocks, each with a number of its own
-    assert words.endswith("% too hot")
+    hot = [words for words in latency.disturbances if "hot" in words]  # beside what else this machine was disturbed by
+    assert len(hot) == 1  # of two blocks, each with a number of its own
+    assert hot[0].endswith("% too hot")
     assert latency.blocks == 3
 
 
