@@ -207,7 +207,7 @@ REFUSED = {
     "--attn-save-failures=taken/below": "--attn-save-failures: cannot write to 'taken/below': ",
     "--attn-save-failures=/proc/nowhere": "--attn-save-failures: cannot write to '/proc/nowhere': ",
     "--attn-save-failures=": "--attn-save-failures: must be a folder, such as failures, got ''",
-    "--attn-save-failures=test_x.py::test_y": "--attn-save-failures: must be a folder, such as failures, got 'test_x.py::",
+    "--attn-save-failures=a.py::test_b": "--attn-save-failures: must be a folder, such as failures, got 'a.py::test_b'",
     "--attn-seed=-1": "--attn-seed: must be a whole number >= 0, or random, got '-1'",
     "--attn-support=nowhere/a.md": "--attn-support: must be a file NAME.md in a folder that exists, got 'nowhere/a.md'",
     "--attn-support=test_kernel.py": "--attn-support: must be a file NAME.md in a folder that exists, got 'test_kernel.py'",
