@@ -91,7 +91,7 @@ def _broken(error: Exception) -> str:
 
 def _share_cores(cores: int) -> None:
     """Give each xdist worker its share of the cores: threads of several workers on one core wait for one another, busily."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    workers = count_workers()
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
@@ -195,7 +195,12 @@ def sharers_of(gpu_per_worker: bool, device: torch.device) -> int:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return 1
     is_own = gpu_per_worker and device.type == "cuda"
-    return int(os.environ.get(_SHARERS if is_own else "PYTEST_XDIST_WORKER_COUNT", "1"))
+    return int(os.environ.get(_SHARERS, "1")) if is_own else count_workers()
+
+
+def count_workers() -> int:
+    """Return how many workers of xdist the run has, of which this process is one; 1 where it has none."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 @contextmanager

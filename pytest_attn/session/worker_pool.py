@@ -24,6 +24,7 @@ from pytest_attn.processes.fork_server import Command, ServerError, modules_ahea
 from pytest_attn.processes.last_words import last_words
 from pytest_attn.processes.launcher import Ended, Launcher, Process
 from pytest_attn.processes.worker import own_processes
+from pytest_attn.session.devices import count_workers
 from pytest_attn.session.option_types import declared_options
 from pytest_attn.session.options import Settings
 
@@ -353,7 +354,7 @@ def how_many_fit(process: int) -> int:
 
     Workers of xdist leave each other their share.
     """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    workers = count_workers()
     try:
         taken = _kilobytes(Path(f"/proc/{process}/status"), "RssAnon")
         left = min(_kilobytes(Path("/proc/meminfo"), "MemAvailable"), _kilobytes_of_group())
