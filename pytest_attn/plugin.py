@@ -185,6 +185,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     attention = session_of(session.config)
     if attention.worker is not None:
         attention.worker.wait_at_gate()
+    attention.collected.due = sum(map(is_case, session.items))
     return True if attention.settings.list_only else None
 
 
@@ -272,9 +273,10 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Share the memory of a GPU with the other workers of the run."""
-    case = parameter_of(item)
-    with session_of(item.config).sharing_memory(case.workload if case else None):
+    """Note that its turn came; share the memory of a GPU with the other workers of the run."""
+    session, case = session_of(item.config), parameter_of(item)
+    session.collected.begun += is_case(item)
+    with session.sharing_memory(case.workload if case else None):
         return (yield)
 
 

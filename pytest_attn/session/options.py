@@ -113,8 +113,8 @@ class Settings:
         option_types.one_of("skip", "fail"),
     )
     unjudged: str = option(
-        "What to do with a marked test that passes without judging anything, and with a run that judged no case because"
-        " kernels declined or a named backend is missing: error, warn or ignore (default: error)",
+        "What to do with a marked test that passes without judging anything, and with a run that lost cases, or judged none"
+        " because kernels declined or a named backend is missing: error, warn or ignore (default: error)",
         "error",
         "ACTION",
         option_types.one_of("error", "warn", "ignore"),

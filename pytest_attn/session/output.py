@@ -163,12 +163,15 @@ def without_effect(session: AttentionSession, config: pytest.Config, has_timed: 
 
 
 def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:
-    """Say why a run that was to judge, and has judged nothing, must not look like a pass; "" where it may.
+    """Say why a run that was to judge, and has judged nothing or not all, must not look like a pass; "" where it may.
 
-    It may where one case was judged, where nobody was to judge, and where what is missing is the machine's: a GPU, or a
-    library that nobody has named. A part of a run that was divided says nothing of the whole.
+    One that nothing stopped has run all its cases. One that has judged nothing may look like a pass where nobody was to
+    judge, and where what is missing is the machine's: a GPU, or a library that nobody has named. A part of a run that was
+    divided says nothing of the whole.
     """
-    records, settings = session.results.records, session.settings
+    records, settings, collected = session.results.records, session.settings, session.collected
+    if (lost := collected.due - collected.begun) > 0:
+        return f"{lost} of {collected.due} cases never ran, and nothing stopped the run: they were taken out of pytest's list"
     is_part = config.getoption("splits", None) or (config.getoption("num_shards", None) or 1) > 1
     are_asked = session.kernels.are_tested and session.worker is None and not settings.tune
     if is_part or not are_asked or not records or any(one["verdict"] != Verdict.SKIPPED for one in records):

@@ -47,6 +47,7 @@ class Collected:
         self.tests = self.cases = 0  # the tests with cases, and the cases of them all
         self.takes_backend = False  # whether one of the tests runs on each selected backend
         self.selected = 0  # cases that are left after deselection, which share the rate of false alarms
+        self.due = self.begun = 0  # cases that are to run in this process, and those whose turn came
         self.runnable = 0  # cases of a listing that would run
         self.chosen = self.unchosen = 0  # of those that a choice was made of (session/cover.py), as far as they would run
         self.cut_short: list[str] = []  # backends of which a choice reaches a part, as the rest compiles too long

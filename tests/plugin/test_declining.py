@@ -216,6 +216,30 @@ def test_a_run_in_which_all_is_declined_is_not_green(run, kernel_test):
         assert run(allowed, *(["--group=1", "-k", "kernel"] if "splits" in allowed else [])).ret in (0, 5), allowed
 
 
+def test_a_run_whose_cases_were_taken_away_meanwhile_is_not_green(in_process, kernel_test):
+    """By what a kernel finds among all objects: pytest's list of tests."""
+    before = """
+import gc
+
+def ends_the_run(q, k, v):
+    found = next(one for one in gc.get_objects() if type(one) is pytest.Session and one.config is CONFIG[0])
+    del found.items[1:]
+    return sdpa(q, k, v)
+
+CONFIG = []
+
+@pytest.fixture(autouse=True)
+def the_run(request):
+    CONFIG[:] = [request.config]
+"""
+    kernel_test("attn.check(ends_the_run)", before=before, marker="Workload(8), Workload(9), Workload(10)")
+    result = in_process()
+    result.assert_outcomes(passed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["2 of 3 cases never ran, and nothing stopped the run: they were taken out of *; *"])
+    assert in_process("-x", "--attn-unjudged=warn").ret == pytest.ExitCode.OK
+
+
 def test_a_run_that_has_judged_something_is(in_process, kernel_test, pytester):
     pytester.makeconftest(BACKENDS)
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
