@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +15,7 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
-from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, unchanged
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import autocast
@@ -26,7 +28,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of, nodes_behind
 from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.models.call_to_workload import says_the_same, to_inputs, with_mask
-from pytest_attn.models.handed_masks import HandedMasks, beyond_window, forgotten, shown_by
+from pytest_attn.models.handed_masks import HandedMasks, beyond_window, causal_across, forgotten, shown_by
 from pytest_attn.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.reports.lines import count, some
 from pytest_attn.workloads.inputs import Inputs
@@ -57,6 +59,9 @@ class AttentionCall:
         is_detached: it gives no gradient at all, though one is needed.
         misled: what its layer should have asked: which mask it does not keep of those that the layer was handed.
         is_narrower: its mask hides keys that the masks of the model's configuration show.
+        is_awaited: its gradients are waited for.
+        memory: a digest of the other sequence that its module was handed; "" for none.
+        dsinks: the gradient of its sinks, (heads,), where it arrived.
     """
 
     module: str
@@ -77,6 +82,9 @@ class AttentionCall:
     is_detached: bool = False
     misled: str = ""
     is_narrower: bool = False
+    is_awaited: bool = False
+    memory: str = ""
+    dsinks: torch.Tensor | None = None
 
     @property
     def fills_empty_rows(self) -> bool:
@@ -135,8 +143,10 @@ class AttentionCall:
         return f"{self.module or 'outside any module'}{f', call {self.number}' if self.number > 1 else ''}"
 
     def receive(self, name: str, gradient: torch.Tensor) -> None:
-        """Keep a gradient that arrived: dout, dq, dk or dv."""
-        if name == "dout":
+        """Keep a gradient that arrived: dout, dq, dk, dv or dsinks."""
+        if name == "dsinks":
+            self.dsinks = gradient.flatten()
+        elif name == "dout":
             self.inputs, self.has_dout = dataclasses.replace(self.inputs, dout=gradient), True
         else:
             self.gradients[name] = gradient
@@ -212,6 +222,23 @@ def _believed(intercepted: InterceptedCall, visible: torch.Tensor | None) -> tup
     return arguments if says_the_same(arguments, visible) else with_mask(arguments, visible), False
 
 
+#: bytes of a tensor of which a digest is made
+_DIGESTED = 1 << 28
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return what tells tensors apart, with shape and whether they need a gradient; "" of one too large, or not at hand."""
+    if tensor.nbytes > _DIGESTED:
+        return ""
+    held = bare(tensor).cpu().contiguous()
+    try:
+        at = held.data_ptr()
+    except RuntimeError:  # of a tensor that stands for others
+        return ""
+    content = hashlib.blake2b(ctypes.string_at(at, held.nbytes) if at else b"", digest_size=8).hexdigest()
+    return f"{tuple(tensor.shape)} {tensor.requires_grad} {content}"
+
+
 def other_sinks(asked: AttentionArguments, intercepted: InterceptedCall) -> str:
     """Say that a call asks for other sinks than those of its module of transformers, "" where it does not."""
     own = getattr(intercepted.arguments.get("module"), "sinks", None)
@@ -261,7 +288,7 @@ class Recorder:
         if self._is_going_back and intercepted.is_again and not intercepted.module:
             return intercepted.compute()  # a backward pass that computes its forward pass again, which is not checked
         aliases = [alias(t) for t in intercepted.tensors]
-        intercepted = intercepted.with_tensors(*aliases)
+        intercepted, sinks = _with_own_sinks(intercepted.with_tensors(*aliases))
         of = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
         self._numbers[of] += 1
         number = self._numbers[of]
@@ -279,7 +306,8 @@ class Recorder:
             is_asked = any(one.dim() > 2 for one in said)  # of pairs: the test's own word, whatever window the layer has
             window = "" if is_asked else beyond_window(arguments, intercepted.arguments.get("sliding_window"))
             wrong = f"a mask was forgotten: {mask}" if mask else window or other_sinks(arguments, intercepted)
-        return self.record(intercepted, arguments, inputs, number, aliases, wrong, is_narrower)
+            wrong = wrong or causal_across(arguments, intercepted.handed)
+        return self.record(intercepted, arguments, inputs, number, aliases, wrong, is_narrower, sinks)
 
     def record(
         self,
@@ -290,8 +318,9 @@ class Recorder:
         aliases: list[torch.Tensor],
         wrong: str,
         is_narrower: bool,
+        sinks: torch.Tensor | None = None,
     ) -> Any:
-        """Compute a call that was read, and record it. wrong: what its layer should have asked."""
+        """Compute a call that was read, and record it. wrong: what its layer should have asked. sinks: an alias of them."""
         pristine = self._copies(inputs)
         needs_gradient = self._backward and torch.is_grad_enabled()
         expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
@@ -304,6 +333,8 @@ class Recorder:
         call = AttentionCall(intercepted.module, number, intercepted.function.shown, precision, pristine, out, subject)
         call.is_again, call.order = intercepted.is_again, self._numbers.total()
         call.misled, call.is_narrower = wrong, is_narrower
+        if self._judges and intercepted.handed and intercepted.handed[0].memory is not None:
+            call.memory = digest_of(intercepted.handed[0].memory)
         call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, intercepted.kernel
         if not intercepted.is_again:
             self.made(call)
@@ -322,7 +353,10 @@ class Recorder:
             self._finish(call)
             return result
         expected.difference_update(call.missing)
-        self._await(call, expected, arguments, raw, aliases)
+        waiting = {name: (t, arguments.to_native) for name, t in zip(GRADIENTS, aliases, strict=True) if name in expected}
+        if sinks is not None and sinks.requires_grad and sinks.grad_fn in set(nodes_behind(raw, [*nodes, sinks.grad_fn])):
+            waiting["dsinks"] = sinks, unchanged
+        self._await(call, waiting, arguments, raw)
         return result
 
     def computed(self, intercepted: InterceptedCall, arguments: AttentionArguments, inputs: Inputs) -> Computed:
@@ -367,18 +401,25 @@ class Recorder:
         return result[0], *tree_map_only(torch.Tensor, apart, tuple(result[1:]))
 
     def _await(
-        self, call: AttentionCall, expected: set[str], arguments: AttentionArguments, raw: Any, aliases: list[Any]
+        self,
+        call: AttentionCall,
+        waiting: Mapping[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]],
+        arguments: AttentionArguments,
+        raw: Any,
     ) -> None:
-        awaited, is_checkpointed = {"dout", *expected}, in_checkpoint()
+        awaited, is_checkpointed = {"dout", *waiting}, in_checkpoint()
         self._waiting[id(call)] = call, awaited
+        call.is_awaited = True
 
         def arrives(name: str, to_native: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
             def hook(gradient: torch.Tensor | None) -> None:
                 self._is_going_back = call.is_again or not is_checkpointed
                 if name not in awaited or (gradient is None and not call.has_dout):
                     return  # where only another result of the function, as lse, has a gradient, there is no dout
-                if gradient is None:
+                if gradient is None and name in GRADIENTS:
                     call.missing.append(name)
+                elif gradient is None:
+                    pass
                 else:
                     call.receive(name, self._keep(to_native(bare(gradient))))
                 awaited.discard(name)
@@ -394,9 +435,9 @@ class Recorder:
             native.copy_(call.empty_rows.blanked(native))
             raw.register_hook(lambda gradient: gradient.masked_fill(~counts, 0))
         raw.register_hook(arrives("dout", arguments.out_to_native))
-        for name, alias in zip(GRADIENTS, aliases, strict=True):
-            if name in expected:
-                alias.register_hook(arrives(name, arguments.to_native))
+        for name, (tensor, to_native) in waiting.items():
+            hooked: Any = tensor
+            hooked.register_hook(arrives(name, to_native))
 
     def _finish(self, call: AttentionCall) -> None:
         self._waiting.pop(id(call), None)
@@ -420,6 +461,16 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values as a tensor of its own, whose gradient is one call's; in autocast's dtype where it casts."""
     cast = autocast(tensor)
     return tensor.view_as(tensor) if cast is tensor else cast
+
+
+def _with_own_sinks(intercepted: InterceptedCall) -> tuple[InterceptedCall, torch.Tensor | None]:
+    """Return a call with an alias of its sinks, and that; None where it has none."""
+    name = next((name for name in ("s_aux", "learnable_sink") if intercepted.arguments.get(name) is not None), None)
+    if name is None:
+        return intercepted, None
+    given: torch.Tensor = intercepted.arguments[name]
+    own = given.view_as(given)
+    return dataclasses.replace(intercepted, arguments={**intercepted.arguments, name: own}), own
 
 
 def without_gradient(tensor: torch.Tensor, used: Callable[[torch.Tensor], None] = lambda gradient: None) -> torch.Tensor:

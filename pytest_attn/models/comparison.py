@@ -21,17 +21,20 @@ from pytest_attn.workloads.workload import Workload
 class Traits(NamedTuple):
     """What a call shows that its siblings may show otherwise; None where that is not known.
 
-    reach: how many keys back the windows of causal attention show. keys: of each head of q the first one that has the same
-    keys; values: the same of values. gradients: which of dq, dk and dv arrived. held: the narrowest of its dtype, bfloat16 and
-    float16 that holds q, k or v. hides: whether its mask hides a key.
+    reach: how many keys back and ahead its windows show, as many or none. keys: of each head of q the first one that has the
+    same keys; values: the same of values. gradients: which of dq, dk and dv arrived of those that were waited for. held: the
+    narrowest of its dtype, bfloat16 and float16 that holds q, k or v. seen: its shape, and a digest of what its mask shows,
+    "" for all. has_bias: whether it adds to scores. memory: a digest of the other sequence that its module was handed.
     """
 
-    reach: int | None = None
+    reach: tuple[int, int] | None = None
     keys: tuple[int, ...] | None = None
     values: tuple[int, ...] | None = None
     gradients: frozenset[str] | None = None
     held: str | None = None
-    hides: bool | None = None
+    seen: tuple[tuple[int, int], str] | None = None
+    has_bias: bool | None = None
+    memory: str | None = None
 
 
 @dataclass(frozen=True)

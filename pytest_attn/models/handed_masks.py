@@ -31,13 +31,15 @@ _OTHERS = ("encoder", "cross", "memory", "context", "key_value", "decoder")
 class HandedMasks:
     """Masks among the arguments of a module that runs. masks: by parameter; takes: all parameters for masks.
 
-    has_two: whether it was handed another sequence to attend to.
+    has_two: whether it was handed another sequence to attend to. memory: that sequence, (batch, keys, features), if it is one
+    of numbers.
     """
 
     module: str
     masks: Mapping[str, torch.Tensor]
     takes: tuple[str, ...]
     has_two: bool
+    memory: torch.Tensor | None = None
 
 
 def handed_to(name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> HandedMasks:
@@ -47,8 +49,10 @@ def handed_to(name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: M
     masks = {key: value for key, value in given.items() if _is_mask(key, value)}
     takes = tuple(key for key in dict.fromkeys((*parameters, *given)) if _names_mask(key))
     others = [key for key, value in given.items() if isinstance(value, torch.Tensor) and key not in takes]
-    has_two = any(part in key for key in others for part in _OTHERS)
-    return HandedMasks(name, masks, takes, has_two or any(key.startswith(("decoder_", "tgt")) for key in parameters))
+    second = [given[key] for key in others if any(part in key for part in _OTHERS)]
+    memory = next((one for one in second if one.is_floating_point() and one.dim() == 3), None)
+    has_two = bool(second) or any(key.startswith(("decoder_", "tgt")) for key in parameters)
+    return HandedMasks(name, masks, takes, has_two, memory)
 
 
 @cache
@@ -111,6 +115,21 @@ def beyond_window(given: AttentionArguments, window: object) -> str:
         return ""
     *_, row, key = beyond.nonzero()[0].tolist()
     return f"its layer says sliding_window={window}, and the call shows key {key} to row {row}"
+
+
+def causal_across(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:
+    """Say that a call hides later keys, as in one sequence, from a layer that attends to another; "" where it does not.
+
+    Of another length, as where both are as long they may be two views of the same tokens.
+    """
+    rows, keys = given.q.shape[-2], given.k.shape[-2]
+    is_across = bool(handed) and handed[0].memory is not None and handed[0].memory.shape[1] == keys
+    if not is_across or rows == keys or min(rows, keys) < 3 or given.cu_seqlens is not None or given.score_mod:
+        return ""
+    shown = shown_by(given)
+    causal = torch.ones(rows, keys, dtype=torch.bool, device=shown.device).tril()
+    is_causal = bool((shown == causal).all((-2, -1)).any())
+    return f"its mask is causal, and its {keys} keys are of another sequence than its {rows} rows" if is_causal else ""
 
 
 def _in_force(handed: Sequence[HandedMasks]) -> Iterator[tuple[HandedMasks, Mapping[str, torch.Tensor]]]:

@@ -12,13 +12,14 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import overrides
@@ -381,13 +382,24 @@ def uncompiled(function: object) -> object | None:
 # -- which module runs -------------------------------------------------------------------------------------------------------
 
 
+class Part(NamedTuple):
+    """A part of a module that ran: itself, its name there, and its first argument."""
+
+    module: torch.nn.Module
+    name: str
+    given: Any
+
+
+_PROJECTS_KEYS = re.compile(r"(w|to_)?kv?(ey)?(_?proj)?", re.IGNORECASE).fullmatch
+
+
 class Tracker:
     """The modules that run at the moment, the outermost first, and all that ran."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._names: dict[int, str] = {}
-        #: each with the arguments that it was called with, and the parts of it that have run
-        self._running: list[tuple[torch.nn.Module, tuple[Any, ...], Mapping[str, Any], list[torch.nn.Module]]] = []
+        #: each with the arguments that it was called with, and the parts of it that have run with what each was given first
+        self._running: list[tuple[torch.nn.Module, tuple[Any, ...], Mapping[str, Any], list[Part]]] = []
         #: modules that ran
         self.ran: dict[str, torch.nn.Module] = {}
         #: modules that made an attention call
@@ -433,15 +445,19 @@ class Tracker:
         self._running.append((module, args, kwargs, []))
         self.ran[self._names[id(module)]] = module
 
-    def _leave(self, module: torch.nn.Module, _args: Any, _result: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: tuple[Any, ...], _result: Any) -> None:
         while self._running and self._running.pop()[0] is not module:
             pass
         if self._running:
-            self._running[-1][-1].append(module)
+            self._running[-1][-1].append(Part(module, self._names[id(module)].rpartition(".")[2], args[0] if args else None))
 
     def handed(self) -> tuple[HandedMasks, ...]:
         """Return the masks that the modules were handed that run, the innermost first."""
-        return tuple(handed_to(self._names[id(module)], module, *given) for module, *given, _ in reversed(self._running))
+        levels = [handed_to(self._names[id(module)], module, *given) for module, *given, _ in reversed(self._running)]
+        if levels and levels[0].memory is not None:  # what keys are projected of is what it attends to
+            of_keys = [part.given for part in self._running[-1][-1] if _PROJECTS_KEYS(part.name)]
+            levels[0] = replace(levels[0], memory=next((t for t in of_keys if isinstance(t, torch.Tensor)), levels[0].memory))
+        return tuple(levels)
 
     @property
     def current(self) -> str:
@@ -457,7 +473,7 @@ class Tracker:
                 v if is_setting(v) else type(v).__name__ for v in (*args, *kwargs, *kwargs.values())
             )
             if not in_backward_pass():  # where checkpointing computes it again
-                self.before.setdefault(self.current, []).append(list(ran))
+                self.before.setdefault(self.current, []).append([part.module for part in ran])
         return self.current
 
     def note_softmax(self) -> None:

@@ -25,12 +25,14 @@ from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Evidence, Limits, Returned, TensorComparison, limits_named
 from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.judge import compare_all, compare_tensor, mismatch_of, unshown_by, untested, without_each
-from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, with_drawn_rows
+from pytest_attn.correctness.reference import Expected, Reference, compute_reference, score_elements, with_drawn_rows
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.models.capture import AttentionCall
 from pytest_attn.models.exact import Dithered, Passes
 from pytest_attn.workloads.inputs import Inputs
 
+#: by what share of itself, and how many of its taus, a gradient of sinks is off that is another one
+_OTHER, _FAR_ROUNDING = 0.2, 32.0
 #: what reports call the inputs of a call
 DISTRIBUTION = "of the model"
 
@@ -53,7 +55,16 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
     if subject is not None and is_approximate:
         inputs = subject.dequantized(inputs)
     gradients = call.gradients if call.has_dout else {}
-    reference = with_drawn_rows(compute_reference(inputs, precision_named(call.precision), backward=bool(gradients)))
+    has_sinks = (
+        call.dsinks is not None
+        and bool(gradients)
+        and call.dsinks.numel() == workload.heads
+        and score_elements(workload) <= _MOST_SCORES
+    )
+    profile, parameters = precision_named(call.precision), ("sinks",) if has_sinks else ()
+    reference = with_drawn_rows(compute_reference(inputs, profile, backward=bool(gradients), parameters=parameters))
+    if call.dsinks is not None and has_sinks:
+        _require_near(call.dsinks, reference.tensors["dsinks"])
     tensors = {"out": call.out.to(inputs.device)} | {name: t.to(inputs.device) for name, t in sorted(gradients.items())}
     check_contract(tensors["out"], ("out",), reference, workload, "thd" if workload.is_packed else "bhsd")
     for name, tensor in tensors.items():
@@ -76,6 +87,15 @@ def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
     unshown = unshown_by(reference, workload, tuple(tensors), list(without_each(workload))) if failed is None else ()
     facts = workload.id, name, rows, reference.is_sampled, is_approximate, mismatch, call.changes
     return _in_a_model(diagnose(Comparison(*facts, sampled=sampled, untested=() if failed else untested(workload, unshown))))
+
+
+def _require_near(found: torch.Tensor, expected: Expected) -> None:
+    """Raise ContractError for a gradient of sinks that is another one, and not by rounding, which all rows may share."""
+    exact, tau = (t.flatten().double().cpu() for t in (expected.value, expected.tau))
+    distance = (found.flatten().double().cpu() - exact).norm()
+    if distance > _OTHER * exact.norm() and distance > _FAR_ROUNDING * tau.norm():
+        times = float(found.double().cpu() @ exact / exact.square().sum())
+        raise ContractError(f"dsinks is not the gradient of its sinks: {times:.2g} times what exact attention gives")
 
 
 def _require_finite(inputs: Inputs) -> None:

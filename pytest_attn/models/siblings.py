@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pytest_attn.models.capture import AttentionCall
+from pytest_attn.models.capture import AttentionCall, digest_of
 from pytest_attn.models.comparison import CallComparison, Traits
 from pytest_attn.models.handed_masks import HIDES
 from pytest_attn.models.interception import Tracker, build_of, is_setting
@@ -26,13 +26,15 @@ from pytest_attn.workloads.workload import Workload
 
 def traits_of(call: AttentionCall) -> Traits:
     """Return what is read from the tensors of a call."""
-    gradients = frozenset(call.gradients) or None
+    gradients = frozenset(call.gradients) if call.is_awaited else None
     if call.workload.is_packed:
         return Traits(gradients=gradients)
-    shown, heads = _shown(call), call.workload.heads
-    hides = shown is not None and not bool(shown.all())
+    shown, heads, w = _shown(call), call.workload.heads, call.workload
+    seen = "" if shown is None or bool(shown.all()) else digest_of(_alike_dropped(shown.expand(-1, -1, w.q_len, w.kv_len)))
     shares = _shares(call.k, heads), _shares(call.v, heads)
-    return Traits(_reach(call, shown), *shares, gradients, _held(call), hides)
+    has_bias = call.bias is not None and bool(((call.bias > HIDES) & (call.bias != 0)).any())
+    shape = w.q_len, w.kv_len
+    return Traits(_reach(call, shown), *shares, gradients, _held(call), (shape, seen), has_bias, call.memory)
 
 
 def _shown(call: AttentionCall) -> torch.Tensor | None:
@@ -40,6 +42,14 @@ def _shown(call: AttentionCall) -> torch.Tensor | None:
         return call.mask
     shown = call.bias > HIDES
     return shown if call.mask is None else shown & call.mask.to(shown.device)
+
+
+def _alike_dropped(shown: torch.Tensor) -> torch.Tensor:
+    """Return a mask without batch entries and heads that are all alike."""
+    for dim in (0, 1):
+        first = shown.narrow(dim, 0, 1)
+        shown = first if bool((shown == first).all()) else shown
+    return shown
 
 
 def _held(call: AttentionCall) -> str:
@@ -52,7 +62,7 @@ def _held(call: AttentionCall) -> str:
     return dtype
 
 
-def _reach(call: AttentionCall, shown: torch.Tensor | None) -> int | None:
+def _reach(call: AttentionCall, shown: torch.Tensor | None) -> tuple[int, int] | None:
     rows, keys = call.workload.q_len, call.workload.kv_len
     if shown is None or rows != keys:
         return None
@@ -61,12 +71,12 @@ def _reach(call: AttentionCall, shown: torch.Tensor | None) -> int | None:
     at = torch.arange(rows, device=shown.device)
     seen = shown.to(torch.uint8)
     first, last = seen.argmax(-1), keys - 1 - seen.flip(-1).argmax(-1)
-    if bool(((last > at) & counts).any()):
-        return None
-    reach = torch.where(counts, at - first, -1).amax(-1)
+    scattered = (shown.sum(-1) != last - first + 1) & counts  # rows of padding may see themselves and a part of a window
+    if 4 * int(scattered.sum()) > int(counts.sum()):
+        return None  # keys that are chosen one by one
+    back, ahead = (int(torch.where(counts, reach, -1).max()) for reach in (at - first, last - at))
     whole = torch.where(counts, at, -1).amax(-1) - torch.where(counts, first, keys).amin(-1)
-    longest = int(reach.max())
-    return longest if 0 <= longest < int(whole.max()) else None
+    return (back, ahead) if 0 <= back < int(whole.max()) and ahead in (0, back) else None
 
 
 def _shares(tensor: torch.Tensor, of: int) -> tuple[int, ...] | None:
@@ -95,41 +105,60 @@ def with_strangers(calls: Sequence[CallComparison], tracker: Tracker) -> Iterato
     tracker: of the step, whose gradients the parameters still have.
     """
     alike: dict[object, list[CallComparison]] = {}
+    places: dict[object, list[CallComparison]] = {}
     for call in calls:
-        if call.module in tracker.callers:
-            alike.setdefault((build_of(tracker.callers[call.module]), call.workload.head_dim), []).append(call)
+        if module := tracker.callers.get(call.module):
+            alike.setdefault((build_of(module), call.workload.head_dim), []).append(call)
+            places.setdefault((type(module), re.sub(r"\d+", "*", call.module)), []).append(call)
     strange: dict[int, str] = {}
-    for group in alike.values():
-        for order, words in _strange(group, tracker):
-            strange.setdefault(order, words)
+    for find, groups in ((_strange, alike), (_strange_of_place, places)):
+        for group in groups.values():
+            for order, words in find(group, tracker):
+                strange.setdefault(order, words)
     for call in calls:
-        lost = _loses_sinks(call, tracker.callers.get(call.module))
-        yield replace(call, misled=call.misled or _mixed(call.traits) or lost or strange.get(call.order, ""))
+        module = tracker.callers.get(call.module)
+        own = _mixed(call.traits) or _loses_sinks(call, module) or _leaves_out_norm(call, module)
+        yield replace(call, misled=call.misled or own or strange.get(call.order, ""))
+
+
+def _strange_of_place(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str]]:
+    """Yield what `_strange` does, of modules that stand at the same place of layers, whatever parameters they have."""
+    settings = [_settings(tracker.callers[call.module]) for call in group]
+    biases, memories = [call.traits.has_bias for call in group], [call.traits.memory or None for call in group]
+    for at, _ in _lone(biases, is_odd=lambda has_bias: not has_bias):
+        if sibling := next(
+            (other for has, own, other in zip(biases, settings, group, strict=True) if has and own == settings[at]), None
+        ):
+            yield group[at].order, _as_in("nothing is added to its scores, and a bias is", sibling)
+    for at, sibling_at in _lone(memories, is_odd=bool):
+        yield group[at].order, _as_in("it does not attend to the sequence that is attended to", group[sibling_at])
+
+
+def _as_in(what: str, sibling: CallComparison) -> str:
+    return f"{what} in {sibling.label}, which is the same kind of module"
 
 
 def _strange(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str]]:
     """Yield the orders of calls that ask for something else than the others of modules built alike, and what that is."""
 
     def said(at: int, what: str, sibling: int) -> tuple[int, str]:
-        return group[at].order, f"{what} in {group[sibling].label}, which is the same kind of module"
+        return group[at].order, _as_in(what, group[sibling])
 
     modules, traits = [tracker.callers[call.module] for call in group], [call.traits for call in group]
-    gives = [{**_arrived(call.traits), **_gives_gradients(call, tracker)} for call in group]
+    gives = [{**_arrived(call, tracker), **_gives_gradients(call, tracker)} for call in group]
     for name in dict.fromkeys(name for one in gives for name in one):
         for at, sibling in _lone([one.get(name) for one in gives], is_odd=lambda given: not given):
             yield said(at, f"its {name} gets no gradient, and {name} gets one", sibling)
     for at, sibling in _lone([one.held for one in traits], is_odd=lambda held: held != "float32"):
         if _dtypes(modules[at]) == _dtypes(modules[sibling]):
             yield said(at, f"its q, k or v was rounded to {traits[at].held}, and none was", sibling)
-    told = [(_settings(module), tracker.told[call.module]) for module, call in zip(modules, group, strict=True)]
-    for at, sibling in _lone([one.hides for one in traits], is_odd=bool, others=4):
-        if told[at] == told[sibling]:
-            yield said(at, "its mask hides keys, and no key is hidden", sibling)
-    windows = [None if one.reach is None else one.reach + 1 for one in traits]
+    yield from ((group[at].order, _as_in(what, group[sibling])) for at, what, sibling in _other_masks(group, tracker))
+    windows = [one.reach for one in traits]
     found = [window for window in {*windows} if window is not None]
-    if len(found) == 2 and abs(found[0] - found[1]) == 1:
+    if len(found) == 2 and abs(found[0][0] - found[1][0]) == 1 and len({*map(bool, (found[0][1], found[1][1]))}) == 1:
         for at, sibling in _others(windows):
-            yield said(at, f"its window is {windows[at]} keys, and {windows[sibling]}", sibling)
+            own_keys, keys = (sum(windows[one] or ()) + 1 for one in (at, sibling))
+            yield said(at, f"its window is {own_keys} keys, and {keys}", sibling)
     orders = [one.keys for one in traits]
     many = [None if order is None else len({*order}) for order in orders]
     odd = _lone(many, is_odd=lambda number: number < max(filter(None, many))) if len({*many} - {None}) > 1 else _others(orders)
@@ -141,16 +170,36 @@ def _strange(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[in
         yield said(at, f"its scale is {own:.6g}, and {scale:.6g}", sibling)
 
 
-def _arrived(traits: Traits) -> dict[str, bool]:
-    """Return which of q, k and v got a gradient."""
-    return {} if traits.gradients is None else {name: f"d{name}" in traits.gradients for name in "qkv"}
+def _other_masks(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str, int]]:
+    """Yield which call has a mask of its own among those of one shape whose modules were told the same, how, and a sibling."""
+    told = [(_settings(tracker.callers[call.module]), tracker.told[call.module]) for call in group]
+    kinds = [call.traits.seen and (told.index(one), call.traits.seen[0]) for one, call in zip(told, group, strict=True)]
+    for kind in dict.fromkeys(filter(None, kinds)):
+        seen = [
+            call.traits.seen[1] if call.traits.seen and one == kind else None for one, call in zip(kinds, group, strict=True)
+        ]
+        for at, sibling in _lone(seen, is_odd=lambda _: True, others=4):
+            what = (
+                "its mask shows other keys than those that are shown" if seen[at] else "it hides no key, and keys are hidden"
+            )
+            yield at, what if seen[sibling] else "its mask hides keys, and no key is hidden", sibling
+
+
+def _arrived(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
+    """Return which of q, k and v got a gradient. Where a module made several calls, the loss may depend on some only."""
+    arrived = call.traits.gradients
+    if arrived is None or (not arrived and len(tracker.before.get(call.module, [])) != 1):
+        return {}
+    return {name: f"d{name}" in arrived for name in "qkv"}
 
 
 def _settings(module: torch.nn.Module) -> dict[str, object]:
     """Return the settings of a module, but for which layer it is, and of what computes attention for it."""
-    computing = {name: value for name, value in vars(module).items() if callable(value)}
+    computing = {name: value for name, value in vars(module).items() if callable(value) and name != "forward"}
     told = {name: value if isroutine(value) else (type(value), _plain(value)) for name, value in computing.items()}
-    return {**_plain(module), **told}
+    kinds, at = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[at] if isinstance(kinds, list | tuple) and isinstance(at, int) and at < len(kinds) else None
+    return {**_plain(module), **told, "layer_types": kind}
 
 
 def _plain(of: object) -> dict[str, object]:
@@ -204,6 +253,20 @@ def _loses_sinks(call: CallComparison, module: torch.nn.Module | None) -> str:
     is_asked = call.workload.sinks and call.has_gradients and not call.is_replaced
     lost = is_asked and isinstance(own, torch.nn.Parameter) and own.requires_grad and own.grad is None
     return "its sinks get no gradient, and q, k or v get one" if lost else ""
+
+
+_NORM = re.compile(r"(q|k|query|key)_?(layer_?)?norm|norm_?(q|k|query|key)").fullmatch
+
+
+def _leaves_out_norm(call: CallComparison, module: torch.nn.Module | None) -> str:
+    """Say which norm of q or k a module has, and does not use, as its weights get no gradient and others do; "" for none."""
+    if module is None or not call.has_gradients or all(parameter.grad is None for parameter in module.parameters()):
+        return ""
+    for name, part in module.named_children():
+        weights = [parameter for parameter in part.parameters() if parameter.requires_grad]
+        if _NORM(name.lower()) and weights and all(weight.grad is None for weight in weights):
+            return f"its module has {name}, and does not use it: its weights get no gradient, and q, k or v get one"
+    return ""
 
 
 def _listed(heads: tuple[int, ...] | None) -> str:

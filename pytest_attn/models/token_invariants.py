@@ -1,4 +1,6 @@
-"""`attn_model.check_invariants`: what must hold of a model of tokens whatever its weights: it is compared with itself.
+"""`attn_model.check_invariants`: what must hold of a model, mostly of one of tokens, whatever its weights.
+
+It is compared with itself.
 
 Where the same sums run over the same shapes, rows must be bit-equal; where shapes differ, a row may move as far as correct
 rounding does (`TokenModel.scatter`).
@@ -15,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.invariants.check import Names, chosen_names
@@ -23,7 +26,7 @@ from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.models.siblings import odd_scales
 from pytest_attn.models.step import untouched
 from pytest_attn.models.token_model import TokenModel
-from pytest_attn.reports.lines import some
+from pytest_attn.reports.lines import count, some
 from pytest_attn.workloads.workload import Workload
 
 #: what one of the model's own forward passes raises where it does not support what it is asked
@@ -152,7 +155,7 @@ def future(of: TokenModel) -> str:
 
 def receptive_field(of: TokenModel) -> str:
     """Each layer asks for what the configuration and layers like it ask for, and rows beyond all windows are bit-equal."""
-    is_windowed = has_windows(of)
+    is_windowed = of.has_tokens and has_windows(of)
     if wrong := wrong_scores(of) or (is_windowed and wrong_masks(of)):
         return wrong
     if not is_windowed and len(of.asked.calls) < 2:
@@ -178,6 +181,8 @@ def padding(of: TokenModel, side: str) -> str:
     padded = _padded(of, is_left)
     if is_left:
         evidence = _decoded_after(of, padded)
+    elif evidence := _after_padded_source(of):
+        pass
     else:
         rows = of.rows_of(padded.ids, padded.places, attention_mask=padded.real.long())
         evidence = of.far_rows(rows.where(padded.real[..., None], 0), padded.expected, padded.what)
@@ -256,6 +261,18 @@ def _decoded_after(of: TokenModel, padded: _Padded) -> str:
     return ""
 
 
+def _after_padded_source(of: TokenModel) -> str:
+    """Say how rows of a decoder differ where its encoder is given padding, through a cache, too; "" for not at all."""
+    padded = of.with_padded_source
+    if padded is None:
+        return ""
+    what = "with padding on the right of what the encoder is given"
+    if evidence := of.far_rows(padded.rows_of(of.ids, of.places), of.rows, what):
+        return evidence
+    evidence = _decoded(padded, "dynamic") if of.is_causal and of.cache_name else ""
+    return evidence and f"{evidence}, {what}"
+
+
 def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
@@ -290,6 +307,8 @@ def decoding(of: TokenModel, kind: str) -> str:
     """Prefill, then one token after the other through a cache, gives the rows of the whole."""
     if not (of.is_causal and of.cache_name):
         raise NotApplicable("it is not a causal model of transformers that takes a cache")
+    if of.is_decoder and kind != "dynamic":
+        raise NotApplicable("a decoder beside an encoder has a cache of its own kind")
     if kind == "sliding" and of.window is None:
         raise NotApplicable("its configuration names no window")
     if kind != "dynamic" and _cuts_unasked(of):
@@ -390,6 +409,8 @@ def batch_order(of: TokenModel) -> str:
     """A sequence gives the same rows wherever it stands in the batch, and alone."""
     if len(of.ids) < 2:
         raise NotApplicable("the batch has one sequence")
+    if any(isinstance(part, _BatchNorm) and part.training for part in of.model.modules()):
+        raise NotApplicable("it normalizes over the batch")
     reverse = of.rows_of(of.ids.flip(0), of.places.flip(0)).flip(0)
     if evidence := of.far_rows(reverse, of.rows, "with the batch in reverse"):
         return evidence
@@ -411,14 +432,19 @@ INVARIANTS: dict[str, Callable[[TokenModel], str]] = {
 }
 
 
+#: which hold of models that take no token ids, too
+_OF_ANY = ("field", "order")
+
+
 def judge_model_invariants(
     model: torch.nn.Module, batch: Any, only: Names = None, skip: Names = None, causal: bool | None = None
 ) -> InvariantReport:
     """Return what each invariant finds. The model is left as it was.
 
-    batch: token ids (batch, tokens), or a mapping with input_ids. causal: whether a token may see only those before it; by
+    batch: token ids (batch, tokens), or a mapping with input_ids; of a decoder with decoder_input_ids; of models that take no
+    token ids what they take, whose first dimension is the batch. causal: whether a token may see only those before it; by
     default what the model says. Raises ValueError for an unknown name, DropoutError for a model that drops at random,
-    TypeError for a model of anything but tokens.
+    TypeError where a batch is none of these.
     """
     names = chosen_names(only, skip, INVARIANTS, INVARIANTS)
     with unlimited_recompiles(), untouched(model):
@@ -428,12 +454,15 @@ def judge_model_invariants(
     quiet = [number for number, one in enumerate(findings) if one.outcome == "passed" and not one.evidence]
     if quiet:  # it is of all of them
         findings[quiet[-1]] = replace(findings[quiet[-1]], evidence=of.routing.note)
-    return InvariantReport(f"{tuple(of.ids.shape)} tokens", type(model).__name__, tuple(findings))
+    what = f"{tuple(of.ids.shape)} tokens" if of.has_tokens else count(len(of.ids), "entry", "entries")
+    return InvariantReport(what, type(model).__name__, tuple(findings))
 
 
 def _finding(name: str, of: TokenModel) -> Finding:
     of.note = ""
     try:
+        if not of.has_tokens and name not in _OF_ANY:
+            raise NotApplicable("the batch has no token ids")
         if of.routing and name != "field" and (limit := _capacity(of)):
             raise NotApplicable(f"experts take so many tokens at most ({limit}), so that each token depends on the others")
         evidence = INVARIANTS[name](of)

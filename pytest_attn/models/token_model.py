@@ -1,4 +1,8 @@
-"""A model of token ids that is compared with itself: its runs, what they say it is, and how far rounding moves them."""
+"""A model that is compared with itself: its runs, what they say it is, and how far rounding moves them.
+
+One of token ids: (batch, tokens), of a decoder its own where it has an encoder. Of any other, as of images, nothing is known
+but which entries its batch has: they stand in for ids, one for each entry.
+"""
 
 from __future__ import annotations
 
@@ -49,34 +53,46 @@ class Asked(NamedTuple):
 
 
 class TokenModel:
-    """A model whose forward pass takes token ids, which is compared with itself.
+    """A model that is compared with itself.
 
-    ids: (batch, tokens), without padding, cut to the shortest sequence of the batch. causal: whether a token may see only
-    those before it; None for what the model says.
+    ids: (batch, tokens), without padding, cut to the shortest sequence of the batch; of a model that takes no token ids the
+    numbers of the entries, (batch, 1). causal: whether a token may see only those before it; None for what the model says.
     """
 
     def __init__(self, model: torch.nn.Module, batch: Any, causal: bool | None = None) -> None:
-        given = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-        ids = given.pop("input_ids", None)
-        if ids is None or not hasattr(ids, "dim") or ids.dim() != 2 or ids.is_floating_point():
-            raise TypeError(
-                "check_invariants: batch must be a tensor of token ids (batch, tokens), or a mapping with input_ids"
-            )
         self.model, self._causal = model, causal
         self._inner: Any = getattr(model, "_orig_mod", model)
         parameters = inspect.signature(self._inner.forward).parameters
         self._parameters = frozenset(parameters)
+        given = _named(batch, takes_ids="input_ids" in parameters)
+        #: whether its tokens are those of a decoder, which attends to what an encoder makes of the rest
+        self.is_decoder = "decoder_input_ids" in given
+        #: whether its batch has token ids
+        self.has_tokens = self._name_of("input_ids") in given
+        ids: Any = given.pop(self._name_of("input_ids")) if self.has_tokens else _entries(given)
+        if not hasattr(ids, "dim") or ids.dim() != 2 or ids.is_floating_point():
+            raise TypeError(
+                "check_invariants: batch must be a tensor of token ids (batch, tokens), a tensor of other inputs whose first"
+                " dimension is the batch, or a mapping of such tensors"
+            )
         takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         self._takes_use_cache = "use_cache" in parameters or (takes_more and bool(self.cache_name))
-        mask = given.pop("attention_mask", None)
+        mask = given.pop(self._name_of("attention_mask"), None) if self.has_tokens else None
         is_seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
         length = int(is_seen.sum(1).min())
 
         def cut(of_tokens: torch.Tensor) -> torch.Tensor:
             return torch.stack([row[seen][:length] for row, seen in zip(of_tokens, is_seen.to(of_tokens.device), strict=True)])
 
-        kept = {name: value for name, value in given.items() if name not in {"position_ids", "labels", "use_cache", *_CACHES}}
-        is_of_tokens = {name: isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape for name, v in kept.items()}
+        dropped = {self._name_of("position_ids"), "labels", "use_cache", *_CACHES}
+        kept = {name: value for name, value in given.items() if name not in dropped}
+        is_of_tokens = {
+            name: self.has_tokens
+            and isinstance(v, torch.Tensor)
+            and v.shape[:2] == ids.shape
+            and name.startswith("decoder_" if self.is_decoder else "")
+            for name, v in kept.items()
+        }
         self._per_token = {name: cut(value) for name, value in kept.items() if is_of_tokens[name]}
         rest = {name: value for name, value in kept.items() if not is_of_tokens[name]}
         is_of_sequences = {
@@ -85,7 +101,7 @@ class TokenModel:
         self._per_sequence = {name: value for name, value in rest.items() if is_of_sequences[name]}
         self._given = {name: value for name, value in rest.items() if not is_of_sequences[name]}
         self.ids = cut(ids)
-        if length < 8:
+        if self.has_tokens and length < 8:
             raise ValueError(f"check_invariants: sequences of {length} tokens say little; give at least 8")
         self.length = length
         #: of each token, which one it is
@@ -121,8 +137,26 @@ class TokenModel:
         return found if isinstance(found, int) and found > 0 else None
 
     def takes(self, name: str) -> bool:
-        """Whether the forward pass names an argument."""
-        return name in self._parameters
+        """Whether the forward pass names an argument, of those of tokens the decoder's where it has one."""
+        return self._name_of(name) in self._parameters
+
+    def _name_of(self, name: str) -> str:
+        is_of_tokens = name in ("input_ids", "attention_mask", "position_ids")
+        return f"decoder_{name}" if self.is_decoder and is_of_tokens else name
+
+    @property
+    def with_padded_source(self) -> TokenModel | None:
+        """The same decoder whose encoder is given padding on the right; None where that takes no tokens and mask."""
+        source = self._per_sequence.get("input_ids") if self.is_decoder else None
+        if source is None or source.is_floating_point() or "attention_mask" not in self._parameters:
+            return None
+        mask = self._per_sequence.get("attention_mask", torch.ones_like(source))
+        one = copy.copy(self)
+        more = source.new_full((len(source), 7), self.pad_id or 0), mask.new_zeros(len(source), 7)
+        padded = {"input_ids": torch.cat([source, more[0]], 1), "attention_mask": torch.cat([mask, more[1]], 1)}
+        one._per_sequence = {**self._per_sequence, **padded}
+        one.__dict__.update(rows=self.rows, scatter=self.scatter)
+        return one
 
     @cached_property
     def pad_id(self) -> int | None:
@@ -169,6 +203,8 @@ class TokenModel:
         """
         if self._causal is not None:
             return self._causal
+        if self.is_decoder:
+            return True if any("causal" in name for name in self.asked.masks) else None
         if getattr(getattr(self._inner, "config", None), "is_encoder_decoder", False):
             return None
         calls, masks, *_ = self.asked
@@ -211,7 +247,7 @@ class TokenModel:
         return self.rows_of(self.ids, self.places)
 
     def rows_of(self, ids: torch.Tensor, places: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Return the logits, or the last hidden state, (batch, tokens, features).
+        """Return the logits, or the last hidden state, (batch, tokens, features); (batch, 1, numbers) without tokens.
 
         places: of each id, which token of the batch it is, -1 for any other.
         """
@@ -219,6 +255,7 @@ class TokenModel:
 
     def run(self, ids: torch.Tensor, places: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Any]:
         """Return the rows, and all that the forward pass returned."""
+        more = {self._name_of(name): value for name, value in more.items()}
         if self._takes_use_cache:
             more.setdefault("use_cache", False)
         for name, values in self._per_token.items():
@@ -227,14 +264,22 @@ class TokenModel:
         sequences = places.amax(1).clamp(min=0) // self.length  # of a row, which one it is of
         more |= {name: values[sequences.to(values.device)] for name, values in self._per_sequence.items()}
         with torch.no_grad(), self.routing.held(places):
-            named = {"input_ids": ids} if self.takes("input_ids") else {}
-            returned = self.model(*([] if named else [ids]), **named, **self._given, **more)
+            named = {self._name_of("input_ids"): ids} if self.has_tokens and self.takes("input_ids") else {}
+            first = [more.pop("")] if "" in more else [ids] if self.has_tokens and not named else []
+            returned = self.model(*first, **named, **self._given, **more)
         outputs = named_tensors(returned).outputs
-        rows = next((t for t in outputs.values() if t.dim() == 3 and t.shape[:2] == ids.shape), None)
+        rows = next(
+            (t for t in map(self._rows_of_output, outputs.values()) if t.dim() == 3 and t.shape[:2] == ids.shape), None
+        )
         if rows is None:
             shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in outputs.items())
             raise TypeError(f"check_invariants: the model returned {shapes}; expected a tensor (batch, tokens, features)")
         return rows, returned
+
+    def _rows_of_output(self, output: torch.Tensor) -> torch.Tensor:
+        """Return an output as it is; where there are no tokens, all of an entry as its row, but of scores between entries."""
+        is_of_pairs = output.dim() == 2 and len({*output.shape}) == 1
+        return output if self.has_tokens or is_of_pairs or output.dim() < 2 else output.flatten(1)[:, None]
 
     def rows_with_another_token(self, at: int) -> torch.Tensor:
         """Return the rows after the token at one position became another one of the batch, in every sequence."""
@@ -322,6 +367,21 @@ class TokenModel:
             with _rounded_otherwise(self.model, seed), self.routing.measuring():
                 total += float((self.rows_of(self.ids, self.places).double() - exact).square().sum(-1).mean())
         return max(float((total / _RUNS) ** 0.5), 1e-30)
+
+
+def _named(batch: Any, takes_ids: bool) -> dict[str, Any]:
+    """Return a batch by name, "" of a tensor of numbers for a model that does not take ids."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    has_none = isinstance(batch, torch.Tensor) and batch.is_floating_point() and not takes_ids
+    return {"" if has_none else "input_ids": batch}
+
+
+def _entries(given: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the numbers of the entries, which tensors hold in their first dimension, (batch, 1); None where these differ."""
+    tensors = [t for t in given.values() if isinstance(t, torch.Tensor) and t.dim() > 0]
+    lengths = {len(t) for t in tensors if t.dim() > 2}
+    return torch.arange(*lengths, device=tensors[0].device)[:, None] if len(lengths) == 1 else None
 
 
 @contextlib.contextmanager

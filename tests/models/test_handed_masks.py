@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_attn.backends.attention_args import AttentionArguments
 from pytest_attn.models.check import judge_model
-from pytest_attn.models.handed_masks import beyond_window
+from pytest_attn.models.handed_masks import HandedMasks, beyond_window, causal_across
 
 BATCH, TOKENS = 2, 24
 REAL = torch.ones(BATCH, TOKENS, dtype=torch.bool)
@@ -248,3 +248,19 @@ def test_a_window_that_a_layer_names_is_that_of_causal_attention(reach, is_causa
     found = beyond_window(AttentionArguments(*tensors, visible=visible), window=8)
     is_wrong = is_causal and reach > 8
     assert found == ("its layer says sliding_window=8, and the call shows key 0 to row 8" if is_wrong else "")
+
+
+def across(rows, keys, shown, handed=24):
+    level = HandedMasks("layer", {}, (), True, torch.zeros(BATCH, handed, DIM))
+    q, kv = torch.zeros(BATCH, HEADS, rows, 8), torch.zeros(BATCH, HEADS, keys, 8)
+    return causal_across(AttentionArguments(q, kv, kv, visible=shown), [level])
+
+
+def test_a_causal_mask_over_the_keys_of_another_sequence_is_told():
+    causal = torch.ones(9, TOKENS, dtype=torch.bool).tril()
+
+    assert across(9, TOKENS, causal) == "its mask is causal, and its 24 keys are of another sequence than its 9 rows"
+    assert not across(9, TOKENS, causal, handed=15)  # which is then not all that it attends to
+    assert not across(9, TOKENS, causal | (torch.arange(TOKENS) < 2))
+    assert not across(TOKENS, TOKENS, AHEAD >= 0)  # of the same tokens, it may be
+    assert not across(1, TOKENS, causal[:1])

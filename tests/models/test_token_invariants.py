@@ -162,10 +162,10 @@ def test_dropout_is_refused_and_so_are_unknown_names():
 # -- which models are causal, and what they pad with -------------------------------------------------------------------------
 
 
-def left_out(model, **options):
+def left_out(model, batch=IDS, **options):
     return {
         f.invariant: f.evidence
-        for f in judge_model_invariants(model, IDS, **options).findings
+        for f in judge_model_invariants(model, batch, **options).findings
         if f.outcome == "not applicable"
     }
 
@@ -289,9 +289,65 @@ def test_experts_behind_a_compiler_are_refused():
 
 
 @pytest.mark.parametrize("batch", [torch.zeros(2, 3, 4), {"images": torch.zeros(2)}, torch.zeros(2, 9)])
-def test_what_is_no_batch_of_tokens_is_refused(batch):
+def test_what_is_no_batch_is_refused(batch):
     with pytest.raises(TypeError, match="batch must be a tensor of token ids"):
         judge_model_invariants(Tokens(), batch)
+
+
+# -- models of other things than tokens ----------------------------------------------------------------------------------
+
+
+class Images(nn.Module):
+    """Patches of images, which attend to each other. mixes: how it mixes entries of its batch by mistake."""
+
+    def __init__(self, mixes=lambda t: t, *parts):
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.layers, self.parts = nn.Conv2d(3, 32, 4, 4), stack_of(2), nn.Sequential(*parts)
+        self.layers[1].register_forward_pre_hook(lambda part, args: (mixes(args[0]),))
+
+    def forward(self, *args, pixels=None, **more):
+        x = self.patches(args[0] if args else pixels).flatten(2).mT
+        for layer in self.layers:
+            x = layer(x)
+        return {"rows": self.parts(x.mean(1)), **more}
+
+
+def stack_of(layers):
+    options = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
+    return nn.ModuleList(nn.TransformerEncoderLayer(32, 2, **options) for _ in range(layers)).eval()
+
+
+PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+MIXED = {
+    "another entry": lambda t: t.roll(1, 0),
+    "the mean": lambda t: t + 0.1 * t.mean(0),
+    "reshaped": lambda t: t.reshape(t.shape[1], len(t), -1).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize(
+    "batch", [PIXELS, {"pixels": PIXELS, "steps": torch.arange(3), "size": torch.ones(2)}], ids=["tensor", "named"]
+)
+def test_entries_of_any_model_are_compared_with_themselves_elsewhere_and_alone(batch):
+    report = judge_model_invariants(Images().eval(), batch)
+
+    assert report.passed
+    assert [finding.invariant for finding in report.applied] == ["field", "order"]
+    assert left_out(Images(), batch)["future"] == "the batch has no token ids"
+    for name, mixes in MIXED.items():
+        assert [one.invariant for one in judge_model_invariants(Images(mixes).eval(), batch).broken] == ["order"], name
+
+
+def test_a_model_that_normalizes_over_its_batch_or_pairs_its_entries_is_honest():
+    training = Images(lambda t: t, nn.BatchNorm1d(32)).train()
+    assert left_out(training, PIXELS)["order"] == "it normalizes over the batch"
+    assert judge_model_invariants(training.eval(), PIXELS).passed
+
+
+def test_tensors_that_do_not_agree_about_the_batch_are_refused():
+    with pytest.raises(TypeError, match="whose first dimension is the batch"):
+        judge_model_invariants(Images(), {"pixels": PIXELS, "others": torch.zeros(7, 2, 2)})
 
 
 # -- transformers, where it is installed ---------------------------------------------------------------------------------
@@ -537,3 +593,56 @@ def test_several_tokens_at_once_through_a_cache_are_asked(monkeypatch):
     monkeypatch.setattr(attention, "forward", from_the_top_left)
 
     assert "three tokens at once with a dynamic cache" in broken(model)["dynamic"]
+
+
+_STACK = {"layers": 2, "ffn_dim": 64, "attention_heads": 4}
+_STACKS = {f"{part}_{what}": number for part in ("encoder", "decoder") for what, number in _STACK.items()}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
+BART = {**_STACKS, **_TOKENS, "d_model": 64}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "pad_token_id": 0}
+
+
+@pytest.fixture(params=["Bart", "T5", "same length"])
+def decoder(request):
+    """A decoder beside an encoder, and its batch."""
+    kind, options = ("T5", T5) if request.param == "T5" else ("Bart", BART)
+    length = TOKENS if request.param == "same length" else 24
+    return tiny(kind, "ForConditionalGeneration", sharper=8, **options), {
+        "input_ids": IDS,
+        "decoder_input_ids": IDS[:, -length:],
+    }
+
+
+def crossing(model):
+    return [part for name, part in model.named_modules() if name.endswith(("encoder_attn", "EncDecAttention"))][1]
+
+
+def test_a_decoder_beside_an_encoder_is_a_model_of_its_own_tokens(decoder):
+    report = judge_model_invariants(*decoder)
+
+    assert report.passed, report.broken
+    assert {one.invariant for one in report.applied} == {"future", "field", "padded-right", "dynamic", "order"}
+
+
+def test_a_decoder_that_reads_the_memory_of_another_sequence_is_found(decoder):
+    model, batch = decoder
+    name = "k_proj" if hasattr(crossing(model), "k_proj") else "k"
+    getattr(crossing(model), name).register_forward_pre_hook(lambda part, args: (args[0].roll(1, 0),))
+
+    assert "order" in {one.invariant for one in judge_model_invariants(model, batch).broken}
+
+
+def test_padding_of_the_encoder_that_a_decoder_ignores_where_it_decodes_is_found(decoder):
+    model, batch = decoder
+
+    def ignoring(part, args, given):
+        name = "mask" if "mask" in given else "attention_mask"
+        states = args[0] if args else given["hidden_states"]
+        return args, {**given, name: None} if states.shape[1] == 1 else given
+
+    crossing(model).register_forward_pre_hook(ignoring, with_kwargs=True)
+    broken = {one.invariant: one.evidence for one in judge_model_invariants(model, batch).broken}
+
+    assert list(broken) == ["padded-right"]
+    assert "decoding with a dynamic cache" in broken["padded-right"]
+    assert "with padding on the right of what the encoder is given" in broken["padded-right"]

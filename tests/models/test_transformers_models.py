@@ -115,6 +115,39 @@ def test_a_dispatcher_that_drops_the_mask_is_found(registered, name, padding, sa
     assert said in found.message
 
 
+def _with_sinks_of(change):
+    def registers(sdpa):
+        eager = sys.modules["transformers.models.gpt_oss.modeling_gpt_oss"].eager_attention_forward
+
+        def forward(module, query, key, value, attention_mask, s_aux=None, **kwargs):
+            own = SimpleNamespace(sinks=change(s_aux), num_key_value_groups=2, training=False)
+            return eager(own, query, key, value, attention_mask, **kwargs)
+
+        return forward
+
+    return registers
+
+
+@pytest.mark.parametrize(
+    ("registered", "times"),
+    [(_with_sinks_of(lambda s: 2 * s - s.detach()), "2"), (_with_sinks_of(lambda s: 2 * s.detach() - s), "-1")],
+    indirect=["registered"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_gradient_of_sinks_that_is_another_one_is_found(registered, times, dtype):
+    model, step = case("gpt-oss", "eager", dtype)
+    model.config._attn_implementation = registered
+    transformers.AttentionMaskInterface.register(registered, transformers.masking_utils.eager_mask)
+    try:
+        found = judge_model(model, step)
+    finally:
+        transformers.AttentionMaskInterface._global_mapping.pop(registered)
+
+    assert [call.fault for call in found.calls] == [
+        f"dsinks is not the gradient of its sinks: {times} times what exact attention gives"
+    ] * 2
+
+
 @pytest.mark.parametrize("registered", [_without_sinks], indirect=True)
 def test_sinks_that_are_not_passed_are_found(registered):
     model, step = case("gpt-oss", "eager")
