@@ -152,11 +152,12 @@ class AttentionModel:
         skip: Iterable[str] | str | None = None,
         causal: bool | None = None,
     ) -> InvariantReport:
-        """Ask a model of tokens what must hold whatever its weights, without any reference.
+        """Ask a model what must hold whatever its weights, without any reference: most of one of tokens.
 
-        batch: token ids (batch, tokens), or a mapping with input_ids. only, skip: names of invariants: future, field,
-        padded-left, padded-right, packed, dynamic, static, sliding, order. causal: whether a token sees only those before it,
-        by default what the model's configuration, modules and calls say.
+        batch: token ids (batch, tokens), or a mapping with input_ids; with decoder_input_ids the tokens are the decoder's; or
+        what a model takes that takes no tokens, as images, the batch first. only, skip: names of invariants: future, field,
+        padded-left, padded-right, packed, dynamic, static, sliding, shifted, order. causal: whether a token sees only those
+        before it, by default what the model's configuration, modules and calls say.
 
         Returns the report. Raises AssertionError where an invariant is broken, DropoutError for a model that drops at random,
         ValueError for a compiled mixture of experts. Skips where no invariant applies. The model is left as it was.

@@ -333,14 +333,14 @@ def _decoded(of: TokenModel, kind: str) -> str:
     """Say how rows through a cache differ, "" for not at all."""
     transformers: Any = importlib.import_module("transformers")
     tokens = of.ids.shape[1]
-    middle = tokens // 2
+    middle = 1 if of.is_decoder else tokens // 2  # beside an encoder it begins with one token
     cache = None  # the model's own
     if kind == "static":
         cache = transformers.StaticCache(config=of.config, max_cache_len=tokens + 3)
     elif kind == "dynamic" and of.window is not None and not of.mixes_otherwise:
         cache = transformers.DynamicCache()  # that keeps all
     steps = [(0, middle, f"prefill with a {kind} cache")]
-    if not of.mixes_otherwise:
+    if not (of.mixes_otherwise or of.is_decoder):
         steps.append((middle, middle + 3, f"three tokens at once with a {kind} cache"))
     steps += [(at, at + 1, f"decoding with a {kind} cache") for at in range(steps[-1][1], tokens)]
     positions = torch.arange(tokens, device=of.ids.device).expand_as(of.ids)
