@@ -23,6 +23,7 @@ from fakes.benchmark import CONFTEST
 from fakes.timed import CLOCK, KERNEL
 
 import pytest_attn
+from pytest_attn.backends import library
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases import latency as recording
@@ -100,6 +101,7 @@ def _own_processes(request, monkeypatch):
             monkeypatch.setattr(owner, "modules_ahead", lambda: AHEAD)
         monkeypatch.setattr(platform, "architecture", _architecture)
         monkeypatch.setattr(pytest_benchmark.utils, "get_project_name", lambda: Path.cwd().name)  # as where no repository is
+        monkeypatch.setattr(library, "_folder", lambda marks=library._folder(): marks)  # what can be imported is tried once
         own = str(pytester.path.parent / f"{pytester.path.name}-tmp")
         os.mkdir(own)
         monkeypatch.setenv("TMPDIR", own)
