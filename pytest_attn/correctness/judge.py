@@ -535,7 +535,11 @@ def _familiar_figures(residual: torch.Tensor, exact: torch.Tensor) -> dict[str, 
 
 
 def _largest(magnitude: torch.Tensor) -> tuple[float, tuple[int, ...]]:
-    at = tuple(map(int, torch.unravel_index(magnitude.argmax(), magnitude.shape)))
+    at: tuple[int, ...] = ()
+    place = int(magnitude.argmax())
+    for size in reversed(magnitude.shape):  # torch.unravel_index imports sympy, which takes half a second
+        place, last = divmod(place, size)
+        at = (last, *at)
     return float(magnitude[at]), at
 
 

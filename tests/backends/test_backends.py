@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import sys
 import types
 from types import SimpleNamespace
@@ -134,17 +135,13 @@ def test_flex_tunes_in_one_compilation():
     assert tuned.max_autotune
 
 
-@pytest.mark.parametrize(
-    "workload",
-    [
-        Workload(40, heads=4, kv_heads=2, softcap=4.0, bias="hqk", mask="causal"),
-        Workload(24, 40, heads=2, alibi=True, kv_lens=(40, 30), sinks=True),
-        Workload(q_lens=(9, 30), kv_lens=(12, 30), heads=2, mask="causal-bottom-right"),
-    ],
-    ids=lambda w: w.id,
-)
-def test_flex_expresses_masks_and_modifications(workload):
-    assert judged("flex", workload, inputs=("structured",)).passed
+def test_flex_expresses_masks_and_modifications(monkeypatch):
+    changed = {"softcap": 4.0, "bias": "hqk", "alibi": True, "sinks": True}
+    many = Workload(24, 40, heads=4, kv_heads=2, kv_lens=(40, 30), mask="causal", **changed)
+    assert judged("flex", many, inputs=("structured",)).passed
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # no second time in C++
+    packed = Workload(q_lens=(9, 30), kv_lens=(12, 30), heads=2, mask="causal-bottom-right")
+    assert judged("flex", packed, inputs=("structured",)).passed
 
 
 class Own(Backend):

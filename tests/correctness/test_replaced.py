@@ -16,7 +16,7 @@ from judging import SMALL, attention, failure
 from models.zoo import TOKENS, stack
 
 import pytest_attn
-from pytest_attn import check_model
+from pytest_attn import Workload, check_model
 from pytest_attn.cases import judgment
 from pytest_attn.correctness import comparison, judge, tripwire
 from pytest_attn.latency import kernel_work, timer
@@ -175,7 +175,7 @@ def test_whatever_is_asked_and_where_the_kernel_raises(judged):
 
     try:
         with pytest.raises(AssertionError, match=r"the callable replaced torch\.equal by evil") as error:
-            getattr(pytest_attn, judged)(kernel, SMALL, device="cpu")
+            getattr(pytest_attn, judged)(kernel, Workload(16, heads=1, dtype="float32"), device="cpu")
         assert torch.equal is was
     finally:
         undo()

@@ -12,6 +12,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
 import pytest_attn
+from pytest_attn import Workload
 from pytest_attn.correctness import tripwire
 
 #: whether this torch tells matrix products from convolutions
@@ -135,7 +136,7 @@ def test_a_switch_is_turned_back_by_whatever_is_asked(judged):
 
     try:
         with pytest.raises(AssertionError, match="the callable left torch's flash SDPA at False"):
-            getattr(pytest_attn, judged)(leaves_it, CAUSAL, precision="torch_cpu", device="cpu")
+            getattr(pytest_attn, judged)(leaves_it, Workload(16, heads=1, mask="causal"), precision="torch_cpu", device="cpu")
         assert not is_on()
     finally:
         turn(False)

@@ -101,7 +101,8 @@ def _own_processes(request, monkeypatch):
             monkeypatch.setattr(owner, "modules_ahead", lambda: AHEAD)
         monkeypatch.setattr(platform, "architecture", _architecture)
         monkeypatch.setattr(pytest_benchmark.utils, "get_project_name", lambda: Path.cwd().name)  # as where no repository is
-        monkeypatch.setattr(library, "_folder", lambda marks=library._folder(): marks)  # what can be imported is tried once
+        imported = library._folder()  # so that what can be imported is tried once, and not by each story
+        monkeypatch.setattr(library, "_folder", lambda: imported)
         own = str(pytester.path.parent / f"{pytester.path.name}-tmp")
         os.mkdir(own)
         monkeypatch.setenv("TMPDIR", own)
