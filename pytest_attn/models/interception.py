@@ -390,7 +390,7 @@ class Part(NamedTuple):
     given: Any
 
 
-_PROJECTS_KEYS = re.compile(r"(w|to_)?kv?(ey)?(_?proj)?", re.IGNORECASE).fullmatch
+PROJECTS_KEYS = re.compile(r"(w|to_)?kv?(ey)?(_?proj)?", re.IGNORECASE).fullmatch
 
 
 class Tracker:
@@ -455,7 +455,7 @@ class Tracker:
         """Return the masks that the modules were handed that run, the innermost first."""
         levels = [handed_to(self._names[id(module)], module, *given) for module, *given, _ in reversed(self._running)]
         if levels and levels[0].memory is not None:  # what keys are projected of is what it attends to
-            of_keys = [part.given for part in self._running[-1][-1] if _PROJECTS_KEYS(part.name)]
+            of_keys = [part.given for part in self._running[-1][-1] if PROJECTS_KEYS(part.name)]
             levels[0] = replace(levels[0], memory=next((t for t in of_keys if isinstance(t, torch.Tensor)), levels[0].memory))
         return tuple(levels)
 

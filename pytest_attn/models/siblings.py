@@ -19,7 +19,7 @@ import torch
 from pytest_attn.models.capture import AttentionCall, digest_of
 from pytest_attn.models.comparison import CallComparison, Traits
 from pytest_attn.models.handed_masks import HIDES
-from pytest_attn.models.interception import Tracker, build_of, is_setting
+from pytest_attn.models.interception import PROJECTS_KEYS, Tracker, build_of, is_setting
 from pytest_attn.workloads.dtypes import dtype_name
 from pytest_attn.workloads.workload import Workload
 
@@ -115,9 +115,10 @@ def with_strangers(calls: Sequence[CallComparison], tracker: Tracker) -> Iterato
         for group in groups.values():
             for order, words in find(group, tracker):
                 strange.setdefault(order, words)
+    used = {(type(one), name) for one in tracker.callers.values() for name, part in one.named_children() if _learns(part)}
     for call in calls:
         module = tracker.callers.get(call.module)
-        own = _mixed(call.traits) or _loses_sinks(call, module) or _leaves_out_norm(call, module)
+        own = _mixed(call.traits) or _loses_sinks(call, module) or _leaves_out_norm(call, module, used)
         yield replace(call, misled=call.misled or own or strange.get(call.order, ""))
 
 
@@ -258,13 +259,22 @@ def _loses_sinks(call: CallComparison, module: torch.nn.Module | None) -> str:
 _NORM = re.compile(r"(q|k|query|key)_?(layer_?)?norm|norm_?(q|k|query|key)").fullmatch
 
 
-def _leaves_out_norm(call: CallComparison, module: torch.nn.Module | None) -> str:
-    """Say which norm of q or k a module has, and does not use, as its weights get no gradient and others do; "" for none."""
-    if module is None or not call.has_gradients or all(parameter.grad is None for parameter in module.parameters()):
+def _learns(part: torch.nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in part.parameters())
+
+
+def _leaves_out_norm(call: CallComparison, module: torch.nn.Module | None, used: set[tuple[type, str]]) -> str:
+    """Say which norm of q or k no module of this class uses, though what projects keys learns; "" for none.
+
+    Some layers may have keys of others, or of a cache. used: parts that learn, by class and name.
+    """
+    if module is None or not call.has_gradients:
         return ""
-    for name, part in module.named_children():
-        weights = [parameter for parameter in part.parameters() if parameter.requires_grad]
-        if _NORM(name.lower()) and weights and all(weight.grad is None for weight in weights):
+    parts = dict(module.named_children())
+    projects = [part for name, part in parts.items() if PROJECTS_KEYS(name) or "qkv" in name.lower()]
+    for name, part in parts.items() if any(map(_learns, projects)) else ():
+        learns = any(parameter.requires_grad for parameter in part.parameters())
+        if _NORM(name.lower()) and learns and (type(module), name) not in used:
             return f"its module has {name}, and does not use it: its weights get no gradient, and q, k or v get one"
     return ""
 

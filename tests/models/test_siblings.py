@@ -184,7 +184,12 @@ def test_norms_of_q_and_k_that_no_layer_uses_are_told():
 
     assert [call.misled for call in found.calls] == [said, said]
     assert judge_model(*case_of(Model(*(Block(Normed(uses=True)) for _ in range(2))))).passed
+    assert judge_model(*case_of(Model(Block(Normed(uses=True)), Block(Normed(uses=False))))).passed  # it may have others' keys
+    cached = Model(*(Block(Normed(uses=False)) for _ in range(2)))
     frozen = Model(*(Block(Normed(uses=False)) for _ in range(2)))
+    for block in cached.blocks:
+        block.attn.k.requires_grad_(False)
+    assert judge_model(*case_of(cached)).passed
     for block in frozen.blocks:
         block.attn.q_norm.requires_grad_(False)
         block.attn.k_norm.requires_grad_(False)
