@@ -205,6 +205,13 @@ def bias(model: Any, change: Change) -> Iterator[None]:
     del part.forward
 
 
+@contextlib.contextmanager
+def whole(model: Any, change: Change) -> Iterator[None]:
+    """Change the model itself, at once: change(model)."""
+    change(model)
+    yield
+
+
 def crossing(model: Any, change: Change) -> contextlib.AbstractContextManager[None]:
     """Change what the second layer's cross-attention is handed, as `attention` does."""
     return attention(model, change, crossings)
@@ -362,9 +369,8 @@ def attribute(name: str, of: Callable[[Any], Any], layers: slice = slice(1, 2), 
     return change
 
 
-def without_norms(given: dict[str, Any], model: Any) -> None:
+def without_norms(model: Any) -> None:
     """Let no layer run what normalizes q and k, as where its code knows it by another name."""
-    del given
     for part in attentions(model):
         for name in ("q_norm", "k_norm", "norm_q", "norm_k"):
             if isinstance(norm := getattr(part, name, None), torch.nn.Module):
@@ -618,7 +624,7 @@ FAULTS = (
     Fault("memory detached", crossing, lambda: other_memory(lambda t, own: t.detach()), "t5 bart wan"),
     Fault("padding of the memory ignored where it decodes", crossing, lambda: padding_ignored_where_it_decodes, "t5 bart"),
     Fault("newest key is stale", cache, lambda: later(lambda k, v: (blank(k, -1), v)), "t5 bart whisper"),
-    Fault("norms of q and k are not run", attention, lambda: without_norms, "vit wan qwen3-4 olmo2-4"),
+    Fault("norms of q and k are not run", whole, lambda: without_norms, "vit wan qwen3-4 olmo2-4"),
     Fault("gradient of sinks doubled", function, lambda: in_second_layer(doubled), "gpt-oss"),
     Fault(
         "window - 1 to both sides",

@@ -109,17 +109,22 @@ def with_strangers(calls: Sequence[CallComparison], tracker: Tracker) -> Iterato
     for call in calls:
         if module := tracker.callers.get(call.module):
             alike.setdefault((build_of(module), call.workload.head_dim), []).append(call)
-            places.setdefault((type(module), re.sub(r"\d+", "*", call.module)), []).append(call)
+            places.setdefault(_place(call.module, module), []).append(call)
     strange: dict[int, str] = {}
     for find, groups in ((_strange, alike), (_strange_of_place, places)):
         for group in groups.values():
             for order, words in find(group, tracker):
                 strange.setdefault(order, words)
-    used = {(type(one), name) for one in tracker.callers.values() for name, part in one.named_children() if _learns(part)}
+    callers = tracker.callers.items()
+    used = {(*_place(at, one), name) for at, one in callers for name, part in one.named_children() if _learns(part)}
     for call in calls:
         module = tracker.callers.get(call.module)
         own = _mixed(call.traits) or _loses_sinks(call, module) or _leaves_out_norm(call, module, used)
         yield replace(call, misled=call.misled or own or strange.get(call.order, ""))
+
+
+def _place(name: str, module: torch.nn.Module) -> tuple[type, str]:
+    return type(module), re.sub(r"\b\d+\b", "*", name)
 
 
 def _strange_of_place(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str]]:
@@ -263,10 +268,10 @@ def _learns(part: torch.nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in part.parameters())
 
 
-def _leaves_out_norm(call: CallComparison, module: torch.nn.Module | None, used: set[tuple[type, str]]) -> str:
-    """Say which norm of q or k no module of this class uses, though what projects keys learns; "" for none.
+def _leaves_out_norm(call: CallComparison, module: torch.nn.Module | None, used: set[tuple[type, str, str]]) -> str:
+    """Say which norm of q or k no module at this place of layers uses, though what projects keys learns; "" for none.
 
-    Some layers may have keys of others, or of a cache. used: parts that learn, by class and name.
+    Some layers may have keys of others, or of a cache. used: parts that learn, by class, place and name.
     """
     if module is None or not call.has_gradients:
         return ""
@@ -274,7 +279,7 @@ def _leaves_out_norm(call: CallComparison, module: torch.nn.Module | None, used:
     projects = [part for name, part in parts.items() if PROJECTS_KEYS(name) or "qkv" in name.lower()]
     for name, part in parts.items() if any(map(_learns, projects)) else ():
         learns = any(parameter.requires_grad for parameter in part.parameters())
-        if _NORM(name.lower()) and learns and (type(module), name) not in used:
+        if _NORM(name.lower()) and learns and (*_place(call.module, module), name) not in used:
             return f"its module has {name}, and does not use it: its weights get no gradient, and q, k or v get one"
     return ""
 

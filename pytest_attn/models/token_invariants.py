@@ -468,6 +468,10 @@ def _finding(name: str, of: TokenModel) -> Finding:
         evidence = INVARIANTS[name](of)
     except NotApplicable as reason:
         return Finding(name, "not applicable", str(reason), 0)
+    except _RAISED as error:
+        if not of.has_more:
+            raise
+        return Finding(name, "not applicable", f"not run: the model raises {_in_a_line(error)}", 0)
     return Finding(name, "broken" if evidence else "passed", evidence or of.note, 1)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -168,6 +169,21 @@ class TokenModel:
         size = max((part.num_embeddings for part in embeddings), default=0)
         return found if isinstance(found, int) and 0 <= found < size else None
 
+    @property
+    def has_more(self) -> bool:
+        """Whether its batch has more than tokens, as images, of which a part of the tokens may stand for none."""
+        held = (*self._per_token.values(), *self._per_sequence.values(), *self._given.values())
+        return self.has_tokens and any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in held)
+
+    @cached_property
+    def _stands_for_more(self) -> torch.Tensor:
+        """The tokens that stand for images and the like, as its configuration names them."""
+        says = vars(getattr(self._inner, "config", None) or object) if self.has_more else {}
+        ids = [
+            value for name, value in says.items() if isinstance(value, int) and re.search("(image|video|audio).*token_", name)
+        ]
+        return self.ids.new_tensor(ids)
+
     @cached_property
     def asked(self) -> Asked:
         """What its attention calls ask for, in a run of all tokens."""
@@ -284,9 +300,12 @@ class TokenModel:
     def rows_with_another_token(self, at: int) -> torch.Tensor:
         """Return the rows after the token at one position became another one of the batch, in every sequence."""
         known: torch.Tensor = torch.unique(self.ids)
-        order = torch.searchsorted(known, self.ids[:, at].contiguous())
+        known, own = known[~torch.isin(known, self._stands_for_more)], self.ids[:, at].contiguous()
+        if not len(known):
+            return self.rows
+        order = torch.searchsorted(known, own)
         ids, places = self.ids.clone(), self.places.clone()
-        ids[:, at] = known[(order + 1) % len(known)]
+        ids[:, at] = torch.where(torch.isin(own, self._stands_for_more), own, known[(order + 1) % len(known)])
         places[:, at] = -1
         return self.rows_of(ids, places)
 

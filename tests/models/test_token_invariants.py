@@ -294,6 +294,35 @@ def test_what_is_no_batch_is_refused(batch):
         judge_model_invariants(Tokens(), batch)
 
 
+class WithImages(Tokens):
+    """Has a token that stands for a part of an image, of which there must be as many as parts."""
+
+    def __init__(self, **options):
+        super().__init__(image_token_id=63, **options)
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, *, pixels):
+        if int((input_ids == 63).sum()) != pixels[..., 0].numel():
+            raise ValueError("images and image tokens do not match")
+        return super().forward(input_ids, attention_mask, position_ids)
+
+
+def test_tokens_that_stand_for_images_stay_and_what_cannot_run_without_them_is_left_out(monkeypatch):
+    ids = IDS.clamp(max=62)
+    ids[:, 2:18] = 63
+    batch = {"input_ids": ids, "pixels": torch.zeros(3, 16, 4)}
+    report = judge_model_invariants(WithImages(), batch)
+
+    assert report.passed
+    assert {"future", "order"} <= {finding.invariant for finding in report.applied}
+    assert [one.invariant for one in judge_model_invariants(WithImages(fault="next token in one head"), batch).broken][:1] == [
+        "future"
+    ]
+    monkeypatch.setitem(token_invariants.INVARIANTS, "packed", lambda of: of.rows_of(of.ids[:, :9], of.places[:, :9]))
+    assert (
+        left_out(WithImages(), batch)["packed"] == "not run: the model raises ValueError: images and image tokens do not match"
+    )
+
+
 # -- models of other things than tokens ----------------------------------------------------------------------------------
 
 
