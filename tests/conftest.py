@@ -156,3 +156,11 @@ def _anywhere(monkeypatch):
         torch.cuda.manual_seed_all(0)
     for name in _OF_THE_HOST:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Let torch.compile write no C++, which takes seconds for each workload; `make suite` and ATTN_TESTS=all compile."""
+    if not IS_ALL:
+        torch = sys.modules["torch"]
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

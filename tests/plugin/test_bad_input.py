@@ -4,6 +4,7 @@ import sys
 import time
 
 import pytest
+from left_out import IS_ALL
 
 from pytest_attn.reports.records import read_records
 
@@ -278,23 +279,21 @@ def test_torch_that_is_missing_or_broken_is_one_clear_error(pytester, kernel_tes
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker='"smoke-full"')
     file = next(pytester.path.glob("*.py"))
     file.write_text(file.read_text().replace("import torch\n", "").replace("from torch.nn.functional", "# from torch"))
-    for name, body, message, runs in (
+    for name, body, message in (
         (
             "missing",
             'raise ModuleNotFoundError("No module named \'torch\'", name="torch")',
             "pytest-attn needs torch, which is not installed; pip install torch",
-            ([], ["-n", "1"]),
         ),
         (
             "broken",
             'raise OSError("libcudart.so.12: cannot open")',
             "torch is installed but cannot be imported: OSError: libcudart.so.12: cannot open; reinstall torch",
-            ([],),
         ),
     ):
         folder = pytester.mkdir(name)
         (folder / "torch.py").write_text(body)
-        for workers in runs:
+        for workers in ([], ["-n", "1"]) if IS_ALL or name == "missing" else ([],):
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--attn-backends=all", *workers]
             pytester._monkeypatch.setenv("PYTHONPATH", str(folder))
             result = pytester.run(*command)
@@ -305,6 +304,7 @@ def test_torch_that_is_missing_or_broken_is_one_clear_error(pytester, kernel_tes
 
 FAULTY = """
 import pytest
+from left_out import IS_ALL
 from pytest_attn import Backend
 from pytest_attn.backends.library import Library
 

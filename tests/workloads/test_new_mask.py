@@ -59,7 +59,7 @@ def test_a_kernel_is_judged_on_it_and_its_mistake_is_named():
             check(attention(WORKLOAD.replace(mask=other)), WORKLOAD, device="cpu")
 
 
-def test_its_sequences_have_lengths_of_their_own():
+def test_its_sequences_have_lengths_of_their_own(uncompiled):
     padded = Workload(q_len=20, kv_lens=(40, 17, 0), head_dim=16, mask=Dilated(2))
     packed = Workload(q_lens=(20, 9, 33), head_dim=16, mask=Dilated(2))
     for workload in (padded, packed):
