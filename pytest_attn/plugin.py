@@ -31,7 +31,7 @@ MARKERS = (
     "attention(*workloads, ...)",
     "attention_model(...)",
     "attention_requires(...)",
-    "attention_chosen(timed=False, compiled=None)",
+    "attention_chosen(timed=False, compiled=None, asks_once=False)",
 )
 
 

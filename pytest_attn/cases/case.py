@@ -39,6 +39,7 @@ from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.ranks.isolated import isolated_of
 from pytest_attn.ranks.rank_server import rank_of
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.session.cover import left_to_others
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
@@ -345,6 +346,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         self._run, self._spec, self.workload = run, spec, run.workload
         is_expendable = run.executor.is_expendable or isolated_of(subject) is not None
         self._here, self._isolated = divided(run, spec, only, skip, is_expendable)
+        self._elsewhere = {} if subject is not run.backend else left_to_others(run.item, run.session)
         self.doing, self.on = f"trying the invariants of {subject.name}", run.workload.id
         self.evidence: FailureToSave = FailureToSave(spec, subject)
 
@@ -381,7 +383,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
                 progress(next(asked))
                 begin(name)
 
-            return judge_invariants(subject, self._spec, references, names, None, thorough, deadline, begun)
+            return judge_invariants(subject, self._spec, references, names, None, thorough, deadline, begun, self._elsewhere)
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:

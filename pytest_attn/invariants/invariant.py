@@ -211,6 +211,11 @@ class Probe:
         """Whether other strides or options cost another compilation, of seconds."""
         return compilation_of(self.kernel) is not None
 
+    @property
+    def compiles_options(self) -> bool:
+        """Whether other options cost another compilation, be it that other strides do not."""
+        return self.is_compiled or self.subject.compiles
+
     # -- calling -------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -438,6 +443,10 @@ class Invariant(ABC):
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Say why the invariant says nothing about this workload or kernel, None where it does. Calls nothing."""
         return next((need.otherwise for need in self.needs if not need.is_met(probe)), None)
+
+    def compiles_anew(self, probe: Probe) -> bool:
+        """Whether what it asks costs a compilation that the plain call has not paid."""
+        return False
 
     @abstractmethod
     def run(self, probe: Probe) -> str:

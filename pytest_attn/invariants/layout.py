@@ -90,6 +90,9 @@ class Layout(Invariant):
     calls = len(_DEFAULT) + 1
     needs = (ANY_STRIDES,)
 
+    def compiles_anew(self, probe: Probe) -> bool:
+        return probe.is_compiled
+
     def run(self, probe: Probe) -> str:
         if probe.thorough:
             arrangements: tuple[Arrangement, ...] = (*_DEFAULT, *_THOROUGH)

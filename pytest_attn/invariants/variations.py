@@ -36,9 +36,12 @@ class Derived(Invariant):
     #: the same for a kernel that is compiled anew for each, of which one is asked; None for the same
     ways_compiled: tuple[Callable[[Inputs], Iterator[Variation]], ...] | None = None
 
+    def compiles_anew(self, probe: Probe) -> bool:
+        return probe.compiles_options
+
     def run(self, probe: Probe) -> str:
         at_most = self.calls_thorough if probe.thorough else self.calls
-        is_asked_once = probe.is_compiled and not probe.thorough
+        is_asked_once = probe.compiles_options and not probe.thorough
         ways = (is_asked_once and self.ways_compiled) or self.ways
         return judge_variations(probe, (variation for way in ways for variation in way(probe.inputs)), at_most)
 
@@ -50,7 +53,7 @@ def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int
     where the backend takes none.
     """
     tried = 0
-    if probe.is_compiled and not probe.thorough:
+    if probe.compiles_options and not probe.thorough:
         at_most = 1
     for variation in variations:
         other = probe.on(variation.inputs)

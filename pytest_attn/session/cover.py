@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from pytest_attn.session.manifest import left_in
 from pytest_attn.session.marks import ChosenMark
 from pytest_attn.session.selection import CPU_GROUPS
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.workloads.traits import kernels_of, options_of
+from pytest_attn.workloads.traits import OF_SCORES, kernels_of, layout_of, options_of
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +69,18 @@ class _Case:
     @cached_property
     def reached(self) -> frozenset[str]:
         """What it reaches: options and kernels, and the values of other parameters of its test."""
-        others = {f"{name}={value!r}" for name, value in self.item.callspec.params.items() if name != PARAMETER}  # type: ignore[attr-defined]
-        return options_of(self.parameter.workload) | kernels_of(self.parameter.workload) | others
+        return self.options | kernels_of(self.parameter.workload) | self.others
+
+    @cached_property
+    def options(self) -> frozenset[str]:
+        """The options of its workload."""
+        return options_of(self.parameter.workload)
+
+    @cached_property
+    def others(self) -> frozenset[str]:
+        """The values of other parameters of its test."""
+        params: dict[str, object] = self.item.callspec.params  # type: ignore[attr-defined]
+        return frozenset(f"{name}={value!r}" for name, value in params.items() if name != PARAMETER)
 
     @property
     def backend(self) -> Backend:
@@ -85,6 +96,18 @@ class _Case:
     def flops(self) -> int:
         """Floating-point operations of its forward pass."""
         return self.parameter.workload.flops()
+
+    @property
+    def asks_once(self) -> bool:
+        """Whether its test says so, and its backend compiles."""
+        marker = self.item.get_closest_marker(MARKER)
+        return marker is not None and ChosenMark.from_marker(marker).asks_once and self.backend.compiles
+
+    @cached_property
+    def stands_for_others(self) -> bool:
+        """Whether it runs, and nothing is known that it may fail by."""
+        machine = self.session.machines.machine(device_of(self.item))
+        return self.runs and not self.backend.defects_on(self.parameter.workload, machine, self.asks_gradients)
 
     @property
     def asks_gradients(self) -> bool:
@@ -125,6 +148,48 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
     items[:] = [item for item in items if item not in unwanted]
     if groups:
         _leave_memory(session.machines.device())
+
+
+def left_to_others(item: pytest.Item, session: AttentionSession) -> dict[str, str]:
+    """Return invariants that another case of the same test asks of a backend that compiles, and the workload of that case.
+
+    Where the test says asks_once. A case with a known defect is asked all, and stands for none.
+    """
+    settings, parameter = session.settings, parameter_of(item)
+    if parameter is None or parameter.backend is None or settings.thorough or settings.mutants or session.worker:
+        return {}
+    if (name := parameter.backend) not in session.collected.left_to_others:
+        own = [
+            _Case(one, found, session) for one in item.session.items if (found := parameter_of(one)) and found.backend == name
+        ]
+        session.collected.left_to_others[name] = _dealt([case for case in own if case.asks_once])
+    return session.collected.left_to_others[name].get(item.nodeid, {})
+
+
+def _dealt(cases: Sequence[_Case]) -> dict[str, dict[str, str]]:
+    """Deal invariants out among the cases that they hold for alike; return what each case leaves to which workload."""
+    alike: dict[Hashable, list[_Case]] = {}
+    for case in cases:
+        for invariant, traits in _held_alike(case) if case.stands_for_others else ():
+            alike.setdefault((test_of(case.item), case.others, invariant, traits), []).append(case)
+    dealt, left = Counter[str](), dict[str, dict[str, str]]()
+    for (*_, invariant, _), group in sorted(alike.items(), key=lambda one: len(one[1])):  # type: ignore[misc]
+        asked = min(group, key=lambda case: (dealt[case.parameter.workload.id], len(case.options)))
+        dealt[asked.parameter.workload.id] += 1
+        for case in group:
+            if case is not asked:
+                left.setdefault(case.item.nodeid, {})[invariant] = asked.parameter.workload.id
+    return left
+
+
+def _held_alike(case: _Case) -> Iterator[tuple[str, Hashable]]:
+    """Yield invariants for which a kernel may be compiled anew, each with what of a workload it depends on."""
+    w, traits = case.parameter.workload, case.options
+    layout, is_grouped, mask = layout_of(w), "grouped heads" in traits, w.mask.kind if w.mask else None
+    takes_any = case.backend.capabilities is not None and "any" in case.backend.capabilities.masks
+    yield "layout", layout
+    yield "options", (layout, traits & OF_SCORES, None if takes_any else mask)
+    yield "equivalence", (layout, is_grouped)
 
 
 def _in_own_order(names: Iterable[str]) -> list[str]:

@@ -159,6 +159,7 @@ class ChosenMark:
 
     timed: bool = argument(False, "whether all cases run where times can be taken")
     compiled: int | None = argument(None, "the most cases of a backend that compiles; those that reach most are kept")
+    asks_once: bool = argument(False, "whether of cases that are alike one is enough for an invariant that compiles anew")
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark) -> ChosenMark:
@@ -166,6 +167,8 @@ class ChosenMark:
         made = cls(**_keywords(mark, [one.name for one in arguments_of(cls)]))
         if made.compiled is not None and (not isinstance(made.compiled, int) or made.compiled < 1):
             raise ValueError(f"attention_chosen: compiled must be a whole number >= 1, got {made.compiled!r}")
+        if not isinstance(made.asks_once, bool):
+            raise ValueError(f"attention_chosen: asks_once must be True or False, got {made.asks_once!r}")
         return made
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from pytest_attn import AttentionCase, Backend
 
-pytestmark = pytest.mark.attention_chosen(compiled=1)  # test_correctness.py reaches the rest of what it compiles
+# test_correctness.py reaches the rest of what it compiles
+pytestmark = pytest.mark.attention_chosen(compiled=1, asks_once=True)
 
 WORKLOADS = ("smoke", "edges", "features")
 #: floating-point operations of the forward pass above which some twenty calls take a CPU too long

@@ -1,14 +1,18 @@
 """Of a large suite a run chooses, where nobody names workloads, as few cases as reach every option and kernel of a backend."""
 
+import re
 from collections import Counter
 
 import pytest
 import torch
 
 from pytest_attn import Capabilities, Window, Workload
+from pytest_attn.backends import library
 from pytest_attn.backends.builtin import BUILTIN
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
+from pytest_attn.invariants.invariant import Probe
+from pytest_attn.reports.records import read_records
 from pytest_attn.session.kinds import kind_of
 from pytest_attn.session.session import session_of
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -129,7 +133,7 @@ def test_nothing_is_compiled_forward_alone_that_is_reached_with_gradients(collec
 
 
 def test_of_the_workers_of_a_run_the_first_asks_for_all(collect, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
     monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "one run")
     first, second = collect(), collect()
     assert len(first["asked"]) > 5
@@ -256,3 +260,81 @@ def test_a_module_of_flashinfer_serves_all_layouts_of_a_dtype_and_its_head_dims(
 def test_a_kernel_is_told_by_dtype_head_dim_rows_and_keys():
     assert kernels_of(Workload(1, 2000, head_dim=40)) == {"bfloat16, head_dim 64", "rows 0", "keys 2"}
     assert kernels_of(Workload(300, head_dim=192, v_head_dim=128)) == {"bfloat16, head_dim 192/128", "rows 2", "keys 1"}
+
+
+# -- what a backend would compile anew for, asked once ----------------------------------------------------------------------
+
+#: faults that no plain call shows, and the invariant that does; "honest" has none
+SHOWN_BY = {
+    "strides_of_first_call": "layout",
+    "dout_strides_of_first_call": "layout",
+    "scale_of_first_call": "options",
+    "causal_flag_of_first_call": "options",
+    "softcap_of_first_call": "options",
+    "lengths_of_first_call": "options",
+    "page_table_of_first_call": "options",
+    "no_last_row_alone": "equivalence",
+    "honest": "",
+}
+KEPT = """
+from dataclasses import replace
+from honest.variants import HONEST
+from pytest_attn.mutants import MUTANTS
+
+def no_last_row_alone(backend):
+    prepare = backend.prepare
+
+    def prepared(inputs, backward=False):
+        kernel = prepare(inputs, backward)
+        return (lambda q, k, v: kernel(2 * q, k, v)) if inputs.workload.q_len == 1 else kernel
+
+    backend.prepare = prepared
+    return backend
+
+def pytest_attn_backends(registry):
+    named = {mutant.name.replace('-', '_'): mutant for mutant in MUTANTS}
+    made = {name: named[name].backend() for name in NAMES & named.keys()}
+    made |= {"honest": HONEST.backend(), "no_last_row_alone": no_last_row_alone(HONEST.backend())}
+    for name, backend in made.items():
+        backend.name, backend.compiles = name, True
+        registry.add(backend)
+"""
+ONCE = """
+import pytest
+
+pytestmark = pytest.mark.attention_chosen(asks_once=True)
+
+@pytest.mark.attention("smoke", device="cpu")
+def test_forward(attn, attn_backend):
+    attn.check_invariants(attn_backend, only=("layout", "options", "equivalence"))
+
+@pytest.mark.attention("smoke", device="cpu", backward=True)
+def test_backward(attn, attn_backend):
+    attn.check_invariants(attn_backend, only=("layout", "options", "equivalence"))
+"""
+
+
+def test_what_is_compiled_anew_is_asked_once_and_still_finds_its_fault(pytester, monkeypatch):
+    monkeypatch.setattr(Probe, "is_compiled", True)
+    pytester.makeconftest(f"NAMES = {set(SHOWN_BY)}\n{KEPT}")
+    pytester.makepyfile(test_it=ONCE)
+    asked = (
+        "--attn-workloads=smoke-full,smoke-single,smoke-padded,smoke-paged,smoke-softcap",
+        f"--attn-backends={','.join(SHOWN_BY)}",
+    )
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked, "--attn-output=run.jsonl")
+    records = read_records(pytester.path / "run.jsonl")
+    broken = {
+        name: {one["reason"] for one in records if (one["subject"], one["verdict"]) == (name, "broken")} for name in SHOWN_BY
+    }
+    assert {name: shown in ", ".join(broken[name]) for name, shown in SHOWN_BY.items()} == dict.fromkeys(SHOWN_BY, True), (
+        broken
+    )
+    assert not broken["honest"]
+    left = Counter(
+        one
+        for record in records
+        if record["subject"] == "honest"
+        for one in re.findall(r"(\w+): not run here but on", record["reason"])
+    )
+    assert left == {"layout": 4, "equivalence": 4}, "of three dense workloads one is asked, forward and backward"
