@@ -119,15 +119,17 @@ class _Case:
 def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.Item]) -> None:
     """Take away what need not run; note how many cases are chosen, and how many --attn-workloads=all adds.
 
-    Who names workloads, tests by -k or -m, or one case, is understood: the choice is made of what these leave.
+    Who names workloads, tests by -k or -m, or one case, is understood: the choice is made of what these leave, of models also
+    where workloads are named, which they have none of.
     """
     settings = session.settings
-    if settings.workloads or settings.mutants or settings.tune or session.worker or config.option.collectonly:
+    if "all" in settings.workloads or settings.mutants or settings.tune or session.worker or config.option.collectonly:
         return
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in left_in(config, items):
         parameter = parameter_of(item)
-        if parameter and parameter.backend and _may_be_left_out(item, session):
+        is_named = bool(settings.workloads) and kind_of(item) is not MODEL
+        if parameter and parameter.backend and not is_named and _may_be_left_out(item, session):
             groups.setdefault((test_of(item), parameter.backend), []).append(item)
     tests: dict[str, list[list[_Case]]] = {}  # by backend
     for (_, name), group in groups.items():

@@ -13,6 +13,7 @@ from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.invariants.invariant import Probe
 from pytest_attn.reports.records import read_records
+from pytest_attn.session import cover
 from pytest_attn.session.kinds import kind_of
 from pytest_attn.session.session import session_of
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -130,6 +131,23 @@ def test_nothing_is_compiled_forward_alone_that_is_reached_with_gradients(collec
     assert found["test_gradients"] > 5
     assert found["test_kernel"] == 1
     assert collect("--attn-backends=math", more=more)["tests"]["test_kernel"] > 5
+
+
+MODELS = """
+@pytest.mark.attention_chosen(compiled=2)
+@pytest.mark.attention_model
+@pytest.mark.parametrize("size", range(5))
+def test_models(attn_model, attn_backend, size):
+    pass
+"""
+
+
+def test_names_of_workloads_name_no_models(collect, monkeypatch):
+    monkeypatch.setattr(cover, "_may_be_left_out", lambda item, session: True)  # on a CPU no models are
+    for names, models in (("smoke", 2), ("smoke,all", 5)):
+        tests = collect(f"--attn-workloads={names}", "--attn-backends=compiling", more=MODELS)["tests"]
+        assert tests["test_models"] == models
+        assert tests["test_kernel"] >= 10
 
 
 def test_of_the_workers_of_a_run_the_first_asks_for_all(collect, tmp_path, monkeypatch):
