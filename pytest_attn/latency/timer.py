@@ -101,17 +101,22 @@ class HostTimer(Timer):
     def _sample(self, item: Item) -> float:
         last: list[Any] = []
 
+        def keep() -> None:
+            if last:
+                item.keep(*last)
+                last.clear()  # before another is made
+
+        def stage() -> Callable[[], Any]:
+            keep()  # after which a sample that is repeated is not on data of which a kernel may have kept something
+            return item.stage()
+
         def sample(call: Callable[[], Any]) -> float:
-            last.clear()  # before another is made
             seconds, value = self._one(call)
             last[:] = call, value
             return seconds
 
-        if self._contention is None:
-            seconds = sample(item.stage())
-        else:
-            seconds = self._contention.undisturbed(item.name, item.stage, sample)
-        item.keep(*last)
+        seconds = sample(stage()) if self._contention is None else self._contention.undisturbed(item.name, stage, sample)
+        keep()
         return seconds
 
     def _one(self, call: Callable[[], Any]) -> tuple[float, Any]:

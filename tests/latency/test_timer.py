@@ -11,6 +11,7 @@ from pytest_attn import Workload
 from pytest_attn.backends.streams import capturing
 from pytest_attn.latency.cuda_timer import DeviceGraph
 from pytest_attn.latency.result import Latency
+from pytest_attn.latency.timer import HostTimer, Item
 from pytest_attn.latency.work import StaleError
 
 
@@ -283,3 +284,20 @@ def test_the_backlog_hides_the_host(monkeypatch):
     slow = measure(lingering, DEVICES[-1], workload=workload, seconds=0.2, mode="batched")
     assert slow.launch > 190e-6
     assert slow.p50 == pytest.approx(plain.p50, rel=0.1)
+
+
+def test_a_sample_that_is_repeated_is_staged_after_the_one_before_was_kept():
+    """Else it would be on the same data, of which the kernel may have kept something."""
+    told = []
+
+    class Twice:
+        def undisturbed(self, name, stage, sample):
+            sample(stage())
+            return sample(stage())
+
+    def stage():
+        told.append("staged")
+        return lambda: "result"
+
+    HostTimer(torch.device("cpu"), Twice()).block([Item("mine", stage, keep=lambda call, value: told.append(value))])
+    assert told == ["staged", "result", "staged", "result"]
