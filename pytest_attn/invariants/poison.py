@@ -53,10 +53,23 @@ class Poison(Invariant):
             with_nan = {name: result for name, result in found.items() if bool(result.isnan().any())}
             misfit = probe.misfit(with_nan) if with_nan else ""
             changed = f"{misfit}, and so it was in the plain call" if misfit else ""
+        elif filled:
+            changed += _if_multiplied_by_zero(probe)
         return prefixed(places, changed)
 
 
-def _poisoned(probe: Probe) -> tuple[Inputs, str]:
+def _if_multiplied_by_zero(probe: Probe) -> str:
+    """Say what to do where finite numbers in place of NaN change nothing, "" where they do."""
+    try:
+        with refusals():
+            found = probe.call(probe.handed(_poisoned(probe, only_finite=True)[0]))
+    except Exception:  # the user gets what was found before
+        return ""
+    said = f"; with {_LARGE:g} there nothing changes: 0 times NaN is NaN, so leave these keys out, or read their k and v as 0"
+    return "" if probe.change(found) else said
+
+
+def _poisoned(probe: Probe, only_finite: bool = False) -> tuple[Inputs, str]:
     """Fill keys and values that no sequence has; say with what."""
     inputs, places = probe.inputs, ""
     is_masked = inputs.page_table is None and probe.subject.pads_by_mask(probe.workload)
@@ -67,7 +80,7 @@ def _poisoned(probe: Probe) -> tuple[Inputs, str]:
     ):
         if unowned is None or not bool(unowned.any()):
             continue
-        value = (_LARGE if is_finite else math.nan) if inputs.k.is_floating_point() else poison_of(inputs.k)
+        value = (_LARGE if is_finite or only_finite else math.nan) if inputs.k.is_floating_point() else poison_of(inputs.k)
         k, v = (filled(t, unowned, value) for t in (inputs.k, inputs.v))
         inputs, places = dataclasses.replace(inputs, k=k, v=v), f"{places}, and {value:g} in {where}"
     return inputs, places

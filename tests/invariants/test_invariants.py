@@ -330,6 +330,11 @@ def test_nan_in_pages_before_every_window_is_not_read():
     assert "nan in pages that lie wholly before every window, which a server gives to others: out[0, 0, 0, 0] = nan" in (
         finding.evidence
     )
+    assert finding.evidence.endswith(
+        "with 100 there nothing changes: 0 times NaN is NaN, so leave these keys out, or read their k and v as 0"
+    )
+    (counted,) = ask(mutant_named("gradient-of-padding-unwritten").backend(), PADDED, "poison").broken
+    assert "0 times NaN" not in counted.evidence
     for honest in (paged(PAGES, lambda first: first), paged(PAGES, lambda first: first // 128 * 128)):  # reads whole tiles
         assert ask(honest, PAGES).passed
 
