@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any, TypeAlias
 
 import pytest
@@ -173,13 +174,14 @@ def _cache_of(kind: str, model: Any, tokens: int) -> Any:
 
 def decoding(model: nn.Module, ids: torch.Tensor, kind: str) -> Callable[[], torch.Tensor]:
     """Return a step that reads 40 tokens at once, then four one by one, through a cache: dynamic, static or sliding."""
+    named = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # the older name
 
     def step() -> torch.Tensor:
         with torch.no_grad():
-            cache = _cache_of(kind, model, ids.shape[1])
+            cache: dict[str, Any] = {named: _cache_of(kind, model, ids.shape[1])}
             logits = []
             for start, end in ((0, 40), *((at, at + 1) for at in range(40, 44))):
-                found = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
+                found = model(input_ids=ids[:, start:end], use_cache=True, **cache)
                 logits.append(found.logits)
         return torch.cat(logits, 1)
 
