@@ -145,6 +145,8 @@ def test_the_page_opens_with_what_most_cases_have():
     raised, once, *twice = judged("raised", "mismatch", "mismatch", "mismatch")
     often = [one | {"subject": "often", "explanation": hint} for one in twice]
     assert why([raised, once | {"subject": "alone", "explanation": hint}, *often]).startswith("often on ")
+    few, many = twice[0] | {"z_element": 9.0, "subject": "few"}, twice[1] | {"z_element": 900.0, "subject": "many"}
+    assert why([few, many]).startswith("many on "), "of those as frequent, the largest z, as the cards"
 
 
 def test_machines_are_told_apart_but_not_the_gpus_of_one():

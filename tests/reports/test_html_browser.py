@@ -315,14 +315,20 @@ def test_a_card_says_what_the_terminal_says_and_the_page_opens_with_why(show, wi
     said = [{"label": label, "text": text} for label, text in lines]
     reason, case = "out z 1,542 in one element, limit 8", next(workloads(1))
     wrong = check("mismatch", case, BACKENDS[0], "forward", random.Random(0), explanation=said, reason=reason)
+    less = check("mismatch", case, BACKENDS[1], "forward", random.Random(0), reason=reason) | {"z_element": 9.0}
+    less["tensors"][0]["z_element"] = 1.1
     wrong["z_element"] = 1541.7
-    page = show([wrong], width=width, dark=dark)
+    page = show([less, wrong], width=width, dark=dark)
     assert page("document.getElementById('why').textContent").endswith("limit 8; it equals attention with scale 0.1")
     assert page("document.getElementById('why').getBoundingClientRect().bottom < 500")
-    assert texts(page, "#matrix td small") == ["1, z 1,542"]
-    assert "1,542" in texts(page, "#cases td.number")
+    assert "1, z 1,542" in texts(page, "#matrix td small")
+    assert texts(page, "#cases td.number")[0] == "1,542", "worst first"
+    assert page("document.querySelector('#cases tbody tr').clientHeight < 80"), "a reason is not one word a line"
     assert texts(page, "#wrong .explanation dt") == ["worst", "suggests"]
     assert texts(page, "#wrong .explanation dd") == [text for _, text in lines[1:]]
+    axis = page("""[...document.querySelectorAll('#errors .chart:first-of-type .role-axis-label text')]
+      .filter((one) => one.getAttribute('opacity') !== '0').map((one) => one.textContent)""")
+    assert {"10", "100", "1000"} <= set(axis), "where labels would overlap, powers of ten stay"
     assert page("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), "nothing sticks out"
     page.close()
 

@@ -6,8 +6,9 @@ const allCases = {
   has: (cases) => cases.length > 0,
   draw(cases) {
     if (!cases.length) return [el("p", { class: "nothing" }, "Nothing passes the filters.")];
+    const rows = inOrder(inOrder(cases, badness, true), (one) => verdicts[one.verdict].rank, false);
     return [sortableTable({
-      caption: "All judgments, worst first", noun: "judgment", rows: inOrder(cases, (one) => verdicts[one.verdict].rank, false),
+      caption: "All judgments, worst first", noun: "judgment", rows,
       columns: [
         { title: "verdict", value: (one) => verdicts[one.verdict].rank, cell: (one) => badge(one.verdict) },
         { title: "backend", header: true, value: (one) => one.backend },

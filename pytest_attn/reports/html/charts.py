@@ -44,7 +44,7 @@ def _chart() -> alt.Chart:
 
 
 def _time_axis(title: str) -> alt.Axis:
-    return alt.Axis(title=title, labelExpr=_TIME, labelOverlap=True, tickCount=6)
+    return alt.Axis(title=title, labelExpr=_TIME, labelOverlap="greedy", tickCount=6)
 
 
 def _series() -> tuple[alt.Color, alt.Shape]:
@@ -61,7 +61,7 @@ def latency(scale: Scale) -> Drawing:
     from_zero = alt.Undefined if scale == "log" else True  # a logarithm has no zero to begin at
     length = alt.X("length:Q", title="sequence length (keys)")
     length = length.scale(type=scale, zero=alt.Undefined if scale == "log" else False, nice=False, padding=14)
-    length = length.axis(format="d", labelOverlap=True)  # its ticks are the lengths, which the script puts in
+    length = length.axis(format="d", labelOverlap="greedy")  # its ticks are the lengths, which the script puts in
     p50 = alt.Y("p50:Q", axis=_time_axis("p50")).scale(
         type=scale, zero=from_zero, nice=scale == "linear", padding=alt.Undefined if scale == "linear" else 16
     )
@@ -82,7 +82,7 @@ def errors() -> Drawing:
     order = alt.Y("backend:N", sort=None, title=None, axis=alt.Axis(labelLimit=150, grid=False, ticks=False))
     scale = alt.Scale(type="log", nice=False, padding=8)
     short = "datum.label && datum.value >= 1e4 ? format(datum.value, '.0e') : datum.label"
-    axis = alt.Axis(format="~g", labelExpr=short, grid=False, labelOverlap=True)
+    axis = alt.Axis(format="~g", labelExpr=short, grid=False, labelOverlap="greedy")
     base = _chart().encode(y=order)
     whisker = base.mark_rule(strokeWidth=1.5, color=_PLAIN).encode(
         x=alt.X("p5:Q", scale=scale, axis=axis, title="z"), x2="p95:Q"
@@ -106,8 +106,8 @@ def roofline() -> Drawing:
     """FLOP/s that each case reached against its arithmetic intensity, under the measured ceilings where these are known."""
     color, shape = _series()
     x = alt.X("intensity:Q", title="arithmetic intensity, FLOP per byte").scale(type="log", nice=False, padding=20)
-    x = x.axis(format="~s", grid=True, labelOverlap=True)
-    y = alt.Y("achieved:Q", title="FLOP/s").scale(type="log", nice=False, padding=20).axis(format="~s", labelOverlap=True)
+    x = x.axis(format="~s", grid=True, labelOverlap="greedy")
+    y = alt.Y("achieved:Q", title="FLOP/s").scale(type="log", nice=False, padding=20).axis(format="~s", labelOverlap="greedy")
     tooltip = _tooltip(backend="backend", workload="case", rate="reached", share="of the ceiling", time="p50")
     roof = _chart().transform_filter("datum.kind == 'roof'").encode(x=x, y=y, detail="dtype:N")
     lines = roof.mark_line(color=_PLAIN, strokeWidth=2)

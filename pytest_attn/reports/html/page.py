@@ -305,10 +305,11 @@ def why(records: Sequence[Record]) -> str:
         return ""
     alike = Counter((record["verdict"], record["subject"]) for record in wrong)
 
-    def place(record: Record) -> tuple[int, bool, int]:
-        return order.index(record["verdict"]), not _suggested(record), -alike[record["verdict"], record["subject"]]
+    def place(record: Record) -> tuple[int, bool, int, float]:
+        often = alike[record["verdict"], record["subject"]]
+        return order.index(record["verdict"]), not _suggested(record), -often, -(record["z_element"] or 0)
 
-    first = min(wrong, key=place)  # as in the list of what is wrong: of those as grave, what most cases have
+    first = min(wrong, key=place)  # as in the list of what is wrong: of those as grave, what most cases have, then z
     return f"{first['subject']} on {first['workload']}: {'; '.join([first['reason'], *_suggested(first)[:1]])}"
 
 
