@@ -92,6 +92,16 @@ def test_a_release_goes_to_the_index_after_its_example_ran_and_the_test_index_to
         assert jobs[name]["steps"][-1]["with"]["attestations"] is True
 
 
+def test_a_release_is_not_built_while_a_page_says_that_there_is_none(tmp_path):
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["build"]["steps"]
+    (step,) = (step for step in steps if "not on PyPI" in step.get("run", ""))
+    (tmp_path / "docs").mkdir()
+    for said, code in (("pip install pytest-attn", 0), ("pytest-attn is not on PyPI yet.", 1)):
+        for name in ("README.md", "docs/page"):
+            (tmp_path / name).write_text(f"# Install\n\n{said}\n")
+        assert subprocess.run(["bash", "-ec", step["run"]], cwd=tmp_path, capture_output=True, check=False).returncode == code
+
+
 def sample(language, name):
     """Return the file of a page's block that has this name on one of its first lines."""
     page = (ROOT / "docs/howto/several-hosts.md").read_text()
