@@ -134,7 +134,7 @@ def check_invariants(
     only: Names = None,
     skip: Names = None,
     thorough: bool = False,
-    backward: bool = False,
+    backward: bool | Sequence[str] = False,
     device: str = "auto",
     seed: int = 0,
     name: str | None = None,
@@ -149,7 +149,7 @@ def check_invariants(
         only: names of the invariants to run; by default all but the thorough ones.
         skip: names of invariants to leave out.
         thorough: run all of them, with more repetitions.
-        backward: run those of dq, dk and dv as well.
+        backward: run those of dq, dk and dv as well, or of these alone: any of "q", "k" and "v".
         device: as for `check`.
         seed: as for `check`.
         name: as for `check`.
@@ -168,7 +168,14 @@ def check_invariants(
     """
     __tracebackhide__ = True
     made = _declaration(check_invariants, declared)
-    spec = CheckSpec(_named(workload), resolve_device(device), backward, declared=made, seed=seed)
+    asked = _named(workload)
+    leaves, wanted = asked_gradients(backward, [asked])
+    if wanted:
+        raise ValueError(
+            f"without pytest invariants take gradients of q, k and v; those of {', '.join(wanted)} need a test with a marker"
+        )
+    spec = CheckSpec(asked, resolve_device(device), bool(backward), declared=made, seed=seed)
+    spec = replace(spec, leaves=leaves) if backward else spec
     subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
     report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, ReferenceCache(), only, skip, thorough))
     if not report.passed:

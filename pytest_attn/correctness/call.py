@@ -33,7 +33,8 @@ def fault_of_caches(w: Workload, watched: Sequence[WatchedCache]) -> str | None:
     if not watched:
         return (
             "the callable got the cached prefix and the new keys together, and did not split them:"
-            " call cache = attn.split_cache(k, v) in it, and pass its tensors to the kernel"
+            " call cache = attn.split_cache(k, v) in it (without pytest pytest_attn.split_cache(inputs, k, v)), and pass its"
+            " tensors to the kernel"
         )
     last = watched[-1]
     for name, before, after, now in zip(("k", "v"), last.before, last.after, last.now(), strict=True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -41,15 +42,21 @@ class Gradients(Invariant):
 
 
 def _not_finite(probe: Probe) -> str:
-    for name in ("dq", "dk", "dv"):
+    for name in _gradients_in(probe.base):
         bad = ~probe.base[name].isfinite()
         if bool(bad.any()):
             return at_first(name, probe.base[name], bad)
     return ""
 
 
+def _gradients_in(results: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in ("dq", "dv", "dk") if name in results]
+
+
 def _imbalance(probe: Probe) -> str:
     """Scores do not change where q is scaled up and k down: sum dq * q = sum dk * k; nor out where all keys are shifted."""
+    if not {"dq", "dk"} <= probe.base.keys():
+        return ""
     w, inputs, tensors = probe.workload, probe.inputs, probe.reference(probe.inputs).tensors
     q, k = (heads_first(t, w).double() for t in (inputs.q, inputs.k))
     dq, dk = (heads_first(probe.base[name], w).double() for name in ("dq", "dk"))
@@ -94,7 +101,7 @@ def _stray_gradients(probe: Probe) -> str:
     """Let a gradient arrive at one row of each head: only this row, and the keys that it sees, have gradients."""
     inputs = _single_rows(probe.inputs)
     found, exact = probe.run(inputs), probe.reference(inputs).tensors
-    for name in ("dq", "dv", "dk"):
+    for name in _gradients_in(found):
         gradient, right = heads_first(found[name], probe.workload), exact[name]
         idle = (right.value == 0).all(-1, keepdim=True)
         stray = idle & ~(gradient.abs() <= _STRAY * right.tau)  # a row that sees one key has the rounding of P (dP - dP)
@@ -128,15 +135,16 @@ class Alone(Invariant):
     def run(self, probe: Probe) -> str:
         """Ask for one after the other; of a kernel with a backend's many cases, or an operator that opcheck tries, for dq."""
         parameters, together = probe.spec.parameters, dict(probe.base)
-        asked: tuple[str, ...] = ("q", *parameters, "v", "k")
+        leaves = probe.spec.leaves
+        asked = tuple(name for name in ("q", *parameters, "v", "k") if name in (*leaves, *parameters))
         if not probe.thorough:
             if probe.is_compiled:
                 raise NotApplicable("each would be compiled anew")
             if probe.is_backend or isinstance(probe.subject.user_function, OPERATORS):
-                asked = ("q",)
+                asked = asked[:1]
             asked = asked[: self.calls - bool(parameters)]
         if parameters:
-            together |= _gradients_of(probe, ("q", "k", "v", *parameters))
+            together |= _gradients_of(probe, (*leaves, *parameters))
         for name in asked:
             expected = {f"d{name}": together[f"d{name}"]}
             words = f"where nothing but {name} needs a gradient"
@@ -174,6 +182,7 @@ class LseGradient(Invariant):
             "softcap and score_mod change what a shift of the keys does",
         ),
         BACKWARD,
+        Need(lambda probe: "k" in probe.spec.leaves, "the test asks for no gradient of k"),
         UNQUANTIZED,
         FEW_PAIRS,
     )

@@ -102,7 +102,7 @@ class StartedCall:
     def finish(self) -> dict[str, Tensor]:
         """Return out, lse and gradients, in native layout."""
         __tracebackhide__ = True
-        if self._probe.backward:
+        if self._needing:
             return self.gradients(("out",), (self._dout,))
         return self._results({})
 
@@ -114,17 +114,21 @@ class StartedCall:
         outputs = [self.handed_out[name] for name in of]
         if not all(output.requires_grad for output in outputs):
             raise ContractError("out carries no gradient; backward=True needs a callable that autograd can follow")
-        return self._with_gradients(dict(zip("qkv", self._leaves, strict=True)), parameters or {}, outputs, flowing)
+        return self._with_gradients(self._needing, parameters or {}, outputs, flowing)
 
     def some_gradients(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of those of q, k and v that need one, and of parameters, where dout arrives at out."""
         __tracebackhide__ = True
-        needing = {name: leaf for name, leaf in zip("qkv", self._leaves, strict=True) if leaf.requires_grad}
+        needing = self._needing
         out = self.handed_out["out"]
         if not out.requires_grad:
             raise ContractError(f"out carries no gradient where nothing but {', '.join({**needing, **parameters})} needs one")
         found = self._with_gradients(needing, parameters, [out], (self._dout,))
         return {f"d{name}": found[f"d{name}"] for name in (*needing, *parameters)}
+
+    @property
+    def _needing(self) -> dict[str, Tensor]:
+        return {name: leaf for name, leaf in zip("qkv", self._leaves, strict=True) if leaf.requires_grad}
 
     def _with_gradients(
         self,
@@ -256,10 +260,14 @@ class Probe:
         __tracebackhide__ = True
         return self.begin(tensors).finish()
 
-    def begin(self, tensors: Tensors, needing: Collection[str] = ("q", "k", "v")) -> StartedCall:
-        """Call the kernel forward. needing: what needs a gradient. Raises ContractError for what cannot be compared."""
+    def begin(self, tensors: Tensors, needing: Collection[str] | None = None) -> StartedCall:
+        """Call the kernel forward. needing: what needs a gradient, by default all of which any is asked.
+
+        Raises ContractError for what cannot be compared.
+        """
         __tracebackhide__ = True
         kernel, spec = self.kernel, self.spec
+        needing = spec.leaves if needing is None else needing
         v = tensors.k[..., : self.workload.v_head_dim] if self.workload.v_in_k else tensors.v
         given = dict(zip("qkv", (tensors.q, tensors.k, v), strict=True))
         leaves = [t.detach().requires_grad_(self.backward and name in needing) for name, t in given.items()]

@@ -102,6 +102,49 @@ def test_check_finds_a_wrong_gradient_of_the_bias_alone():
         pytest_attn.check(lambda q, k, v: with_bias(q, k, v, bias.detach()), workload, backward=("q", "bias"), device="cpu")
 
 
+FROZEN = """
+import pytest, torch
+from pytest_attn import Workload
+
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
+WORKLOAD = Workload(40, heads=2, head_dim=32, dtype="float32", bias="hqk")
+
+@pytest.mark.attention(WORKLOAD, backward={asked}, device="cpu")
+def test_frozen(attn):
+    attn.check_invariants(lambda q, k, v: ATTENTION({given}, attn.bias))
+
+@pytest.mark.attention(WORKLOAD, backward={asked}, device="cpu")
+def test_found(attn):
+    attn.check_invariants(lambda q, k, v: ATTENTION({given}, attn.bias) * (1 - 0.1 * {needing}.requires_grad))
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "needing"),
+    [
+        ('("bias",)', "q.detach(), k.detach(), v.detach()", "attn.bias"),
+        ('("k", "bias")', "q.detach(), k, v.detach()", "k"),
+        ('("q",)', "q, k.detach(), v.detach()", "v"),
+    ],
+)
+def test_invariants_hold_of_the_gradients_that_are_asked_for(pytester, asked, given, needing):
+    pytester.makepyfile(test_it=FROZEN.format(asked=asked, given=given, needing=needing))
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2 if needing == "v" else 1, failed=0 if needing == "v" else 1)
+
+
+def test_invariants_without_pytest_take_names_of_q_k_and_v():
+    def with_frozen_keys(q, k, v):
+        return with_bias(q, k.detach(), v, 0 * q[:1, :1, :1, :1])
+
+    options = {"only": ("gradients", "alone", "magnitude"), "device": "cpu"}
+    assert pytest_attn.check_invariants(with_frozen_keys, Workload(64, heads=2), backward=("q", "v"), **options).passed
+    with pytest.raises(AssertionError, match="out carries no gradient where nothing but k needs one"):
+        pytest_attn.check_invariants(with_frozen_keys, Workload(64, heads=2), backward=True, **options)
+    with pytest.raises(ValueError, match="those of sinks need a test with a marker"):
+        pytest_attn.check_invariants(with_sinks, SINKS, backward=("q", "sinks"), **options)
+
+
 def test_check_refuses_a_gradient_of_what_a_workload_has_not():
     with pytest.raises(ValueError, match="backward asks for a gradient of bias, and no workload has bias"):
         pytest_attn.check(with_sinks, SINKS, backward=("bias",), device="cpu")
