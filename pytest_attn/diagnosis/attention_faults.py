@@ -492,8 +492,8 @@ def wrong_descales(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
 
     names = [name for name in "qkv" if getattr(drawn.applied, name) is not None]
     some = names if w.v_in_k else [*names, "kv"]
-    for name in some:
-        whose = "descales of k and v" if name == "kv" else f"descale of {name}"
+    for name in [*some, *["qkv"] * ("q" in names and not w.v_in_k)]:
+        whose = {"kv": "descales of k and v", "qkv": "descales of q, k and v"}.get(name, f"descale of {name}")
         yield fault(f"descale-ignored-of-{name}", f"without the {whose}", partial(_each, name, lambda d: (d != 0).float()))
     if not w.v_in_k:
         yield fault("descale-of-k-for-v", "with the descale of k for v", lambda d: d._replace(v=d.k))

@@ -106,6 +106,7 @@ FAULTS = {
     "rope-inside-interleaved": "q and k are rotated by position once more, in interleaved pairs",
     **{f"descale-ignored-of-{name}": f"the descale of {name} is ignored" for name in "qkv"},
     "descale-ignored-of-kv": "the descales of k and v are ignored",
+    "descale-ignored-of-qkv": "the descales of q, k and v are ignored",
     "descale-of-k-for-v": "the descale of k is taken for v",
     "descale-of-v-for-k": "the descale of v is taken for k",
     **{

@@ -167,9 +167,9 @@ _OF_CALLS = ("rerun", "state")
 
 
 def _if_calls_differ(probe: Probe) -> str:
-    """Say of what was found that it may have another reason: two plain calls more, of which one is not like the first."""
+    """Say of what was found that it may have another reason: five plain calls more, of which one is not like the first."""
     try:
-        differing = next(filter(None, (probe.change(probe.run(probe.inputs)) for _ in range(2))), "")
+        differing = next(filter(None, (probe.change(probe.run(probe.inputs)) for _ in range(5))), "")
     except Exception:  # the user gets what was found before
         return ""
     return differing and f"; but equal calls differ as well, which rerun is about: {differing}"
