@@ -492,15 +492,16 @@ def wrong_descales(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
 
     names = [name for name in "qkv" if getattr(drawn.applied, name) is not None]
     some = names if w.v_in_k else [*names, "kv"]
-    for name in [*some, *["qkv"] * ("q" in names and not w.v_in_k)]:
+    all_three = ["qkv"] * ("q" in names and not w.v_in_k)
+    for name in [*some, *all_three]:
         whose = {"kv": "descales of k and v", "qkv": "descales of q, k and v"}.get(name, f"descale of {name}")
         yield fault(f"descale-ignored-of-{name}", f"without the {whose}", partial(_each, name, lambda d: (d != 0).float()))
     if not w.v_in_k:
         yield fault("descale-of-k-for-v", "with the descale of k for v", lambda d: d._replace(v=d.k))
         yield fault("descale-of-v-for-k", "with the descale of v for k", lambda d: d._replace(k=d.v))
-    for name in some:
-        whose = "k's and v's descales" if name == "kv" else f"{name}'s descale"
-        for of, words, change in _shared_descales(w, getattr(drawn.applied, name[0])):
+    for name in [*some, *([] if w.kv_pages else all_three)]:
+        whose = {"kv": "k's and v's descales", "qkv": "q's, k's and v's descales"}.get(name, f"{name}'s descale")
+        for of, words, change in _shared_descales(w, getattr(drawn.applied, name[-1])):
             yield fault(f"descale-of-{of}-for-{name}", f"with {whose} of {words} for all", partial(_each, name, change))
 
 

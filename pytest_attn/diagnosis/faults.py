@@ -111,7 +111,7 @@ FAULTS = {
     "descale-of-v-for-k": "the descale of v is taken for k",
     **{
         f"descale-of-{of.replace(' ', '-')}-for-{name}": f"{whose} descale of {'the ' * (of[0] == 'f')}{of} is taken for all"
-        for name, whose in (("q", "q's"), ("k", "k's"), ("v", "v's"), ("kv", "k's and v's"))
+        for name, whose in (("q", "q's"), ("k", "k's"), ("v", "v's"), ("kv", "k's and v's"), ("qkv", "q's, k's and v's"))
         for of in ("first head", "first batch entry", "one head")
     },
     "strides-misread": "strides of tensors are not what the kernel takes them for",

@@ -78,10 +78,10 @@ FAULTS = {
     "descale-of-first-head-for-v": lambda d: d._replace(v=d.v[:, :1].expand_as(d.v)),
     "descale-of-first-batch-entry-for-v": lambda d: d._replace(v=d.v[:1].expand_as(d.v)),
     "descale-ignored-of-kv": lambda d: d._replace(k=torch.ones_like(d.k), v=torch.ones_like(d.v)),
-    "descale-ignored-of-qkv": lambda d: Descales(*map(torch.ones_like, d)),
     "descale-of-first-head-for-kv": lambda d: d._replace(k=d.k[:, :1].expand_as(d.k), v=d.v[:, :1].expand_as(d.v)),
     "descale-of-one-head-for-k": lambda d: d._replace(k=d.k[:, -1:].expand_as(d.k)),
     "descale-of-one-head-for-v": lambda d: d._replace(v=d.v.amax(1, keepdim=True).expand_as(d.v)),
+    "descale-of-first-head-for-qkv": lambda d: Descales(*(t[:, :1].expand_as(t) for t in d)),
     "descale-of-one-head-for-kv": lambda d: d._replace(k=d.k[0, 0].expand_as(d.k), v=d.v[0, 0].expand_as(d.v)),
 }
 
