@@ -282,11 +282,12 @@ def _gradients(
     out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor, drawn: Set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield gradients. drawn: the leaves of which only the values were known."""
-    if not out.requires_grad:
+    follows = out.requires_grad
+    if not follows and not leaves.keys().isdisjoint("qkv"):
         raise ContractError(
             "out carries no gradient; backward=True needs a callable that autograd can follow (no detach, no no_grad)"
         )
-    grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
+    grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True) if follows else [None] * len(leaves)
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         if grad is None:
             raise ContractError(

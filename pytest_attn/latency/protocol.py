@@ -309,8 +309,9 @@ def _lost_graph(recorded: Mode | None, mode: Mode) -> list[str]:
 def stopwatch_of(
     device: torch.device, cold: bool = True, own: frozenset[int] = frozenset(), is_warm: bool = False
 ) -> Stopwatch:
-    """Return the device's stopwatch, made when first asked for."""
-    return Stopwatch(device, cold, own, is_warm)
+    """Return the device's stopwatch, made when first asked for: also within inference mode for calls without."""
+    with torch.inference_mode(False):
+        return Stopwatch(device, cold, own, is_warm)
 
 
 @contextmanager

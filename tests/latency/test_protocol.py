@@ -11,7 +11,7 @@ from judging import SMALL, attention, timed
 from pytest_attn.latency.anchors import Anchor, anchor_item
 from pytest_attn.latency.cuda_timer import CudaTimer
 from pytest_attn.latency.gate import Decision
-from pytest_attn.latency.protocol import Stopwatch, Warmer
+from pytest_attn.latency.protocol import Stopwatch, Warmer, stopwatch_of
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.timer import Item, Plan
@@ -182,3 +182,10 @@ def test_records_have_the_names_that_they_always_had():
     assert decided.to_dict()["host"] == 2e-5
     assert (latency.to_dict()["verdict"], decided.to_dict()["verdict"]) == ("measured", "passed")
     assert json.loads(json.dumps(decided.to_dict()))["interval"] == [0.9e-3, 1.1e-3, 0.97]
+
+
+def test_controls_made_in_inference_mode_serve_outside_of_it():
+    with torch.inference_mode():
+        stopwatch = stopwatch_of.__wrapped__(CPU)
+    for anchor in stopwatch.anchors.values():
+        anchor.call()
