@@ -162,6 +162,7 @@ def _small() -> Iterator[Group]:
             W(64, heads=2, head_dim=32, softcap=5.0, mask="causal", name="smoke-softcap"),
         ],
     )
+    fp8 = "float8_e4m3fn"
     yield (
         "edges",
         "ours: tile edges, tails, unequal lengths, odd groups, head dimensions and pages",
@@ -178,6 +179,7 @@ def _small() -> Iterator[Group]:
             W(128, heads=3, kv_heads=1, mask="causal", name="edges-gqa3"),
             W(128, heads=10, kv_heads=2, mask="causal", name="edges-gqa5"),
             W(128, heads=14, kv_heads=2, mask="causal", name="edges-gqa7"),
+            W(40, heads=40, kv_heads=2, head_dim=32, mask="causal", name="edges-gqa20"),
             W(129, heads=2, head_dim=8, name="edges-d8"),
             W(129, heads=2, head_dim=40, mask="causal", name="edges-d40"),
             W(129, heads=2, head_dim=96, name="edges-d96"),
@@ -186,6 +188,7 @@ def _small() -> Iterator[Group]:
             W(129, heads=2, head_dim=192, v_head_dim=128, mask="causal", name="edges-d192-dv128"),
             W(129, heads=2, head_dim=256, mask="causal", name="edges-d256"),
             W(2, 400, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(400, 77), mask=Window(20, 0), name="edges-freed"),
+            W(70, 140, heads=4, kv_heads=2, head_dim=32, kv_dtype=fp8, descales="token", name="edges-token-descales"),
         ],
     )
     fp8 = "float8_e4m3fn"
@@ -223,10 +226,10 @@ def _small() -> Iterator[Group]:
             br(q_lens=(1, 3), kv_lens=(130, 77), kv_pages=Pages(32), kv_dtype=fp8, name="features-packed-pages-fp8"),
             W(65, batch=2, heads=4, kv_heads=2, head_dim=32, mask="causal", dropout=0.2, name="features-dropout"),
             W(
-                33,
-                heads=2,
+                70,
+                heads=4,
                 head_dim=32,
-                kv_lens=(70, 31),
+                kv_lens=(140, 31),
                 bias="hqk",
                 dtype="float16",
                 dropout=0.1,
@@ -235,7 +238,7 @@ def _small() -> Iterator[Group]:
             W(40, 65, heads=2, head_dim=32, alibi=True, mask=Window(31, 0), dropout=0.2, name="features-dropout-window"),
             W(2, heads=2, kv_pages=Pages(16), kv_lens=(130, 70), mask=Window(31, 0), name="features-paged-window"),
             W(1, heads=2, kv_pages=Pages(256), kv_lens=(300, 129), name="features-paged-256"),
-            W(heads=4, kv_heads=2, head_dim=32, q_lens=(1, 0, 1), kv_lens=(65, 33, 129), name="features-packed-decode"),
+            W(heads=20, kv_heads=1, head_dim=32, q_lens=(1, 0, 1), kv_lens=(65, 33, 129), name="features-packed-decode"),
             W(65, 33, heads=2, head_dim=32, kv_lens=(20,), name="features-padded-alone"),
             W(70, batch=2, heads=2, head_dim=16, bias="bk", name="features-bias-keys"),
             *_pairs(),

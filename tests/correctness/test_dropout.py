@@ -10,6 +10,7 @@ from pytest_attn import Workload
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.contract import CHANCE, ContractError, require_fair
+from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs
 
 W = Workload(40, 48, batch=2, heads=4, kv_heads=2, head_dim=16, mask="causal-bottom-right", dropout=0.2)
@@ -121,6 +122,18 @@ def test_a_mask_that_no_seed_changes():
         pytest_attn.check(seeded_by(lambda: 1), W, returns=RETURNS)
     pytest_attn.check(seeded_by(lambda: int(torch.randint(2**31, ()))), W, returns=RETURNS, backward=True)
     pytest_attn.check(seeded_by(torch.initial_seed), W, returns=RETURNS)
+
+
+@pytest.mark.parametrize("tile", [32, 64, 128])
+def test_a_mask_that_repeats_from_tile_to_tile_is_found_by_the_suite(tile):
+    """The offset of the generator counts keys, or rows, of a tile: the workload is longer than tiles are."""
+    (w,) = builtin_catalog().select("features-dropout-bias")
+    inputs, keep = draw_inputs(w), coins((w.batch, w.heads, w.q_len, w.kv_len), w.dropout)
+    with pytest.raises(ContractError, match="repeats: keys 0 and"):
+        require_fair(keep[..., torch.arange(w.kv_len) % tile], inputs)
+    if tile < w.q_len:
+        with pytest.raises(ContractError, match="repeats: rows 0 and"):
+            require_fair(keep[:, :, torch.arange(w.q_len) % tile], inputs)
 
 
 def test_masks_that_few_coins_make_equal_are_no_fault():

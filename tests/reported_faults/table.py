@@ -520,16 +520,28 @@ class ScaleOfAnotherHeadDim(Attention):
         return call.w.scale if call.w.scale is not None else call.w.v_head_dim**-0.5
 
 
-@reported(
-    "vllm-project/vllm#40792", lambda w: w.kv_heads > 1 and w.group > 4 and w.group % 4 > 0 and w.head_groups == "contiguous"
-)
+@reported("vllm-project/vllm#40792", lambda w: w.kv_heads > 1 and w.group > 16 and w.head_groups == "contiguous")
 class BlocksOfHeadsAcrossKeyHeads(Attention):
     """Query heads were taken in blocks that do not divide the group, and all of a block used the key head of its first."""
 
     def kv_heads_of(self, call: Call) -> Tensor:
-        block = min(4, call.w.group)
+        block = min(16, call.w.group)
         first = torch.arange(call.w.heads) // block * block
         return first // call.w.group if call.w.head_groups == "contiguous" else super().kv_heads_of(call)
+
+
+@reported("vllm-project/vllm-xpu-kernels#409", lambda w: w.group > 16)
+class SixteenHeadsOfAGroupComputed(Attention):
+    """The grid had one tile of 16 heads for each key head, whose group may be larger."""
+
+    def rounded_out(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        return super().rounded_out(out.masked_fill(self.kept["is beyond"], 0), dtype)
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        at = torch.arange(call.w.heads)
+        of_group = at // call.w.kv_heads if call.w.head_groups == "interleaved" else at % call.w.group
+        self.kept["is beyond"] = (of_group >= 16)[:, None, None]
+        return super().forward(call)
 
 
 @reported("Dao-AILab/flash-attention#1937", lambda w: w.score_mod is not None and w.group > 1)
@@ -814,6 +826,29 @@ class DescalesOfAPageWithHeadsFirst(Attention):
     def descales_in_pages(self, call: Call, e: Entry, pool: Tensor) -> Tensor:
         pages, size, heads = pool.shape
         return super().descales_in_pages(call, e, pool.reshape(pages, heads, size).transpose(1, 2))
+
+
+@reported("NVIDIA/cutlass#3615", lambda w: w.descales == "token" and some(w, lambda n, m: m > 64))
+class DescalesOfTheFirstSplit(Splits):
+    """Each split counted its descales from 0, and so used those of the first split."""
+
+    def descale(self, t: Tile, name: str) -> Tensor | None:
+        of_keys = t.w.descales == "token" and name != "q"
+        first = t.keys.start // 64 * 64 if of_keys else 0
+        return super().descale(t._replace(keys=range(t.keys.start - first, t.keys.stop - first)), name)
+
+
+@reported("flashinfer-ai/flashinfer#3626", lambda w: w.descales == "token" and some(w, lambda n, m: m > 8))
+class DescalesSharedEightKeysApart(Attention):
+    """A fragment holds two keys, eight apart, and both were multiplied by the descale of the first."""
+
+    def load_k(self, t: Tile) -> Tensor:
+        factor, k = self.descale(t, "k"), super().load_k(t)
+        if t.w.descales != "token" or factor is None:
+            return k
+        at = torch.arange(len(t.keys)) % 16 % 8 + torch.arange(len(t.keys)) // 16 * 16
+        ratio = factor[:, at] / factor
+        return k * ratio[self.kv_heads_of(t.call)]
 
 
 @reported("lightseekorg/tokenspeed#759", lambda w: w.is_quantized)
