@@ -404,7 +404,11 @@ def ungrouped(tensor: torch.Tensor, w: Workload, dim: int = 1) -> torch.Tensor:
 
 def repeated(tensor: torch.Tensor, w: Workload, dim: int = 1) -> torch.Tensor:
     """Return k or v with a key head of its own for every query head."""
-    return tensor[(slice(None),) * dim + (key_heads(w),)] if w.group > 1 else tensor
+    if w.group == 1:
+        return tensor
+    if w.head_groups == "contiguous":  # whose gradient is rounded once, and not with each head, as that of an index is
+        return tensor.repeat_interleave(w.group, dim)
+    return tensor.repeat([w.group if at == dim else 1 for at in range(tensor.dim())])
 
 
 # -- as serving has it: pages, a cached prefix, padding on the left -----------------------------------------------------------
