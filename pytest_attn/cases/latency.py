@@ -28,6 +28,7 @@ from pytest_attn.latency.regression import (
     DisturbedError,
     FreshError,
     SharedCpu,
+    describe_change,
     describe_regression,
     describe_unconfirmed,
     describe_undecided,
@@ -497,18 +498,19 @@ class LatencyEvaluator(Evaluator[Latency]):
     def _decided(self, latency: Latency, decision: Decision) -> Judgment[Latency]:
         """Return what a decision means for the test: what accepts a regression, and what helps where nothing can be said."""
         facts: Any = {"result": latency, "latency": latency}
-        name, command = self._measurement.name, self._run.command
+        name, command, reason = self._measurement.name, self._run.command, decision.reason
         if decision.verdict == Verdict.REGRESSED:
             baseline = self._mode.baselines.of(self._measurement)
             assert baseline is not None
             facts["text"] = describe_regression(decision, baseline, latency)
             facts["remedies"] = [labeled("accept", f"{command} {ACCEPT}")]
+            reason = "; ".join(filter(None, (describe_change(decision), reason)))
         elif decision.verdict == Verdict.UNCONFIRMED:
             facts["text"] = describe_unconfirmed(name, decision)
         elif decision.cause == Cause.UNUSABLE_FILE or (self._requires_decision and decision.verdict in _UNDECIDED):
             facts["text"] = describe_undecided(name, decision, command)
             facts["says_command"] = False  # the text does
-        return self._found(decision.verdict, decision.reason, **facts)
+        return self._found(decision.verdict, reason, **facts)
 
     def _found(self, verdict: Verdict, reason: str, *, latency: Latency | None = None, **more: Any) -> Judgment[Latency]:
         """Return a judgment with the fields that records of times have."""

@@ -70,9 +70,8 @@ def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
     decision = latency.get("decision") or {}
     low, high, _ = latency["interval"]
     change, detectable = decision.get("change"), decision.get("detectable")
-    runs = decision.get("runs") or [latency["p50"]]  # of new processes, where these decided
     row: tuple[str, ...] = (
-        duration_in_column(median(runs)),
+        duration_in_column(decided(latency)),
         f"{(high - low) / 2 / latency['p50']:.1%}",
         "-" if change is None else f"{change:+.1%}",
         "-" if detectable is None else f"{detectable:.1%}",
@@ -83,6 +82,12 @@ def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
         timed_as(latency["mode"], latency["calls"], latency["l2"]),
     )
     return (*row, duration_in_column(latency["cupti"]) if latency.get("cupti") else "-") if _extra(shown) else row
+
+
+def decided(latency: Mapping[str, Any]) -> float:
+    """Return the p50 of a record's latency that was compared, in seconds: of new processes, where these decided."""
+    runs: Sequence[float] = (latency.get("decision") or {}).get("runs") or [latency["p50"]]
+    return median(runs)
 
 
 def _rank_lines(records: Sequence[Record]) -> Iterator[str]:

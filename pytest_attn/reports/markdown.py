@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from pytest_attn.reports.latency import closing as closing_of_latencies
+from pytest_attn.reports.latency import decided
 from pytest_attn.reports.lines import count, duration_in_column, labeled, together
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
@@ -89,7 +90,7 @@ def _latencies(records: Sequence[Record]) -> Iterator[str]:
         change = _change(r)
         shown = "" if change is None else f"{change:+.1%}"
         whose = (_code(r["subject"]), _code(r["workload"]), r["direction"], r["verdict"])
-        yield _row(duration_in_column(latency_of(r)["p50"]), shown, *whose)
+        yield _row(duration_in_column(decided(latency_of(r))), shown, *whose)
     yield from _rest(records)
     yield from ("</details>", "")
 

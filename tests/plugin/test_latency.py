@@ -191,10 +191,17 @@ def test_a_file_in_place_of_the_folder_is_said_and_left_alone(project, pytester)
     assert (pytester.path / "test_mine.py").read_text().strip() == KERNEL.strip()
 
 
-def test_junit_and_last_failed_see_a_regression(recorded, pytester, monkeypatch):
+def test_junit_json_markdown_and_last_failed_see_a_regression(recorded, pytester, monkeypatch):
     pytester.makepyfile(test_other="def test_other():\n    pass\n")
     monkeypatch.setenv("TIMES", "150")
-    pytester.runpytest_inprocess("--junitxml=report.xml").assert_outcomes(failed=1, passed=1)
+    outputs = ("--junitxml=report.xml", "--attn-output=run.jsonl", "--attn-output=run.md")
+    pytester.runpytest_inprocess(*outputs).assert_outcomes(failed=1, passed=1)
+    (record,) = (one for one in read_records(pytester.path / "run.jsonl") if one["verdict"] == "regressed")
+    assert record["explanation"][0]["text"] == f"regressed: mine on tiny, forward: {record['reason']}"
+    summary = (pytester.path / "run.md").read_text()
+    assert f"| regressed | `mine` | `tiny` | forward | {record['reason']} |" in summary
+    p50 = re.match(r"p50 (\S+ ms)", record["reason"])[1]
+    assert re.search(rf"^\| {p50} \| .* \| regressed \|$", summary, re.M), "what was compared stands beside the change"
     text = (pytester.path / "report.xml").read_text()
     assert 'failures="1"' in text
     assert "AssertionError: regressed: mine on tiny" in text
