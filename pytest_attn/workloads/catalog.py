@@ -221,6 +221,7 @@ def _small() -> Iterator[Group]:
             br(3, 100, batch=3, kv_pages=Pages(16), kv_lens=(100, 0, 33), name="features-paged-br"),
             br(q_lens=(5, 1, 17), kv_lens=(64, 33, 17), kv_pages=Pages(16), name="features-packed-pages"),
             br(16, cached=48, batch=2, head_dim=32, name="features-cached"),
+            br(5, cached=(59, 21), kv_pages=Pages(16), name="features-paged-cached"),
             W(1, 100, batch=2, heads=2, kv_pages=Pages(16, "HND", pool=20), kv_lens=(100, 33), name="features-paged-hnd"),
             W(heads=2, head_dim=32, q_lens=(33, 64), mask="causal", dtype=fp8, descales="head", name="features-packed-fp8"),
             br(q_lens=(1, 3), kv_lens=(130, 77), kv_pages=Pages(32), kv_dtype=fp8, name="features-packed-pages-fp8"),

@@ -62,6 +62,9 @@ HAS = {
     "pages with a window": lambda w: w.kv_pages and w.mask and w.mask.kind == "window",
     "pages with a soft-cap": lambda w: w.kv_pages and w.softcap,
     "cached in pages": lambda w: w.cached and w.kv_pages,
+    "cached in pages, as servers append": lambda w: (
+        features.words_of(w) == {"cached", "paged", "causal-bottom-right", "grouped heads", "q < k"}
+    ),
     "unequal prefixes": lambda w: w.cached and len(set(w.cached)) > 1,
     "cached with a window": lambda w: w.cached and w.mask and w.mask.kind == "window",
     "padded with fewer queries": lambda w: w.kv_lens and not w.is_packed and not w.kv_pages and 1 < w.q_len < w.kv_len,
