@@ -39,7 +39,7 @@ from pytest_attn.latency.statistics import Run
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError, WrongResultError
 from pytest_attn.ranks.rank_group import RankRaisedError
-from pytest_attn.reports.lines import count, labeled
+from pytest_attn.reports.lines import count, labeled, raised_words
 from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.benchmark_traces import is_asked_for
@@ -480,7 +480,7 @@ class LatencyEvaluator(Evaluator[Latency]):
                 reason = f"right, but not timed: {refusal}"
                 return Judgment.refused(self.subject, reason, Cause.DECLINED, fields={"question": "check"})
             raised: Any = {"text": str(error)} if isinstance(error, RankRaisedError) else {"error": error}
-            return self._found(Verdict.RAISED, f"{type(error).__name__}: {error}".splitlines()[0], **raised)
+            return self._found(Verdict.RAISED, raised_words(type(error).__name__, str(error)), **raised)
         decision = latency.decision
         if not mode.reports or decision is None:
             return Judgment(Verdict.MEASURED, latency, is_recorded=False)

@@ -13,7 +13,7 @@ import pytest
 from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.reports.lines import taken_apart, z_figure
+from pytest_attn.reports.lines import raised_words, taken_apart, z_figure
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import NoTorchError
@@ -144,7 +144,7 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
     is_stage = report.when in ("setup", "call")
     is_kernels = REFUSED not in item.stash
     if is_stage and is_kernels and report.failed and not records and call.excinfo is not None and parameter is not None:
-        reason = f"{call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
+        reason = raised_words(call.excinfo.typename, str(call.excinfo.value))
         records = [_raised(item, parameter, reason, call.excinfo.value)]
     if not records:
         return

@@ -17,6 +17,7 @@ from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
 from pytest_attn.diagnosis.faults import RECOMPUTED
 from pytest_attn.diagnosis.hypothesis import OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View
 from pytest_attn.diagnosis.steps import AttentionSteps, Region, RegionScores, honest_steps
+from pytest_attn.reports.lines import told_apart
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 #: of a gradient that is a multiple of the exact one: it has that one's budget, and little is left of what it is off
@@ -65,7 +66,7 @@ def multiples_of_gradient(name: str, w: Workload, slope: float) -> Iterator[Faul
 
 def scaled_gradient(name: str, slope: float) -> FaultHypothesis[WholeGradient]:
     """Return the hypothesis that a gradient is off by a factor that has no other name. slope: as above."""
-    words = f"{name} is {slope:.4g} times the exact gradient: is a factor of a derivative wrong?"
+    words = f"{name} is {told_apart(slope, 1, 4)[0]} times the exact gradient: is a factor of a derivative wrong?"
     return FaultHypothesis("gradient-scaled", words, partial(_multiple, slope), OF_STEPS)
 
 

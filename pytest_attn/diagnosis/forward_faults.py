@@ -18,6 +18,7 @@ from pytest_attn.correctness.reference import Reference, compute_reference, scor
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores
 from pytest_attn.diagnosis.hypothesis import OF_FLOAT32, OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View
 from pytest_attn.diagnosis.steps import UNIT, Region, RegionScores, regions_of
+from pytest_attn.reports.lines import told_apart
 from pytest_attn.workloads.workload import Workload, ungrouped
 
 #: wrong rows, and as many right ones, on which a fault is tried: a few first, and these if it fits them
@@ -137,7 +138,7 @@ def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[Row
         return found
 
     factor = _factor(seen.view.got, seen.view.exact, (0, 1, 2, 3))
-    yield fault("out-scaled", f"out is {float(factor):.4g} times exact attention", lambda view: factor)
+    yield fault("out-scaled", f"out is {told_apart(float(factor), 1, 4)[0]} times exact attention", lambda view: factor)
     found = _factor(seen.view.got, seen.view.exact, -1)
     is_near = bool(((found - 1).abs() < _NEAR_ONE).all())
     words = (

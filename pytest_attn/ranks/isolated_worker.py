@@ -35,6 +35,7 @@ from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.lifetime import inherited_channel
 from pytest_attn.ranks.wire import Line, released, storage_of, taken, unpickled, write
+from pytest_attn.reports.lines import raised_words
 
 #: calls of which a backward pass may still follow
 _KEPT = 4
@@ -261,11 +262,11 @@ def _described(one: Tensor) -> dict[str, Any]:
 
 def _raised(error: BaseException) -> dict[str, str]:
     """Return what a function has raised, with its own frames."""
-    named = traceback.format_exception_only(type(error), error)[0].splitlines()[0].rstrip(":")
+    kind, _, said = traceback.format_exception_only(type(error), error)[0].partition(":")
     frames = traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if f"{_OWN}{os.sep}" not in one.filename]
     return {
-        "raised": named,
+        "raised": raised_words(kind, said),
         "text": "".join(traceback.format_list(own or frames)) + "".join(traceback.format_exception_only(type(error), error)),
     }
 

@@ -38,6 +38,7 @@ from pytest_attn.processes.worker import Worker
 from pytest_attn.ranks.communication import watch_collectives
 from pytest_attn.ranks.rank_group import COLLECTIVE, STACK, Tensors, read_tensors, write_tensors
 from pytest_attn.ranks.shards import cut, parts_of
+from pytest_attn.reports.lines import raised_words
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.sharding import Sharding
 
@@ -316,8 +317,8 @@ class Rank:
         except WrongResultError as error:
             self._channel.send(stale=str(error))
         except Exception as error:
-            named = traceback.format_exception_only(type(error), error)[0].splitlines()[0].rstrip(":")
-            self._channel.send(raised=named, text=_told(error))
+            kind, _, said = traceback.format_exception_only(type(error), error)[0].partition(":")
+            self._channel.send(raised=raised_words(kind, said), text=_told(error))
 
     def _computed(self, server: RankServer, order: Message) -> str:
         """Return the file with the shards of one call."""

@@ -31,12 +31,17 @@ def z_figure(z: float) -> str:
     return figure(z, ".2f" if z < 100 else ",.0f")
 
 
-def told_apart(one: float, other: float) -> tuple[str, str]:
-    """Return two numbers as they are read, or with as many digits as show that they differ."""
-    short = tuple(figure(x, ".6g") if math.isfinite(x) else f"{x}" for x in (one, other))
+def told_apart(one: float, other: float, least: int = 6) -> tuple[str, str]:
+    """Return two numbers as they are read, in `least` digits, or with as many as show that they differ."""
+    short = tuple(figure(x, f".{least}g") if math.isfinite(x) else f"{x}" for x in (one, other))
     texts = (short, *(tuple(f"{x:.{digits}g}" for x in (one, other)) for digits in (6, 9, 17)))  # float32 needs 9, float64 17
     first, second = next((both for both in texts if both[0] != both[1]), short)
     return first, second
+
+
+def raised_words(kind: str, text: str) -> str:
+    """Return the kind of an exception with the first line of its text that has words, if any: "ValueError: no softcap"."""
+    return f"{kind}: {next(filter(None, map(str.strip, text.splitlines())), '')}".removesuffix(": ")
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

@@ -196,6 +196,16 @@ def test_a_flipped_sign_is_no_name_for_a_gradient_of_which_only_the_slope_is_so(
     assert judged(with_gradients(noisy), spec).faults == ()
 
 
+def test_a_factor_near_1_is_not_printed_as_1():
+    def scaled(gradients, dout):
+        dq, dk, dv = gradients(dout)
+        return dq, dk, 1.00002 * dv
+
+    single = Workload(160, heads=2, dtype="float32")
+    assert "out is 1.00002 times" in describe(judged(lambda q, k, v: 1.00002 * sdpa(q, k, v), CheckSpec(single, CPU)))
+    assert "dv is 1.00002 times" in describe(judged(with_gradients(scaled), CheckSpec(single, CPU, backward=True)))
+
+
 def test_what_was_wrong_is_described_although_the_kernel_writes_to_it_again():
     kept = torch.empty(CAUSAL.batch, CAUSAL.heads, CAUSAL.q_len, CAUSAL.head_dim, dtype=torch.bfloat16)
 

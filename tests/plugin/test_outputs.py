@@ -25,7 +25,7 @@ TESTS = """
 
     @pytest.mark.attention("smoke-full")
     def test_raises(attn):
-        raise RuntimeError("no kernel")
+        raise RuntimeError("\\nno kernel")
 
     @pytest.mark.attention("smoke-full")
     def test_backends(attn, attn_backend):

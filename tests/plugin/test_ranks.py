@@ -48,7 +48,7 @@ def test_honest(attn, cls):
 def test_raises(attn):
     def fn(q, k, v):
         if attn.rank == 1:
-            raise ValueError("no such head")
+            raise ValueError("\\nno such head")
         dist.all_reduce(torch.ones(1), group=attn.group)
         return q
     attn.check(fn)
