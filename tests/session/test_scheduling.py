@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from xdist import scheduler
 
+from pytest_attn.plugin import pytest_configure_node
 from pytest_attn.session.scheduling import take_groups
 
 OWN = {
@@ -152,3 +153,10 @@ def test_workers_share_no_backend_and_workload(pytester, monkeypatch):
     assert {worker for _, worker in ran} == {"gw0", "gw1"}
     result.stdout.fnmatch_lines(["*GroupScheduling"])
     assert "\0" not in result.stdout.str()
+
+
+def test_a_node_of_a_config_that_nobody_configured_is_left_alone(pytester):
+    """As those of pytest-xdist's own tests are."""
+    node = SimpleNamespace(config=pytester.parseconfig("-p", "no:cacheprovider"), workerinput={})
+    pytest_configure_node(node)
+    assert node.workerinput == {}
