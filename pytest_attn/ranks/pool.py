@@ -181,8 +181,11 @@ class Pool(RankGroup):
         return results
 
     def _results(self) -> dict[int, Message]:
-        """Return the results of all ranks; raise what the first of them says instead."""
+        """Return the results of all ranks; raise what the first says instead, or NotImplementedError where all decline."""
         answers = self._answers("result")
+        declined = [answers[rank].get("declined") for rank in range(self.ranks)]
+        if declined[0] and all(declined):
+            raise NotImplementedError(declined[0]) from RankRaisedError(describe_wrong(0, self.ranks, answers[0]))
         for kind, error in (("contract", ContractError), ("stale", WrongResultError), ("raised", RankRaisedError)):
             for rank in (rank for rank in range(self.ranks) if kind in answers[rank]):
                 self._is_doubtful = True

@@ -29,6 +29,7 @@ from _pytest.runner import runtestprotocol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_attn.backends.contexts import judged_code
+from pytest_attn.backends.raised import declined_because
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.tripwire import functions_kept, switches_kept
@@ -318,7 +319,7 @@ class Rank:
             self._channel.send(stale=str(error))
         except Exception as error:
             kind, _, said = traceback.format_exception_only(type(error), error)[0].partition(":")
-            self._channel.send(raised=raised_words(kind, said), text=_told(error))
+            self._channel.send(raised=raised_words(kind, said), text=_told(error), declined=declined_because(error))
 
     def _computed(self, server: RankServer, order: Message) -> str:
         """Return the file with the shards of one call."""

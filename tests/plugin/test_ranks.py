@@ -58,6 +58,15 @@ def test_skips(attn):
     attn.check(lambda q, k, v: pytest.skip("not on ranks"))
 
 @pytest.mark.attention(W, ranks=2)
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one"])
+def test_declines(attn, ranks):
+    def fn(q, k, v):
+        if attn.rank in ranks:
+            raise NotImplementedError("no grouped heads")
+        return q
+    attn.check(fn)
+
+@pytest.mark.attention(W, ranks=2)
 def test_killed(attn):
     def fn(q, k, v):
         if attn.rank == 1:
@@ -114,10 +123,12 @@ def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester, monkey
     monkeypatch.setattr(Pool, "_seconds", property(seconds, lambda pool, given: None), raising=False)
     pytester.makepyfile(KERNELS + ENDS)
     result = pytester.runpytest("--attn-rank-timeout=60", "-W", "error", "--attn-save-failures=saved")
-    result.assert_outcomes(passed=4, failed=7, errors=2)
+    result.assert_outcomes(passed=4, failed=8, errors=2, skipped=1)
     for wanted in (
         "*rank 0 of 2 raised *EndsTestError: * raised pytest.skip (not on ranks): a kernel cannot end*",
         "*rank 1 of 2 raised ValueError: no such head*",
+        "*rank 1 of 2 raised NotImplementedError: no grouped heads*",
+        "*12 cases judged, 1 declined*",
         "*rank 0: waits in all_reduce, its collective *",
         "*rank 1 was killed by SIGKILL while the case ran*",
         "*the ranks gave no result within 4 s (--attn-rank-timeout):*",
