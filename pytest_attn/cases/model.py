@@ -271,6 +271,8 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         comparison = found.worst.comparison if found.worst else None
         fields = {
             **figures_of(comparison),
+            "direction": "forward+backward" if found.backward else "forward",  # a step in inference mode has no gradients
+            "backward": found.backward,
             "untested": found.untested,
             "calls": [_facts(call) for call in found.calls],
             "ratios": dict(found.ratios),

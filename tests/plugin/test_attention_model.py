@@ -160,6 +160,20 @@ def test_a_test_that_cannot_be_meant_is_refused_with_what_to_type(pytester):
         result.stdout.fnmatch_lines([f"*{said}"])
 
 
+def test_a_step_in_inference_mode_is_recorded_as_judged_forward(run, pytester):
+    run(
+        """
+@pytest.mark.attention_model
+def test_it(attn_model, model, step):
+    attn_model.check(model, torch.inference_mode()(step))
+""",
+        "--attn-output=run.jsonl",
+    ).assert_outcomes(passed=1)
+    (record,) = read_records(pytester.path / "run.jsonl")
+    assert (record["direction"], record["backward"]) == ("forward", False)
+    assert "forward passes alone were judged" in record["notes"][0]
+
+
 def test_faulty_kernels_and_tuning_leave_models_out(run):
     result = run(
         "\n@pytest.mark.attention_model\ndef test_it(attn_model, model, step): attn_model.check(model, step)\n",
