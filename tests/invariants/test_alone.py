@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from judging import asked, assert_few_calls
-from reported_faults.kernel import Attention
+from reported_faults.kernel import Attention, KernelBackend
 
 from pytest_attn import Workload
 from pytest_attn.correctness.spec import CheckSpec
@@ -88,6 +88,14 @@ def test_what_a_kernel_raises_then_is_told_with_the_reason():
     )
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_backend_is_asked_for_dk_or_dv_by_workload(name):
+    backend, workloads = KernelBackend("mine", Loses(name, "k" if name == "q" else "q")), [W, W.replace(kv_len=40)]
+    found = [finding for w in workloads for finding in ask(backend, w, only="alone").broken]
+    assert len(found) == (2 if name == "q" else 1)
+    assert all(f"nothing but {name} needs" in finding.evidence for finding in found)
+
+
 def test_the_thorough_set_asks_a_backend_for_all_three():
-    assert ask("math", only="alone").calls == 2
+    assert ask("math", only="alone").calls == 3
     assert ask("math", only="alone", thorough=True).calls == 4
