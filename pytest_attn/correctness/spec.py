@@ -149,6 +149,7 @@ class ReferenceCache:
         self.limit, self.rows = limit, rows
         self.computed = 0
         self._kept: OrderedDict[tuple[object, ...], Reference] = OrderedDict()
+        self._bytes = 0  # of all that are kept
 
     def inputs_of(self, spec: CheckSpec, distribution: str) -> Inputs:
         """Return the inputs of one distribution."""
@@ -182,11 +183,14 @@ class ReferenceCache:
         if reference.is_sampled or has_long_sequences(w):
             reference.redraw = partial(_lean, draw, w, backward)
         self.computed += 1
-        self._kept[of, backward] = reference
-        while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > self.limit:
-            self._kept.popitem(last=False)
         if reference.nbytes > self.limit:
             self._kept.clear()
+            self._bytes = 0
+            return reference
+        self._kept[of, backward] = reference
+        self._bytes += reference.nbytes
+        while self._bytes > self.limit:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return reference
 
     def after_call(self, reference: Reference) -> Reference:
