@@ -203,8 +203,9 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
         if softmax:
             yield labeled("softmax", f"ran in {some(softmax)}: is attention computed inline there?")
         if not model.unseen:
-            how = "have it call a function of (q, k, v, ...), and name that" if softmax else "name your own attention"
-            yield labeled("do", f"{how}: functions=[my_function]{'' if softmax else ', a function of (q, k, v, ...)'}")
+            how = "name the model's attention, a function of (q, k, v, ...), or make one of what it computes inline"
+            how = "have it call a function of (q, k, v, ...), and name that" if softmax else how
+            yield labeled("do", f"{how}: functions=[my_function]")
     for function in model.unseen:
         yield f"{function} was named in functions=, and no call of it was caught"
         yield labeled(

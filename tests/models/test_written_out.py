@@ -144,6 +144,15 @@ def test_layers_without_any_call_are_told_what_to_do():
     assert "do         have it call a function of (q, k, v, ...), and name that: functions=[my_function]" in str(failure.value)
 
 
+def test_a_model_without_a_softmax_is_told_of_what_it_may_compute_inline():
+    def by_hand(q, k, v):
+        p = (q @ k.mT / q.shape[-1] ** 0.5).exp()
+        return p / p.sum(-1, keepdim=True) @ v
+
+    with pytest.raises(AssertionError, match="or make one of what it computes inline: functions="):
+        check_model(*case_of(Model(Block(Attention(by_hand)))))
+
+
 def test_a_layer_of_torch_that_returns_its_weights_writes_attention_out():
     class WithWeights(nn.Module):
         def __init__(self):
