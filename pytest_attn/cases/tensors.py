@@ -122,8 +122,8 @@ class CaseTensors:
         """Return the mask as numbers that are added to scores, 0 where it is visible and `low` elsewhere.
 
         Shaped as `mask`, in the dtype of out; None where `mask` is. low: as torch.finfo(dtype).min of transformers; -10,000
-        hides nothing among scores of that size, which the invariant `magnitude` makes. Raises
-        ValueError where the dtype has no such number.
+        hides nothing among scores of that size, which the invariant `magnitude` makes. Raises ValueError where the dtype has
+        no such number.
         """
         mask, dtype = self.mask, self._inputs.dout.dtype
         if math.isfinite(low) and abs(low) > torch.finfo(dtype).max:

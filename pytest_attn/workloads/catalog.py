@@ -162,7 +162,6 @@ def _small() -> Iterator[Group]:
             W(64, heads=2, head_dim=32, softcap=5.0, mask="causal", name="smoke-softcap"),
         ],
     )
-    fp8 = "float8_e4m3fn"
     yield (
         "edges",
         "ours: tile edges, tails, unequal lengths, odd groups, head dimensions and pages",
@@ -188,7 +187,6 @@ def _small() -> Iterator[Group]:
             W(129, heads=2, head_dim=192, v_head_dim=128, mask="causal", name="edges-d192-dv128"),
             W(129, heads=2, head_dim=256, mask="causal", name="edges-d256"),
             W(2, 400, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(400, 77), mask=Window(20, 0), name="edges-freed"),
-            W(70, 140, heads=4, kv_heads=2, head_dim=32, kv_dtype=fp8, descales="token", name="edges-token-descales"),
         ],
     )
     fp8 = "float8_e4m3fn"
@@ -225,6 +223,7 @@ def _small() -> Iterator[Group]:
             W(1, 100, batch=2, heads=2, kv_pages=Pages(16, "HND", pool=20), kv_lens=(100, 33), name="features-paged-hnd"),
             W(heads=2, head_dim=32, q_lens=(33, 64), mask="causal", dtype=fp8, descales="head", name="features-packed-fp8"),
             br(q_lens=(1, 3), kv_lens=(130, 77), kv_pages=Pages(32), kv_dtype=fp8, name="features-packed-pages-fp8"),
+            W(140, heads=2, head_dim=32, kv_dtype=fp8, descales="token", name="features-token-descales"),
             W(65, batch=2, heads=4, kv_heads=2, head_dim=32, mask="causal", dropout=0.2, name="features-dropout"),
             W(
                 70,

@@ -33,8 +33,6 @@ def second_formula(inputs):
     """Attention with explicit exponentials and autograd, no running maximum, no chunks: independent of the reference."""
     w = inputs.workload
     k, v = inputs.gathered()
-    if w.descales == "token":
-        k, v = (t.double() * factor[..., None] for t, factor in ((k, inputs.descales.k), (v, inputs.descales.v)))
     given = {"q": inputs.q, "k": k, "v": v, **{name: getattr(inputs, PARAMETERS[name].tensor) for name in parameters_of(w)}}
     leaves = {name: tensor.double().requires_grad_() for name, tensor in given.items()}
     b, h, i, j = index_tensors(w, inputs.device)
