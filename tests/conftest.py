@@ -37,9 +37,10 @@ def _load():
 
 def _restore(snapshot, restore=SysModulesSnapshot.restore):
     """Forget the modules that a run of pytester has loaded, but for what is installed: torch registers its parts once."""
-    loaded = {name: one for name, one in sys.modules.items() if (getattr(one, "__file__", None) or "").startswith(_INSTALLED)}
+    loaded = dict(sys.modules)
     restore(snapshot)
-    sys.modules.update({name: one for name, one in loaded.items() if name not in sys.modules})
+    new = ((name, loaded[name]) for name in loaded.keys() - sys.modules.keys())
+    sys.modules.update({name: one for name, one in new if (getattr(one, "__file__", None) or "").startswith(_INSTALLED)})
 
 
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))

@@ -53,6 +53,7 @@ def forbid_children(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", raise_)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

@@ -106,6 +106,7 @@ def of_one_head_lost(grad):
     return grad
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", [scaled, of_one_head_lost, torch.neg])
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.id)
 def test_a_wrong_gradient_of_a_parameter_is_seen_and_named(workload, change):

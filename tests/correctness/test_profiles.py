@@ -38,7 +38,7 @@ def spec(workload, precision, inputs=tuple(DISTRIBUTIONS), **more):
     return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, Declaration(precision=precision), **more)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ROUNDING)
 @pytest.mark.parametrize("workload", FEW)
 def test_what_a_profile_declares_is_excused_on_every_distribution(name, workload):
@@ -187,6 +187,7 @@ def judged_eager(options, dtype, **how):
     return judged(eager(w, inputs, **how), spec_of(w, **more), REFERENCES)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", STEPS)
 def test_eager_code_may_round_each_step_of_its_scores(name, dtype):

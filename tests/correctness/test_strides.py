@@ -94,6 +94,7 @@ def test_a_kernel_that_refuses_strides_each_time_is_right_on_contiguous_tensors(
     assert pytest_attn.check(kernel, FULL.replace(mask="causal"), device="cpu").passed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("period", [2, 3, 4])
 @pytest.mark.parametrize("first", [1, 2])
 def test_calls_that_are_wrong_at_times_are_told_as_such_and_not_as_strides(period, first):

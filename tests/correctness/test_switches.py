@@ -200,6 +200,7 @@ def test_a_precision_that_is_turned_in_the_newer_way_is_turned_back(before):
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_kernel_may_turn_what_it_turns_back(name):
     turn, _ = SWITCHES[name]

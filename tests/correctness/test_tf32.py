@@ -35,7 +35,7 @@ def spec(workload, precision="tf32", inputs=tuple(DISTRIBUTIONS), **more):
     return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, Declaration(precision=precision), **more)
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("variant", TF32, ids=lambda variant: variant.name)
 @pytest.mark.parametrize("workload", [w for w in WORKLOADS.values() if "edges" not in w.id], ids=lambda w: w.id)
 def test_products_in_tf32_are_excused_and_far_from_the_limits(variant, workload):

@@ -125,7 +125,7 @@ def scaled_dot_product(q, k, v):
 # -- fault-free kernels ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.id)
 @pytest.mark.parametrize("honest", [HONEST, VARIANTS[10], VARIANTS[11]], ids=lambda honest: honest.name)
 def test_every_invariant_holds_for_an_honest_kernel(honest, workload):
@@ -134,6 +134,7 @@ def test_every_invariant_holds_for_an_honest_kernel(honest, workload):
     assert_few_calls(report)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["sdpa", "math", "eager"])
 @pytest.mark.parametrize("workload", [PLAIN, CAUSAL, PADDED, BATCHED], ids=lambda w: w.id)
 def test_every_invariant_holds_for_torch(name, workload):
@@ -182,6 +183,7 @@ def test_products_in_tf32_that_are_declared_keep_the_gradient_of_lse(name):
 # -- faults ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("invariant", "name", "workload"),
     [(invariant, name, workload) for invariant, faults in FAULTS.items() for name, workload in faults],

@@ -23,6 +23,7 @@ GROUPED, CPU = Workload(8, heads=4, kv_heads=2), torch.device("cpu")
 KERNELS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
     [

@@ -250,6 +250,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_within", [False, True], ids=["handed", "read"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_layer_that_attends_to_another_sequence_than_all_others_is_wrong(name, is_within):

@@ -268,6 +268,7 @@ def test_experts_are_held_where_rounding_decides(dtype, monkeypatch):
         assert broken(model)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", [*FAULTS, "router sees all"])
 def test_faults_of_models_with_experts_are_found(fault):
     name, _ = FAULTS.get(fault, ("future", ""))

@@ -210,7 +210,7 @@ def test_a_mutant_is_wrong_where_it_says(mutant, cache):
     )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_right_where_it_does_not_apply(mutant, cache):
     for w in (named("edges-one-row"), named("smoke-softcap"), named("smoke-packed")):
@@ -238,7 +238,7 @@ RANDOM = frozenset(
 )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name not in RANDOM], ids=lambda mutant: mutant.name)
 def test_a_deterministic_mutant_repeats_itself(mutant):
     w = reaching(mutant)[0]

@@ -308,6 +308,7 @@ EARLY = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", EARLY)
 def test_no_run_ends_as_a_success_before_it_is_over(pytester, way):
     pytester.makepyfile(kernels=f"import os\n{EARLY[way]}\n")
@@ -318,6 +319,7 @@ def test_no_run_ends_as_a_success_before_it_is_over(pytester, way):
         result.stderr.fnmatch_lines(["os.* was called before the run had ended: it ends with status 1"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hook", ["pytest_sessionfinish(session, exitstatus)", "pytest_unconfigure(config)"])
 @pytest.mark.parametrize("passes", [True, False])
 def test_a_conftest_may_end_the_process_once_all_tests_have(pytester, hook, passes):
@@ -338,6 +340,7 @@ def {hook}:
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hook", ["pytest_sessionstart(session)", "pytest_collection_modifyitems(config, items)"])
 @pytest.mark.parametrize("place", ["conftest", "kernels"])
 def test_a_conftest_may_start_pytest_anew_and_nothing_that_it_imports(pytester, hook, place):

@@ -157,6 +157,7 @@ NAMES = "no-maximum-subtracted or values-summed-in-the-tensors-dtype"
 LATER = weak('Workload(300, heads=2, name="later")').replace("test_weak", "test_later")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "workload", "said", "changed", "changes"), SURVIVING, ids=[one[0] for one in SURVIVING])
 def test_a_survivor_is_found_with_the_change_that_is_named(pytester, name, workload, said, changed, changes):
     chosen = ("-k", f"{name} or honest")

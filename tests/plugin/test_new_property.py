@@ -75,6 +75,7 @@ def run(house, *command):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow("imports torch anew, three times")
 def test_marker_and_functions_take_it_and_the_record_has_it(house):
     text = run(
         house, "-m", "pytest", "test_it.py", "-q", "-p", "no:cacheprovider", "--attn-device=cpu", "--attn-output=run.jsonl"

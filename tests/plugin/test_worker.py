@@ -38,7 +38,7 @@ def ran(result):
     return sorted(line.split()[1] for line in result.outlines if line.startswith("ran "))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -24,7 +24,7 @@ WORKLOADS = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.id)
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -60,7 +60,7 @@ def test_tensors_may_have_rows_before_heads():
     assert judged_over_ranks(Swapped, CAUSAL, 2, references=REFERENCES, layout="bshd").passed
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("faulty", FAULTY, ids=lambda faulty: f"{faulty.kernel.__name__}-{faulty.fault}")
 def test_a_fault_is_found_and_named(faulty):
     kernel, fault, named, workload, ranks, shard = faulty

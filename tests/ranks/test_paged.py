@@ -72,6 +72,7 @@ def test_what_no_page_table_names_is_nan():
     assert table.flatten().tolist() != sorted(table.flatten().tolist()), "pages lie in no order"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.id)
 @pytest.mark.parametrize("shard", ["contiguous", "striped"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])

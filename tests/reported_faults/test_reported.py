@@ -31,7 +31,7 @@ def test_faults_say_what_they_are():
         assert fault.what.endswith(".")
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -38,6 +38,7 @@ CONTRAST = """(() => {
 })()"""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dark", [False, True])
 def test_all_text_has_enough_contrast(show, small, dark):
     page = show(small, dark=dark)

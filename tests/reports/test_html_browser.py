@@ -171,6 +171,7 @@ def test_errors_are_held_against_three_limits(page):
     assert "gpt-oss-s64-float32" in row
 
 
+@pytest.mark.slow("opens another page")
 def test_the_roofline_is_drawn_where_it_is_known(page, show):
     assert "bfloat16 ceiling" in texts(page, "#roofline svg text")
     unprofiled = show([timing("passed", FLUX[0], backend, "forward", random.Random(0)) for backend in (SDPA, BACKENDS[3])])
@@ -185,6 +186,7 @@ def call_of(module, z, tensor="out", passed=True):
     return {"module": module, "workload": "h2-s24-d16-causal", "tensor": tensor, "passed": passed, **levels}
 
 
+@pytest.mark.slow("opens another page")
 def test_a_models_layers_stand_in_a_table_with_a_column_per_backend(show):
     model = ("Gpt <b>", "", None)
     records = [
@@ -231,6 +233,7 @@ def test_a_models_layers_stand_in_a_table_with_a_column_per_backend(show):
     page.close()
 
 
+@pytest.mark.slow("opens another page")
 def test_work_of_both_passes_is_added_up(show):
     both = timing("passed", FLUX[0], SDPA, "forward", random.Random(0))
     both["direction"] = "forward+backward"
@@ -261,6 +264,7 @@ def test_kernels_are_listed_when_a_case_is_opened(page):
     assert "void sdpa_cudnn_kernel<bfloat16, 128>" in page("document.querySelector('#kernels table table').textContent")
 
 
+@pytest.mark.slow("opens another page")
 def test_machines_never_share_a_plot(show):
     draw = random.Random(0)
     records = [timing("passed", w, SDPA, "forward", draw) for w in FLUX]
@@ -304,6 +308,7 @@ def test_a_run_without_attention_tests_and_odd_records_open_as_well(show):
     page.close()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_card_says_what_the_terminal_says_and_the_page_opens_with_why(show, width, dark):

@@ -225,6 +225,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_what_an_option_cannot_be_or_not_beside_another_is_a_usage_error(pytester, arguments):
     (pytester.path / "taken").touch()

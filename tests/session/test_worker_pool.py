@@ -200,6 +200,7 @@ def test_it():
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -349,6 +350,7 @@ def test_a_server_ends_with_the_run(ask, fresh):
     assert is_gone(server)
 
 
+@pytest.mark.slow("waits for processes")
 def test_another_environment_is_another_server(ask, fresh):
     first = said(fresh.run(ask(SELF), 60))
     second = said(fresh.run(ask(SELF, OMP_PROC_BIND="true"), 60))
@@ -474,6 +476,7 @@ def test_what_cannot_get_ready_is_asked_as_a_wholly_fresh_process(prepare, fresh
     assert said(fresh.run(first, 60))["parent"] == os.getpid()
 
 
+@pytest.mark.slow("waits for processes")
 def test_what_takes_too_long_to_get_ready_is_not_prepared(prepare, fresh, monkeypatch):
     monkeypatch.setattr(worker_pool, "_READY_SECONDS", 0.5)
     first, _ = prepare("import time\nif is_gated: time.sleep(60)")

@@ -113,6 +113,7 @@ def test_a_users_kernel_may_declare_that_it_quantizes_its_probabilities(precisio
     assert pytest_attn.check(quantized_weights(rounded), USERS, precision=precision, **OPTIONS).passed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("precision", "rounded"),
     [
