@@ -68,23 +68,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
         take_own_gpu(config)
     if settings.fuzz:
-        from pytest_attn.cases.fuzz import require_hypothesis
-
-        require_hypothesis()
+        _require_hypothesis()
     if settings.report:
         from pytest_attn.session.output import require_report_libraries
 
         require_report_libraries()
     if settings.isolated is not None:
-        from pytest_attn.ranks.isolated import isolate
-
-        session.registrations.named = isolate(config, settings.timeout)
+        session.registrations.isolate(config, settings.timeout)
     session.registrations.require_selected(settings)
     if settings.json:
         from pytest_attn.session.output import open_json_lines
 
         open_json_lines(session, config)
     config.pluginmanager.register(session.results, "attn-results")
+
+
+def _require_hypothesis() -> None:
+    try:
+        import hypothesis  # noqa: F401
+    except ImportError:
+        raise pytest.UsageError('--attn-fuzz needs Hypothesis: pip install "pytest-attn[fuzz]"') from None
 
 
 def _marker_lines(config: pytest.Config) -> Iterable[str]:

@@ -284,14 +284,6 @@ def _fixtures_made_once(item: pytest.Function) -> str | None:
 _CACHE_BYTES = 64 << 20
 
 
-def require_hypothesis() -> None:
-    """Raise pytest.UsageError where Hypothesis is not installed."""
-    try:
-        import hypothesis  # noqa: F401
-    except ImportError:
-        raise pytest.UsageError('--attn-fuzz needs Hypothesis: pip install "pytest-attn[fuzz]"') from None
-
-
 def run_fuzz(item: pytest.Function, draws: int) -> bool | None:
     """Call the test of a fuzz item on `draws` workloads; return None for any other item, whose call pytest makes."""
     __tracebackhide__ = True

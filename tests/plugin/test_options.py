@@ -128,6 +128,16 @@ def test_the_header_says_where_compiled_kernels_are_kept(run, kernel_test):
         assert sum(line.startswith("attn: compiled kernels are kept in ") for line in said) == lines
 
 
+@pytest.mark.parametrize("option", ["--attn-isolated=kernels:attention", "--attn-fuzz=2", "--attn-backends=sdpa"])
+def test_the_header_does_not_wait_for_torch(pytester, option):
+    pytester.makeconftest("""
+        import sys
+        def pytest_report_header():
+            return f"torch is {'there' if 'torch' in sys.modules else 'not asked for yet'}"
+    """)
+    pytester.runpytest_subprocess(option).stdout.fnmatch_lines(["torch is not asked for yet"])
+
+
 def test_the_header_can_be_pasted_back(run, kernel_test):
     kernel_test(**BACKENDS)
     header = next(line for line in run("--attn-backends=math,sdpa", "--attn-seed=5").outlines if line.startswith("attn: "))
