@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable
+from functools import cache
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_attn.backends.backend import Backend
+    from pytest_attn.backends.named import NamedFunction
     from pytest_attn.cases.case import AttentionCase
     from pytest_attn.cases.model import AttentionModel
     from pytest_attn.cases.tensors import ReferenceTensors
@@ -74,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         require_report_libraries()
     if settings.isolated is not None:
-        session.registrations.isolate(config, settings.timeout)
+        session.registrations.named = _isolated_functions(config, settings.timeout)
     session.registrations.require_selected(settings)
     if settings.json:
         from pytest_attn.session.output import open_json_lines
@@ -88,6 +90,18 @@ def _require_hypothesis() -> None:
         import hypothesis  # noqa: F401
     except ImportError:
         raise pytest.UsageError('--attn-fuzz needs Hypothesis: pip install "pytest-attn[fuzz]"') from None
+
+
+def _isolated_functions(config: pytest.Config, timeout: float) -> Callable[[str], NamedFunction]:
+    """Return what makes a named function that runs in a process of its own; torch is imported for the first one."""
+
+    @cache
+    def maker() -> Callable[[str], NamedFunction]:
+        from pytest_attn.ranks.isolated import isolate
+
+        return isolate(config, timeout)
+
+    return lambda name: maker()(name)
 
 
 def _marker_lines(config: pytest.Config) -> Iterable[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,17 +25,6 @@ class Registrations:
         #: makes what stands for "module:function"; None where functions run in this process
         self.named: Callable[[str], NamedFunction] | None = None
         self._versions: dict[str, str] = {}
-
-    def isolate(self, config: pytest.Config, timeout: float) -> None:
-        """Have functions that are named run in processes of their own. timeout: of a call, 0 for the usual one."""
-
-        @cache
-        def maker() -> Callable[[str], NamedFunction]:
-            from pytest_attn.ranks.isolated import isolate  # with torch, for which pytest's header does not wait
-
-            return isolate(config, timeout)
-
-        self.named = lambda name: maker()(name)
 
     @cached_property
     def registry(self) -> Registry:

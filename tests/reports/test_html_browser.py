@@ -8,6 +8,9 @@ import pytest
 from fakes.pages import CPU, FLUX, SDPA, set_filter, settled, texts
 from fakes.records import BACKENDS, HOSTILE, check, record, run_of, timing, workloads
 
+from pytest_attn.reports.latency import decided
+from pytest_attn.reports.lines import duration
+
 
 @pytest.mark.slow("makes many calls")
 def test_five_thousand_cases_open_in_under_two_seconds_and_ask_for_nothing(show):
@@ -255,6 +258,17 @@ def test_history_shows_recordings_band_and_now_of_the_case_that_is_chosen(page):
     assert "+3." in first
     page("document.querySelectorAll('#history tbody .link')[1].click()")
     assert second[:10] in page("document.querySelector('#history h3').textContent")
+
+
+def test_a_time_is_that_which_was_compared_as_a_terminal_writes_it(page):
+    """That of new processes, where these decided: in the tables of all judgments and of baselines."""
+    slower = next(one for one in run_of(300) if one["verdict"] == "regressed")
+    latency = slower["latency"]
+    compared = duration(decided(latency))
+    assert compared != duration(latency["p50"])
+    set_filter(page, "filter-verdict", "regressed")
+    assert compared in texts(page, "#cases tbody tr:first-child td")
+    assert compared in texts(page, "#history tbody tr:first-child td")
 
 
 def test_kernels_are_listed_when_a_case_is_opened(page):

@@ -16,7 +16,7 @@ const allCases = {
         { title: "question", value: (one) => one.question },
         { title: "direction", value: (one) => one.direction },
         { title: "z", numeric: true, value: (one) => one.z?.[0], cell: (one) => (one.z ? zFigure(one.z[0]) : "-") },
-        { title: "p50", numeric: true, value: (one) => (one.latency ? one.latency.p50 : null), cell: (one) => (one.latency ? duration(one.latency.p50) : "-") },
+        { title: "p50", numeric: true, value: (one) => (one.latency ? comparedOf(one.latency) : null), cell: (one) => (one.latency ? duration(comparedOf(one.latency)) : "-") },
         { title: "reason", value: (one) => one.reason, cell: reasonAndMore },
       ],
     })];

@@ -75,5 +75,13 @@ function workOf(one) {
   return { flops: sum(one.workload.flops), bytes: sum(one.workload.bytes) };
 }
 
+function medianOf(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
+}
+
+// The p50 that was compared: of new processes, where these decided; as a terminal has it.
+const comparedOf = (latency) => medianOf(latency.decision.runs ?? [latency.p50]);
+
 const isTimed = (one) => Boolean(one.latency) && one.verdict !== "raised";
 const nameOf = (one) => `${one.backend} on ${one.workload.id}, ${one.direction || "forward"}`;

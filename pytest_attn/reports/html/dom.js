@@ -37,10 +37,11 @@ function zFigure(z) {
   return z < 100 ? z.toFixed(2) : Math.round(z).toLocaleString("en");
 }
 
+// A time, as a terminal writes it.
 function duration(seconds) {
   if (!Number.isFinite(seconds)) return "-";
   if (seconds >= 1) return `${digits(seconds)} s`;
-  return seconds >= 1e-3 ? `${digits(seconds * 1e3)} ms` : `${digits(seconds * 1e6)} us`;
+  return seconds >= 1e-4 ? `${digits(seconds * 1e3)} ms` : `${digits(seconds * 1e6)} us`;
 }
 
 const span = ([low, high]) => `${duration(low)} to ${duration(high)}`;

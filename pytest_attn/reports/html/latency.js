@@ -149,7 +149,7 @@ const past = {
           { title: "change", numeric: true, value: changeOf, cell: (one) => (changeOf(one) === null ? "-" : signed(changeOf(one))) },
           { title: "95 % interval", numeric: true, cell: (one) => one.latency.decision.interval?.map((bound) => signed(number(bound))).join(" to ") ?? "-" },
           { title: "would find", numeric: true, value: (one) => number(one.latency.decision.detectable), cell: (one) => (one.latency.decision.detectable ? percent(number(one.latency.decision.detectable)) : "-") },
-          { title: "p50", numeric: true, value: (one) => one.latency.p50, cell: (one) => duration(one.latency.p50) },
+          { title: "p50", numeric: true, value: (one) => comparedOf(one.latency), cell: (one) => duration(comparedOf(one.latency)) },
           { title: "recorded", numeric: true, value: (one) => medianOf(one.latency.baseline.p50), cell: (one) => duration(medianOf(one.latency.baseline.p50)) },
           { title: "on", numeric: true, value: (one) => one.latency.baseline.date },
           { title: "recordings", numeric: true, value: (one) => one.latency.baseline.history.length },
@@ -161,11 +161,6 @@ const past = {
 };
 
 const changeOf = (one) => number(one.latency.decision.change) ?? null;
-
-function medianOf(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
-}
 
 function historyRows(one) {
   const { baseline, p50, interval } = one.latency;
