@@ -343,3 +343,13 @@ def test_the_examples_of_hooks_register(pytester):
     pytester.makeconftest("\n".join(examples))
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-list")
     result.stdout.fnmatch_lines(["mine *available", "given *available", "*ours-1536*"])
+
+
+def test_the_index_of_results_has_the_dates_of_each_page():
+    date, pages = r"\d{4}-\d\d-\d\d", DOCS / "results"
+    index = (pages / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(rf"^\| \[.+?\]\((\S+?\.md)\).*? \| ({date})(?: to (\d\d))? \|", index, re.MULTILINE)
+    assert len(rows) == len(list(pages.glob("*.md"))) - 1
+    for page, first, last in rows:
+        dates = sorted(re.findall(date, (pages / page).read_text(encoding="utf-8")))
+        assert (first, last or first[-2:]) == (dates[0], dates[-1][-2:]), page
