@@ -50,7 +50,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Alignment(),
 )
 #: how often those that are not thorough may call a kernel on one workload: a user waits for each call
-MOST_CALLS = 25
+MOST_CALLS = 26
 
 
 def chosen(only: Names, skip: Names, thorough: bool) -> tuple[Invariant, ...]:

@@ -1,4 +1,4 @@
-"""Every selected backend, forward and backward, against what holds for every right kernel and needs no tolerance of its own."""
+"""Every selected backend, forward and backward, against what holds for every right kernel, with no tolerance of its own."""
 
 import pytest
 

@@ -304,7 +304,6 @@ def test_torch_that_is_missing_or_broken_is_one_clear_error(pytester, kernel_tes
 
 FAULTY = """
 import pytest
-from left_out import IS_ALL
 from pytest_attn import Backend
 from pytest_attn.backends.library import Library
 
