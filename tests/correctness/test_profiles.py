@@ -84,6 +84,7 @@ def test_a_profile_under_the_name_of_another_is_refused():
         precision_named(Precision("flash", rounds_scores=True))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("dtype", "length", "kv_heads"), [("bfloat16", 512, 4), ("float16", 128, 1)])
 def test_what_calls_torchs_own_kernel_on_a_cpu_has_room_by_default(dtype, length, kv_heads):
     w = Workload(length, heads=4, kv_heads=kv_heads, head_dim=64, dtype=dtype)

@@ -221,7 +221,7 @@ def test_idle_once_looking_at_results_has_become_too_costly(monkeypatch):
     refused(lambda q, k, v: v * 0.5 if "timed" in looks else attention(q, k, v))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("at", [1, 2], ids=["dk", "dv"])
 @pytest.mark.parametrize("direction", ["backward", "forward+backward"])
 @pytest.mark.parametrize("known", [0, 6])  # before it is timed it is called six times

@@ -168,7 +168,7 @@ def with_slow_ones_marked(kernels):
 # -- fault-free kernels ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("honest", with_slow_ones_marked([*VARIANTS, *EQUIVALENT]))
 def test_an_honest_kernel_is_right(honest, cache):
     backend = honest.backend()
@@ -178,6 +178,7 @@ def test_an_honest_kernel_is_right(honest, cache):
             assert comparison.passed, describe(comparison)
 
 
+@pytest.mark.slow("makes many calls")
 def test_the_honest_kernel_is_right_where_scores_are_large(cache):
     for w in SOME:
         for backward in directions(w):

@@ -118,7 +118,7 @@ def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester, monkey
     def seconds(pool):
         """How long ranks are waited for: only a deadlock's end is, and however busy the machine is."""
         is_last = sys._getframe(1).f_locals.get("wanted") == "result"
-        return 4.0 if is_last and "test_deadlock" in os.environ["PYTEST_CURRENT_TEST"] else 60.0
+        return 2.0 if is_last and "test_deadlock" in os.environ["PYTEST_CURRENT_TEST"] else 60.0
 
     monkeypatch.setattr(Pool, "_seconds", property(seconds, lambda pool, given: None), raising=False)
     pytester.makepyfile(KERNELS + ENDS)
@@ -131,8 +131,8 @@ def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester, monkey
         "*12 cases judged, 1 declined*",
         "*rank 0: waits in all_reduce, its collective *",
         "*rank 1 was killed by SIGKILL while the case ran*",
-        "*the ranks gave no result within 4 s (--attn-rank-timeout):*",
-        "no result * fn on * the ranks gave no result within 4 s (--attn-rank-timeout)",
+        "*the ranks gave no result within 2 s (--attn-rank-timeout):*",
+        "no result * fn on * the ranks gave no result within 2 s (--attn-rank-timeout)",
         "no result * fn on * rank 1 was killed by SIGKILL while the case ran",
         "*rank 1: waits in recv from 0, its collective 1*",
         "*ranks      rank 1 (of 2): all 17 rows, 9 to 25",

@@ -6,6 +6,7 @@ import pytest
 from fakes.pages import texts
 
 
+@pytest.mark.slow("opens another page")
 def test_the_theme_follows_the_system_and_the_button(show, small):
     page = show(small, dark=True)
     back = "getComputedStyle(document.body).backgroundColor"

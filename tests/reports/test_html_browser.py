@@ -65,6 +65,7 @@ def test_the_filters_narrow_the_whole_page(page):
     assert set(texts(page, "#cases tbody td:nth-child(5)")) == {"backward"}
 
 
+@pytest.mark.slow("is another view")
 def test_backends_are_chosen_by_their_boxes(page):
     page("document.querySelector('#filter-backends input[value=math]').click()")
     settled(page)
@@ -112,6 +113,7 @@ def test_the_matrix_is_walked_with_arrows_and_shows_what_is_behind_a_cell(page):
     assert page("document.querySelectorAll('#matrix td[tabindex=\"0\"]').length") == 1, "one stop for the Tab key"
 
 
+@pytest.mark.slow("is another view")
 def test_groups_open_to_their_workloads(page):
     page("document.querySelector('input[name=matrix-rows][value=groups]').click()")
     settled(page)
@@ -127,6 +129,7 @@ def test_groups_open_to_their_workloads(page):
     page("document.querySelector('input[name=matrix-rows][value=workloads]').click()")
 
 
+@pytest.mark.slow("is another view")
 def test_backends_that_ran_nowhere_are_shown_on_demand(page):
     assert "natten" not in texts(page, "#matrix thead th")
     page("document.querySelector('#matrix input[type=checkbox]').click()")
@@ -135,6 +138,7 @@ def test_backends_that_ran_nowhere_are_shown_on_demand(page):
     page("document.querySelector('#matrix input[type=checkbox]').click()")
 
 
+@pytest.mark.slow("is another view")
 def test_the_curve_has_a_line_per_backend_linear_and_log(page):
     for scale in ("linear", "log"):
         page(f"document.querySelector('#curve input[value={scale}]').click()")
@@ -161,6 +165,7 @@ def test_speed_is_told_against_the_fastest_that_is_exact(page):
     assert "tie" in row, "flash3 is 0.2 % slower, and its interval is as wide"
 
 
+@pytest.mark.slow("is another view")
 def test_errors_are_held_against_three_limits(page):
     assert texts(page, "#errors figcaption") == ["in one element, limit 8", "in one row, limit 4", "in one head, limit 1.5"]
     assert page("document.querySelectorAll('#errors svg').length") == 3
@@ -271,6 +276,7 @@ def test_a_time_is_that_which_was_compared_as_a_terminal_writes_it(page):
     assert compared in texts(page, "#history tbody tr:first-child td")
 
 
+@pytest.mark.slow("is another view")
 def test_kernels_are_listed_when_a_case_is_opened(page):
     assert page("document.querySelectorAll('#kernels table table').length") == 0
     page("document.querySelector('#kernels tbody details').open = true")
@@ -294,6 +300,7 @@ def test_machines_never_share_a_plot(show):
     page.close()
 
 
+@pytest.mark.slow("is another view")
 def test_what_there_is_no_data_for_is_named_with_how_to_get_it(show):
     page = show([check("passed", FLUX[0], SDPA, "forward", random.Random(0))])
     assert texts(page, "main section h2") == ["What is wrong", "Verdicts", "Error distributions", "All judgments"]
