@@ -54,7 +54,7 @@ test: $(VENV)/ready
 
 # with every story of tests/plugin through an xdist worker as well, which takes twice as long
 test-all: $(VENV)/ready
-	@echo "test-all: the slow stories too; some twelve minutes on two cores"
+	@echo "test-all: the slow stories too; some twenty minutes on two cores"
 	ATTN_TESTS=all $(BIN)/pytest tests -n auto --dist worksteal
 
 # the oldest pytest that is supported, laid over the environment: what touches pytest most
