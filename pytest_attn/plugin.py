@@ -157,7 +157,7 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """Deselect tests of which the selection left nothing, and what need not run.
 
-    After -k and the like, keep one item of each backend that this machine lacks.
+    After -k and the like, keep one item of each backend that this machine lacks, and have kernels of the others compiled.
     """
     session = session_of(config)
     if session.has_attention_tests:
@@ -183,9 +183,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if session.manifest is not None:
             session.manifest.note_absent(surplus)
         if hasattr(config, "workerinput"):
+            from pytest_attn.session.ahead import compile_ahead
             from pytest_attn.session.scheduling import tell_groups
 
-            tell_groups(config, items)
+            tell_groups(config, items, compile_ahead(config, session, items))
     return result
 
 

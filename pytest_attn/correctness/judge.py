@@ -240,7 +240,8 @@ class _Judgment:
         where = f"{self.subject.name} on {self.spec.workload.id}, inputs {distribution}"
         with self.deadline(), self.subject.calling(), _placing_faults(where), late_refusals_of(self.subject):
             if self.kernel is None:
-                self.kernel = self.subject.prepare(reference.called_with, self.spec.backward)
+                given = reference.called_with
+                self.kernel = self.references.prepared(self.subject, self.spec, distribution, given)
             is_compiled = compilation_of(self.kernel) is not None  # other strides would cost another compilation
             if is_compiled or self.spec.declared.contiguous or self.spec.workload.kv_pages:
                 pattern = CONTIGUOUS

@@ -16,7 +16,8 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
+from pytest_attn.backends.subject import AttentionFn, CallableSubject, Dequantizer, Subject
+from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.contract import AdaptedCallable, ContractError
 from pytest_attn.correctness.reference import EXTRA, Reference, compute_reference, with_drawn_rows
@@ -139,10 +140,15 @@ class CheckSpec:
 DEFAULT_CACHE_BYTES = 4 << 30
 
 
+#: callables that torch compiled which are kept, forward and backward, and bytes of the largest workload of theirs
+_KEPT_COMPILED, _SMALL = 2, 1 << 28
+
+
 class ReferenceCache:
     """References shared by all kernels of a run; those unused for longest go when `limit` bytes are full.
 
-    rows: positions of long workloads that are looked at in any case.
+    And what torch compiled last, which the tests of one workload share. rows: positions of long workloads that are looked at
+    in any case.
     """
 
     def __init__(self, limit: int = DEFAULT_CACHE_BYTES, rows: tuple[int, ...] = ()) -> None:
@@ -150,6 +156,22 @@ class ReferenceCache:
         self.computed = 0
         self._kept: OrderedDict[tuple[object, ...], Reference] = OrderedDict()
         self._bytes = 0  # of all that are kept
+        self._compiled: OrderedDict[tuple[object, ...], AttentionFn] = OrderedDict()
+
+    def prepared(self, subject: Subject, spec: CheckSpec, distribution: str, inputs: Inputs) -> AttentionFn:
+        """Return a subject's callable for the spec's inputs of one distribution: where torch compiled it last, the same again.
+
+        That of a backend of this package: another may keep what its next test does not expect.
+        """
+        of = subject, spec.workload, spec.backward, distribution, spec.seed, str(spec.device)
+        if of in self._compiled:
+            return self._compiled[of]
+        kernel = subject.prepare(inputs, spec.backward)
+        if subject.is_backend and subject.is_contained and compilation_of(kernel) and spec.workload.bytes() < _SMALL:
+            self._compiled[of] = kernel
+            if len(self._compiled) > _KEPT_COMPILED:
+                self._compiled.popitem(last=False)
+        return kernel
 
     def inputs_of(self, spec: CheckSpec, distribution: str) -> Inputs:
         """Return the inputs of one distribution."""

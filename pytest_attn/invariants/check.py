@@ -98,7 +98,10 @@ def judge_invariants(
     """
     invariants = chosen(only, skip, thorough)
     spec = spec.for_subject(subject)
-    probe = Probe(subject, spec, references.inputs_of(spec, spec.inputs[0]), deadline, thorough)
+    inputs = references.inputs_of(spec, spec.inputs[0])
+    probe = Probe(subject, spec, inputs, deadline, thorough)
+    with probe.calling():
+        probe.kernel = references.prepared(subject, spec, spec.inputs[0], inputs)
     probe.base  # noqa: B018 - the call that the others are held against, made here, once
     return InvariantReport(spec.workload.id, subject.name, tuple(_findings(invariants, probe, begin, elsewhere)))
 

@@ -59,8 +59,8 @@ class Items:
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
         """Return the name of the items that one worker of xdist runs; None where each may go anywhere.
 
-        Those of a faulty kernel, so that no test is left that may find it where the last of them has not; else those of a
-        backend and of what it compiles a kernel for; of a workload where its backends are to be timed on one GPU.
+        Those of a faulty kernel, so that no test is left that may find it where the last of them has not; else those of what
+        one backend compiles a kernel for, and of others that call it; of a workload where its backends are timed on one GPU.
         """
         if case.backend and case.backend.startswith(MUTANT):
             return case.backend
@@ -69,8 +69,10 @@ class Items:
         if not case.backend:
             return None
         registry = session_of(item.config).registrations.registry
-        kernel = kernel_of(registry[case.backend], case.workload) if registry.is_known(case.backend) else case.workload.id
-        return f"{kernel} {case.backend}"
+        if not registry.is_known(case.backend):
+            return f"{case.workload.id} {case.backend}"
+        backend = registry[case.backend]
+        return f"{kernel_of(backend, case.workload)} {backend.kernels_of or case.backend}"
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         """Say what stands in the way of a case, as far as that is known before it runs; None where nothing does."""

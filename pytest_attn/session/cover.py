@@ -12,9 +12,10 @@ import contextlib
 import os
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ import pytest
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.compilers import seconds_to_compile
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.library import once_in_a_run
 from pytest_attn.backends.registry import try_libraries
 from pytest_attn.session.collection import Items, absent_because, kernel_of, missing_because
@@ -48,6 +50,9 @@ class _Case:
     item: pytest.Item
     parameter: CaseParameter
     session: AttentionSession
+
+    def __str__(self) -> str:
+        return f"{self.parameter.workload.id}{' backward' if self.asks_gradients else ''}"
 
     @cached_property
     def runs(self) -> bool:
@@ -103,11 +108,18 @@ class _Case:
         marker = self.item.get_closest_marker(MARKER)
         return marker is not None and ChosenMark.from_marker(marker).asks_once and self.backend.compiles
 
+    def stands_for_others(self, invariant: str) -> bool:
+        """Whether it runs, and nothing is known that may break this invariant on it."""
+        return self.runs and all(defect.invariants and invariant not in defect.invariants for defect in self._defects)
+
+    def is_known_to_break(self, invariant: str) -> bool:
+        """Whether a known defect names this invariant, which is to be seen."""
+        return any(invariant in defect.invariants for defect in self._defects)
+
     @cached_property
-    def stands_for_others(self) -> bool:
-        """Whether it runs, and nothing is known that it may fail by."""
+    def _defects(self) -> list[KnownDefect]:
         machine = self.session.machines.machine(device_of(self.item))
-        return self.runs and not self.backend.defects_on(self.parameter.workload, machine, self.asks_gradients)
+        return self.backend.defects_on(self.parameter.workload, machine, self.asks_gradients)
 
     @property
     def asks_gradients(self) -> bool:
@@ -120,13 +132,14 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
     """Take away what need not run; note how many cases are chosen, and how many --attn-workloads=all adds.
 
     Who names workloads, tests by -k or -m, or one case, is understood: the choice is made of what these leave, of models also
-    where workloads are named, which they have none of.
+    where workloads are named, which they have none of. Who names backends gets models with these in their place alone.
     """
     settings = session.settings
     if "all" in settings.workloads or settings.mutants or settings.tune or session.worker or config.option.collectonly:
         return
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
-    for item in left_in(config, items):
+    wanted = left_in(config, items)
+    for item in wanted:
         parameter = parameter_of(item)
         is_named = bool(settings.workloads) and kind_of(item) is not MODEL
         if parameter and parameter.backend and not is_named and _may_be_left_out(item, session):
@@ -137,7 +150,8 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
             cases = [_Case(item, parameter, session) for item in group if (parameter := parameter_of(item))]
             tests.setdefault(name, []).append(cases)
     try_libraries(list(map(session.kernels.backend_named, tests)))
-    unwanted: set[pytest.Item] = set()
+    unwanted = {*_models_as_they_are(wanted, settings.backends)}
+    session.collected.unchosen += len(unwanted)
     for name in _in_own_order(tests):
         question = f"choice of {name} of {[case.item.nodeid for cases in tests[name] for case in cases]}"
         places, is_cut_short = once_in_a_run(question, partial(_places, tests[name]))
@@ -152,10 +166,23 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
         _leave_memory(session.machines.device())
 
 
-def left_to_others(item: pytest.Item, session: AttentionSession) -> dict[str, str]:
-    """Return invariants that another case of the same test asks of a backend that compiles, and the workload of that case.
+def _models_as_they_are(items: Sequence[pytest.Item], tokens: Sequence[str]) -> list[pytest.Item]:
+    """Return models without a backend in their place, where backends are named, of which they say nothing, and others run.
 
-    Where the test says asks_once. A case with a known defect is asked all, and stands for none.
+    tokens: what --attn-backends has, of which -NAME, all and available name none.
+    """
+    is_named = any(not token.startswith("-") for token in tokens) and not {"all", "available"}.intersection(tokens)
+    on_backends = {item: parameter.backend for item in items if (parameter := parameter_of(item))}
+    if not is_named or not any(on_backends.values()):
+        return []
+    alone = (item for item, backend in on_backends.items() if backend is None)
+    return [item for item in alone if kind_of(item) is MODEL and item.get_closest_marker(MARKER)]
+
+
+def left_to_others(item: pytest.Item, session: AttentionSession) -> dict[str, str]:
+    """Return invariants that other cases of the same file ask of a backend that compiles, and the workloads of those cases.
+
+    Where the test says asks_once.
     """
     settings, parameter = session.settings, parameter_of(item)
     if parameter is None or parameter.backend is None or settings.thorough or settings.mutants or session.worker:
@@ -168,30 +195,55 @@ def left_to_others(item: pytest.Item, session: AttentionSession) -> dict[str, st
     return session.collected.left_to_others[name].get(item.nodeid, {})
 
 
+def asked_once(item: pytest.Item, session: AttentionSession) -> tuple[str, ...]:
+    """Return the invariants of which few cases of its test are asked, and this one is; none where its test does not say so."""
+    parameter = parameter_of(item)
+    if parameter is None or not _Case(item, parameter, session).asks_once:
+        return ()
+    return tuple(one for one in _DEPENDENCIES if one not in left_to_others(item, session))
+
+
 def _dealt(cases: Sequence[_Case]) -> dict[str, dict[str, str]]:
-    """Deal invariants out among the cases that they hold for alike; return what each case leaves to which workload."""
-    alike: dict[Hashable, list[_Case]] = {}
-    for case in cases:
-        for invariant, traits in _held_alike(case) if case.stands_for_others else ():
-            alike.setdefault((test_of(case.item), case.others, invariant, traits), []).append(case)
+    """Deal invariants out among cases, so that each is asked with all that it depends on; return what each leaves to which."""
     dealt, left = Counter[str](), dict[str, dict[str, str]]()
-    for (*_, invariant, _), group in sorted(alike.items(), key=lambda one: len(one[1])):  # type: ignore[misc]
-        asked = min(group, key=lambda case: (dealt[case.parameter.workload.id], len(case.options)))
-        dealt[asked.parameter.workload.id] += 1
+    by_file: dict[Hashable, list[_Case]] = {}
+    for case in cases:
+        by_file.setdefault((case.item.path, case.others), []).append(case)
+    for group, (invariant, depended_on) in product(by_file.values(), _DEPENDENCIES.items()):
+        asked: dict[Hashable, _Case] = {}
+        for case in _in_order_of_asking(group, invariant, dealt):
+            if new := depended_on(case) - asked.keys():
+                asked |= dict.fromkeys(new, case)
+                dealt[case.parameter.workload.id] += 1
         for case in group:
-            if case is not asked:
-                left.setdefault(case.item.nodeid, {})[invariant] = asked.parameter.workload.id
+            others = {asked.get(one) for one in depended_on(case)}
+            if not others & {None, case} and not case.is_known_to_break(invariant):
+                left.setdefault(case.item.nodeid, {})[invariant] = " and ".join(sorted(map(str, others)))
     return left
 
 
-def _held_alike(case: _Case) -> Iterator[tuple[str, Hashable]]:
-    """Yield invariants for which a kernel may be compiled anew, each with what of a workload it depends on."""
-    w, traits = case.parameter.workload, case.options
-    layout, is_grouped, mask = layout_of(w), "grouped heads" in traits, w.mask.kind if w.mask else None
-    takes_any = case.backend.capabilities is not None and "any" in case.backend.capabilities.masks
-    yield "layout", layout
-    yield "options", (layout, traits & OF_SCORES, None if takes_any else mask)
-    yield "equivalence", (layout, is_grouped)
+def _in_order_of_asking(cases: Sequence[_Case], invariant: str, dealt: Counter[str]) -> list[_Case]:
+    """Return the cases that can stand for others, those with gradients first: they compile the forward pass, too."""
+
+    def order(case: _Case) -> tuple[bool, int, int]:
+        return not case.asks_gradients, dealt[case.parameter.workload.id], len(case.options)
+
+    return sorted((case for case in cases if case.stands_for_others(invariant)), key=order)
+
+
+def _options_asked(case: _Case) -> frozenset[Hashable]:
+    """What the answer to `options` depends on: each option of the scores and, unless it takes any, the mask; by layout."""
+    w, declared = case.parameter.workload, case.backend.capabilities
+    mask = None if w.mask is None or (declared and "any" in declared.masks) else w.mask.kind
+    return frozenset((layout_of(w), one) for one in (mask, *(case.options & OF_SCORES)))
+
+
+#: invariants for which a kernel may be compiled anew, and what of a case their answers depend on
+_DEPENDENCIES: dict[str, Callable[[_Case], frozenset[Hashable]]] = {
+    "layout": lambda case: frozenset((layout_of(case.parameter.workload),)),
+    "options": _options_asked,
+    "equivalence": lambda case: frozenset(((layout_of(case.parameter.workload), "grouped heads" in case.options),)),
+}
 
 
 def _in_own_order(names: Iterable[str]) -> list[str]:

@@ -159,7 +159,7 @@ class ChosenMark:
 
     timed: bool = argument(False, "whether all cases run where times can be taken")
     compiled: int | None = argument(None, "the most cases of a backend that compiles; those that reach most are kept")
-    asks_once: bool = argument(False, "whether of cases that are alike one is enough for an invariant that compiles anew")
+    asks_once: bool = argument(False, "whether few cases of a file are enough for an invariant that compiles anew")
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark) -> ChosenMark:
@@ -220,7 +220,8 @@ def marker_help() -> tuple[MarkerHelp, ...]:
             "attention_chosen",
             "unless --attn-workloads, -k or an id names them, run only as many cases as reach every option and kernel of each"
             " backend, or what of these it compiles in two minutes; of your own that compiles nothing, all small workloads;"
-            " all models only where --attn-workloads=all names them",
+            " all models only where --attn-workloads=all names them, and none without a backend where --attn-backends names"
+            " some",
             tuple(arguments_of(ChosenMark)),
         ),
     )

@@ -1,7 +1,8 @@
 """Which worker of xdist runs which items: those of one backend and workload one after the other in one, whatever --dist says.
 
 What a backend compiles for a workload is kept in the process that compiled it. What takes longest begins first, by the run
-before or else by what compiles it: else one worker would still compile when all others are through.
+before or else by what compiles it: else one worker would still compile when all others are through. What other processes
+compile meanwhile (ahead.py) comes last.
 """
 
 from collections.abc import Iterable, Mapping
@@ -60,13 +61,17 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
         return scope
 
 
-def tell_groups(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker of xdist, hand the groups of items to the controller, beside the ids, which is all that a worker sends."""
+def tell_groups(config: pytest.Config, items: list[pytest.Item], compiled_ahead: Mapping[str, int]) -> None:
+    """In a worker of xdist, hand the groups of items to the controller, beside the ids, which is all that a worker sends.
+
+    compiled_ahead: how many kernels another process compiles, by the ids of cases.
+    """
     interactor: Any = next((one for one in config.pluginmanager.get_plugins() if hasattr(one, "sendevent")), None)
     if interactor is None:
         return
     send = interactor.sendevent
-    told = {item.nodeid: _BETWEEN.join((item.nodeid, *_group(item))) for item in items if is_case(item)}
+    cases = [item for item in items if is_case(item)]
+    told = {item.nodeid: _BETWEEN.join((item.nodeid, *_group(item, compiled_ahead.get(item.nodeid, 0)))) for item in cases}
 
     def sendevent(name: str, **given: Any) -> None:
         if name == "collectionfinish":
@@ -76,16 +81,19 @@ def tell_groups(config: pytest.Config, items: list[pytest.Item]) -> None:
     interactor.sendevent = sendevent
 
 
-def _group(item: pytest.Item) -> tuple[str, str]:
-    """Return the group of a case, "" where it has none, or one of xdist's own that this run asks for; and what it compiles."""
+def _group(item: pytest.Item, kernels_ahead: int) -> tuple[str, str]:
+    """Return the group of a case, "" where it has none, or one of xdist's own that this run asks for; and what it compiles.
+
+    In seconds; what another process compiles comes behind what compiles nothing, the most kernels first.
+    """
     parameter = parameter_of(item)
     if parameter is None:
         return "", "0"
-    is_grouped = item.config.getoption("loadgroup") and item.get_closest_marker("xdist_group")
+    is_grouped = item.config.getoption("loadgroup", False) and item.get_closest_marker("xdist_group")
     group: str | None = None if is_grouped else kind_of(item).made_items().group(item, parameter)
     registry, name = session_of(item.config).registrations.registry, parameter.backend or ""
     compiling = seconds_to_compile(name, registry[name].compiles) if registry.is_known(name) else 0.0
-    return group or "", str(compiling)
+    return group or "", str(-1 / kernels_ahead if kernels_ahead else compiling)
 
 
 def take_groups(config: pytest.Config, ids: list[str]) -> list[str]:

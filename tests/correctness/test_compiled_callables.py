@@ -7,7 +7,12 @@ from judging import asked, attention, judged
 from pytest_attn import Workload, check_model
 from pytest_attn.backends import contexts
 from pytest_attn.backends.contexts import eager_because, unlimited_recompiles
-from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.backends.libraries.sdpa import Math
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.variants import Compilation
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.models.token_invariants import judge_model_invariants
 
 CPU = torch.device("cpu")
@@ -195,3 +200,34 @@ def test_a_run_says_what_may_have_run_eagerly(pytester):
     result.assert_outcomes(passed=1)
     words = "note          what torch.compile makes may have run eagerly: its stance is force_eager"
     assert result.outlines.count(words) == 1
+
+
+@pytest.mark.parametrize(("is_ours", "is_compiled", "prepared"), [(True, True, 1), (True, False, 2), (False, True, 2)])
+def test_the_tests_of_a_workload_share_what_torch_compiled_of_a_backend_of_ours(monkeypatch, is_ours, is_compiled, prepared):
+    backend, references, seen = Registry()["math"], ReferenceCache(), []
+    prepare = Math.prepare
+
+    def prepared_once(self, inputs, backward=False):
+        kernel = prepare(self, inputs, backward)
+        seen.append(inputs.workload)
+
+        def call(q, k, v):
+            return kernel(q, k, v)
+
+        call.compilation = Compilation() if is_compiled else None
+        return call
+
+    monkeypatch.setattr(Math, "prepare", prepared_once)
+    monkeypatch.setattr(Math, "is_contained", is_ours)
+    spec = CheckSpec(WORKLOADS[0], CPU)
+    for _ in range(2):
+        assert judge(backend, spec.for_subject(backend), references).passed
+    assert len(seen) == prepared
+    assert judge_invariants(backend, spec, references, ("rerun", "algebra")).passed
+    assert len(seen) == prepared + (prepared > 1)
+    assert judge(backend, CheckSpec(WORKLOADS[0], CPU, True).for_subject(backend), references).passed
+    assert judge(backend, CheckSpec(WORKLOADS[1], CPU).for_subject(backend), references).passed
+    assert judge(backend, CheckSpec(WORKLOADS[0], CPU, seed=1).for_subject(backend), references).passed
+    assert len(seen) == prepared + (prepared > 1) + 3
+    assert judge(backend, spec.for_subject(backend), references).passed
+    assert len(seen) == prepared + (prepared > 1) + 4, "the last two are kept"

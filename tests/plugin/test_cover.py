@@ -150,6 +150,46 @@ def test_names_of_workloads_name_no_models(collect, monkeypatch):
         assert tests["test_kernel"] >= 10
 
 
+AS_THEY_ARE = """
+@pytest.mark.attention_chosen(compiled=2)
+@pytest.mark.attention_model
+def test_as_it_is(attn_model):
+    pass
+
+@pytest.mark.attention_model
+def test_of_another_suite(attn_model):
+    pass
+"""
+
+
+class Names:
+    """A plugin that keeps the names of tests, and runs none."""
+
+    def pytest_collection_finish(self, session):
+        self.names = {item.originalname for item in session.items}
+        session.items[:] = []
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [
+        (("--attn-backends=compiling,math",), True),
+        (("--attn-backends=all",), False),
+        (("--attn-backends=available,compiling",), False),
+        (("--attn-backends=-math",), False),
+        (("--attn-backends=math", "-k", "as_it_is"), False),
+        (("--attn-backends=math", "--attn-workloads=all"), False),
+    ],
+)
+def test_who_names_backends_gets_no_models_as_they_are(pytester, options, left_out):
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_it=TEST.format(marker='"smoke-full"', arguments="") + AS_THEY_ARE)
+    found = Names()
+    pytester.inline_run("-p", "no:cacheprovider", *options, plugins=[found])
+    assert ("test_as_it_is" not in found.names) == left_out
+    assert "-k" in options or {"test_of_another_suite", "test_kernel"} <= found.names
+
+
 def test_of_the_workers_of_a_run_the_first_asks_for_all(collect, tmp_path, monkeypatch):
     monkeypatch.setattr(library, "_folder", lambda: tmp_path)
     monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "one run")
@@ -332,8 +372,9 @@ def test_backward(attn, attn_backend):
 """
 
 
-def test_what_is_compiled_anew_is_asked_once_and_still_finds_its_fault(pytester, monkeypatch):
-    monkeypatch.setattr(Probe, "is_compiled", True)
+@pytest.mark.parametrize("is_by_torch", [True, False], ids=["by torch", "by another"])
+def test_what_is_compiled_anew_is_asked_once_and_still_finds_its_fault(pytester, monkeypatch, is_by_torch):
+    monkeypatch.setattr(Probe, "is_compiled", is_by_torch)
     pytester.makeconftest(f"NAMES = {set(SHOWN_BY)}\n{KEPT}")
     pytester.makepyfile(test_it=ONCE)
     asked = (
@@ -353,6 +394,55 @@ def test_what_is_compiled_anew_is_asked_once_and_still_finds_its_fault(pytester,
         one
         for record in records
         if record["subject"] == "honest"
-        for one in re.findall(r"(\w+): not run here but on", record["reason"])
+        for one in re.findall(r"(\w+):? not run here but on", record["reason"])
     )
-    assert left == {"layout": 4, "equivalence": 4}, "of three dense workloads one is asked, forward and backward"
+    assert left == {"layout": 6, "options": 4, "equivalence": 6}, "those with gradients are asked for those without"
+
+
+DEFECTS = """
+from pytest_attn import KnownDefect
+from honest.variants import HONEST
+
+def pytest_attn_backends(registry):
+    backend = HONEST.backend()
+    backend.name, backend.compiles = "honest", True
+    backend.known_defects = (
+        KnownDefect("one", "anything", lambda w, machine: w.name == "smoke-full", ("out",)),
+        KnownDefect("two", "strides", lambda w, machine: w.name == "smoke-half", (), invariants=("layout",)),
+    )
+    registry.add(backend)
+"""
+
+
+def test_a_case_with_a_known_defect_stands_for_none_and_is_asked_what_the_defect_names(pytester):
+    pytester.makeconftest(DEFECTS)
+    pytester.makepyfile(test_it=ONCE)
+    asked = "--attn-workloads=smoke-full,smoke-half,smoke-single,smoke-window", "--attn-backends=honest"
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked, "--attn-output=run.jsonl", "-k", "test_forward")
+    left = {
+        record["name"]: dict(re.findall(r"(\w+):? not run here but on (\S+)\b", record["reason"]))
+        for record in read_records(pytester.path / "run.jsonl")
+    }
+    assert left["smoke-full"].keys() == {"layout", "options", "equivalence"}
+    assert "layout" not in left["smoke-half"]
+    others = [workload for some in left.values() for invariant, workload in some.items() if invariant == "layout"]
+    assert set(others) <= {"smoke-single-fp32", "smoke-window"}
+    assert all("smoke-full" not in some.values() for some in left.values())
+
+
+def test_who_calls_the_kernels_of_another_runs_in_its_worker(pytester):
+    pytester.makepyfile(test_it=TEST.format(marker='"smoke-full", "smoke-half"', arguments=""))
+
+    class Groups:
+        def pytest_collection_finish(self, session):
+            parameters = [(item, item.callspec.params["_attn_parameter"]) for item in session.items]
+            groups = [(one.backend, kind_of(item).made_items().group(item, one)) for item, one in parameters]
+            self.groups = {name: {group for backend, group in groups if backend == name} for name, _ in groups}
+            session.items[:] = []
+
+    found = Groups()
+    names = "flash4", "te_flash", "sdpa_fa4", "te_fused"
+    pytester.inline_run("-p", "no:cacheprovider", f"--attn-backends={','.join(names)}", "--co", plugins=[found])
+    first, *others, alone = (found.groups[name] for name in names)
+    assert others == [first, first]
+    assert not first & alone

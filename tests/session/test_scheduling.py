@@ -117,6 +117,12 @@ def test_where_nobody_knows_what_compiles_longest_begins_first_and_in_the_order_
     assert begun(*distributed("load", TESTS, reorder=False)) == GROUPS
 
 
+def test_what_other_processes_compile_comes_last_and_of_that_the_most_kernels_first():
+    ahead = {"w1 a": -1.0, "w1 b": -0.25, "w2 a": 6.0}
+    ids = [f"{test}[{group}]\0{group}\0{ahead.get(group, 0.0)}" for test in NAMES for group in GROUPS]
+    assert begun(*distributed("load", ids)) == ["w2 a", "w1 c", "w2 b", "w2 c", "w1 b", "w1 a"]
+
+
 @pytest.mark.parametrize("dist", OWN)
 def test_a_run_without_cases_has_its_own_scheduler(dist):
     assert type(distributed(dist, OTHERS)[0]) is OWN[dist]

@@ -17,6 +17,7 @@ import torch
 from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, first_of, refuse_unread
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities
+from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.contexts import environment
 from pytest_attn.backends.defects import (
     CUDNN_NAN,
@@ -65,11 +66,16 @@ def _cudnn_of_torch() -> dict[str, str]:
     return next(({"CUDNN_HOME": folder} for folder in folders if os.path.isdir(folder)), {})
 
 
+def _environment() -> dict[str, str]:
+    """Return what its import needs, and what has flash-attn 4, which it imports, keep what it compiles."""
+    return _cudnn_of_torch() | keeping_flash4()
+
+
 TRANSFORMER_ENGINE = Library(
     ("transformer-engine-torch", "transformer-engine"),
     "transformer_engine.pytorch.attention.dot_product_attention",
     "pip install --no-build-isolation transformer-engine[pytorch]",
-    _cudnn_of_torch,
+    _environment,
 )
 
 
@@ -348,7 +354,7 @@ def _goes_to_flash4(workload: Workload) -> bool:
 class TeFlash(TransformerEngine):
     """flash-attn's kernels, of the version that Transformer Engine prefers among those installed."""
 
-    name, kernel, precision = "te_flash", "FlashAttention", "flash2"
+    name, kernel, precision, kernels_of = "te_flash", "FlashAttention", "flash2", "flash4"
     launches = ("FlashAttention",)
     needs = "CUDA, sm80 to sm121, flash-attn"
     capabilities = Capabilities(masks=_MASKS - {"causal"}, features=_FEATURES | {"softcap", "alibi"}, v_head_dim=True)

@@ -1,0 +1,43 @@
+"""The process that compiles for cases before their turn comes (session/ahead.py)."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+
+import torch
+
+from pytest_attn.backends.attention_args import first_of
+from pytest_attn.backends.machine import machine_of
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.processes.lifetime import die_with
+from pytest_attn.workloads.catalog import builtin_catalog
+
+
+def main() -> None:
+    """Compile what standard input says, as long as the worker lives that has written it."""
+    told = json.load(sys.stdin)
+    die_with(told["parent"])
+    for case in told["cases"]:
+        with suppress(Exception):
+            compile_case(torch.device(told["device"]), *case)
+
+
+def compile_case(device: torch.device, name: str, workload: str, backward: bool, invariants: Sequence[str]) -> None:
+    """Call a backend on a bundled workload as `check` does; with names of invariants, ask these instead."""
+    backend, (w,) = Registry()[name], builtin_catalog().select(workload)
+    if backend.obstacle(w, machine_of(device), backward):
+        return
+    spec, references = CheckSpec(w, device, backward).for_subject(backend), ReferenceCache()
+    if invariants:
+        judge_invariants(backend, spec, references, invariants)
+    else:
+        inputs = references.inputs_of(spec, spec.inputs[0])
+        with backend.calling(), nullcontext() if backward else torch.no_grad():
+            given = [tensor.requires_grad_(backward) for tensor in spec.handed(inputs)]
+            out = first_of(backend.prepare(inputs, backward)(*given))
+            if backward:
+                torch.autograd.grad(out, given, spec.in_layout(inputs.dout))
+    torch.cuda.empty_cache()

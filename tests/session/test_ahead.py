@@ -1,0 +1,210 @@
+"""What processes beside the workers of xdist compile, while these run other cases."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_attn.backends.libraries.sdpa import Math
+from pytest_attn.invariants import ahead as process
+from pytest_attn.invariants.ahead import compile_case
+from pytest_attn.session import ahead, scheduling
+from pytest_attn.session.devices import Machines
+from pytest_attn.session.session import session_of
+
+CPU = torch.device("cpu")
+CONFTEST = """
+from pytest_attn import Workload
+
+def pytest_attn_backends(registry):
+    registry.add_function("mine", lambda q, k, v, workload: q)
+    registry["mine"].compiles = True
+
+def pytest_attn_workloads(catalog):
+    catalog.add(Workload(96, heads=2, name="own"), group="smoke")
+"""
+TESTS = """
+import pytest
+
+@pytest.mark.attention("smoke-full", "smoke-padded", "own")
+def test_forward(attn, attn_backend): ...
+
+@pytest.mark.attention("smoke-full", "smoke-padded", backward=True)
+def test_backward(attn, attn_backend): ...
+
+@pytest.mark.attention("smoke-full", device="cpu")
+def test_elsewhere(attn, attn_backend): ...
+
+@pytest.mark.attention("llama3-8b-prefill")
+def test_large(attn, attn_backend): ...
+"""
+INVARIANTS = """
+import pytest
+
+pytestmark = pytest.mark.attention_chosen(asks_once=True)
+
+@pytest.mark.attention("smoke-full", "smoke-half")
+def test_invariants(attn, attn_backend): ...
+"""
+
+
+class Asking:
+    """A plugin that asks what is compiled ahead for the items of a run, in a worker of two, and runs none."""
+
+    def __init__(self, worker):
+        self.worker, self.kernels, self.order = worker, None, {}
+
+    def pytest_collection_finish(self, session):
+        config = session.config
+        config.workerinput = {"workerid": self.worker, "workercount": 2}
+        self.kernels = ahead.compile_ahead(config, session_of(config), session.items)
+        self.order = {item.name: scheduling._group(item, self.kernels.get(item.nodeid, 0))[1] for item in session.items}
+        del config.workerinput
+        session.items[:] = []
+
+
+class Standard(io.StringIO):
+    """The standard input of a process that is none."""
+
+    def close(self):
+        self.written = self.getvalue()
+        super().close()
+
+
+@pytest.fixture
+def ask(pytester, monkeypatch):
+    def ask_it(*options, worker="gw0", cores=4, memory=16 << 30, kind="cuda", untimed="2 workers share it", more=""):
+        machine = SimpleNamespace(device="cpu", kind=kind, memory=memory)
+        monkeypatch.setattr(Machines, "known_default", property(lambda self: machine))
+        monkeypatch.setattr(ahead, "usable_cores", lambda: cores)
+        monkeypatch.setattr(ahead, "untimed_because", lambda gpu_per_worker, device: untimed)
+        started = []
+        monkeypatch.setattr(ahead, "_started", lambda config: started.append(SimpleNamespace(stdin=Standard())) or started[0])
+        pytester.makeconftest(CONFTEST)
+        pytester.makepyfile(test_it=TESTS, **({"test_more": more} if more else {}))
+        asking = Asking(worker)
+        pytester.inline_run("--attn-backends=flex,math,mine", *options, plugins=[asking])
+        told = json.loads(started[0].stdin.written) if started else None
+        ask_it.order = asking.order
+        return told, asking.kernels
+
+    return ask_it
+
+
+def compiled(told):
+    return [tuple(case[:3]) for case in told["cases"]]
+
+
+def test_bundled_workloads_of_backends_that_compile_are_shared_out_from_the_end(ask):
+    first, kernels = ask()
+    second, _ = ask(worker="gw1")
+    assert compiled(first) == [("flex", "smoke-padded", False), ("flex", "smoke-padded", True)]
+    assert compiled(second) == [("flex", "smoke-full", False), ("flex", "smoke-full", True)]
+    assert (first["parent"], first["device"]) == (os.getpid(), "cpu")
+    assert {name.rpartition("::")[2]: count for name, count in kernels.items()} == {
+        f"test_{way}[{name}-flex]": 1 for way in ("forward", "backward") for name in ("smoke-full", "smoke-padded")
+    }
+
+
+def test_what_has_the_most_kernels_workers_begin_with(ask):
+    told, kernels = ask(more=INVARIANTS)
+    other, _ = ask(worker="gw1", more=INVARIANTS)
+    assert [case[1:] for case in told["cases"]] == [
+        ["smoke-padded", False, []],
+        ["smoke-padded", True, []],
+        *(["smoke-full", backward, []] for backward in (False, True)),
+        ["smoke-full", False, ["layout", "equivalence"]],
+    ]
+    assert [case[1:] for case in other["cases"]] == [["smoke-half", False, ["options"]]]
+    assert sorted(kernels.values()) == [1, 1, 1, 1, 2, 3]
+    seconds = ("test_forward[smoke-full-math]", "test_invariants[smoke-half-fp16-flex]", "test_forward[smoke-full-flex]")
+    assert [ask.order[name] for name in seconds] == ["0.0", "-0.5", "-1.0"]
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [{"cores": 3}, {"memory": 15 << 30}, {"kind": "cpu"}, {"untimed": None}],
+    ids=["few cores", "little memory", "no GPU", "timed"],
+)
+def test_nothing_is_compiled_ahead_where_it_is_in_the_way(ask, otherwise):
+    assert ask(**otherwise) == (None, {})
+
+
+def test_what_a_run_before_had_is_in_the_caches(ask, pytester):
+    _, kernels = ask()
+    folder = pytester.path / ".pytest_cache/v/attn"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "seconds").write_text(json.dumps(dict.fromkeys(kernels, 4.0)))
+    assert ask() == (None, {})
+
+
+# -- the process -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_backend_is_called_as_a_check_calls_it(monkeypatch, backward):
+    seen, prepare = [], Math.prepare
+
+    def prepared(self, inputs, backward=False):
+        kernel = prepare(self, inputs, backward)
+
+        def call(q, k, v):
+            out = kernel(q, k, v)
+            seen.append((inputs.workload.name, backward, q.requires_grad, torch.is_grad_enabled()))
+            if backward:
+                out.register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
+            return out
+
+        return call
+
+    monkeypatch.setattr(Math, "prepare", prepared)
+    compile_case(CPU, "math", "smoke-padded", backward, ())
+    assert seen == [("smoke-padded", backward, backward, backward), *([(2, 2, 96, 32)] if backward else [])]
+
+
+def test_only_invariants_that_compile_more_are_asked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(process, "judge_invariants", lambda backend, spec, references, names: asked.append((spec, names)))
+    compile_case(CPU, "math", "smoke-full", True, ("options",))
+    ((spec, names),) = asked
+    assert (spec.workload.name, spec.backward, names) == ("smoke-full", True, ("options",))
+
+
+def test_what_a_backend_refuses_is_not_called(monkeypatch):
+    monkeypatch.setattr(Math, "prepare", lambda *given: pytest.fail("it was called"))
+    compile_case(CPU, "math", "features-paged", True, ())
+
+
+def run(told):
+    command = [sys.executable, "-c", ahead._PROGRAM, json.dumps(sys.path)]
+    return subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize(("parent", "status"), [(os.getpid(), 0), (1, 1)], ids=["lives", "is gone"])
+def test_the_process_lives_as_long_as_its_worker(parent, status):
+    cases = [("no such backend", "smoke-full", False, ()), ("math", "smoke-full", False, ())]
+    ended = run({"parent": parent, "device": "cpu", "cases": cases})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
+
+
+COUNTED = """
+import torch
+from torch._dynamo.utils import counters
+from pytest_attn.invariants.ahead import compile_case
+
+compile_case(torch.device("cpu"), "flex", "smoke-full", False, ())
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.slow("inductor compiles a kernel")
+def test_what_it_compiled_is_found_in_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert run({"parent": os.getpid(), "device": "cpu", "cases": [("flex", "smoke-full", False, ())]}).returncode == 0
+    counted = subprocess.run([sys.executable, "-c", COUNTED], text=True, capture_output=True, timeout=300, check=True)
+    assert counted.stdout.split() == ["1", "0"]
