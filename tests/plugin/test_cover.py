@@ -290,7 +290,8 @@ def test_one_line_says_what_was_chosen_and_what_is_left(run, pytester):
     assert "units waiting" not in result.stdout.str() + result.stderr.str()  # as xdist's schedulers say under --debug
 
 
-def test_the_line_says_which_backends_are_reached_in_part(run, pytester):
+def test_the_line_says_which_backends_are_reached_in_part(run, pytester, monkeypatch):
+    monkeypatch.setattr(cover, "_COMPILING", cover._COMPILING)  # which the conftest changes, in this process, too
     pytester.makeconftest(CONFTEST + "\nfrom pytest_attn.session import cover\ncover._COMPILING = 10.0\n")
     pytester.makepyfile(TEST.format(marker='"smoke-full", "smoke-half"', arguments=""))
     result = run("--attn-backends=compiling")
