@@ -227,12 +227,12 @@ def pytest_configure_node(node: Any) -> None:
     if session is None:  # tests of plugins start nodes of a config that nobody has configured
         return
     session.progress.listen(node)
-    node.workerinput["attn_seed"] = str(session.settings.seed)
-    if session.settings.gpu_per_worker:
-        from pytest_attn.session.devices import place_on_host, require_gpu
+    from pytest_attn.session.devices import place_on_host, require_gpu
 
+    node.workerinput["attn_seed"] = str(session.settings.seed)
+    node.workerinput["attn_place"] = place_on_host(node.gateway.spec, node.nodemanager.specs)
+    if session.settings.gpu_per_worker:
         require_gpu(node.gateway.spec)
-        node.workerinput["attn_place"] = place_on_host(node.gateway.spec, node.nodemanager.specs)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # other plugins see the ids alone

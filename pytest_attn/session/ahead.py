@@ -20,7 +20,7 @@ import pytest
 from pytest_attn.backends.compilers import Compiler, seconds_to_compile
 from pytest_attn.backends.machine import usable_cores
 from pytest_attn.session.cover import asked_once
-from pytest_attn.session.devices import place_of, untimed_because
+from pytest_attn.session.devices import untimed_because
 from pytest_attn.session.durations import Durations
 from pytest_attn.session.kinds import ATTENTION, device_of, kind_of, marker_of, parameter_of
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -60,10 +60,11 @@ def compile_ahead(config: pytest.Config, session: AttentionSession, items: Seque
 
     Not where something is timed, or where each worker's has no core, or no memory, to itself.
     """
-    number, workers = place_of(config.workerinput)  # type: ignore[attr-defined]  # xdist's
+    place: tuple[int, int] | None = config.workerinput.get("attn_place")  # type: ignore[attr-defined]  # xdist's
     machine, settings = session.machines.known_default, session.settings
-    if machine is None or machine.kind != "cuda" or settings.isolated is not None:
+    if place is None or machine is None or machine.kind != "cuda" or settings.isolated is not None:
         return {}
+    number, workers = place
     is_timed = untimed_because(settings.gpu_per_worker, session.machines.device()) is None
     if is_timed or usable_cores() < 2 * workers or machine.memory < _MEMORY * workers:
         return {}

@@ -115,7 +115,7 @@ def take_own_gpu(config: pytest.Config) -> None:
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
     if worker is None:
         return
-    number, workers = place_of(worker)
+    number, workers = _place_of(worker)
     gpus = _visible_gpus()
     if not gpus:
         raise pytest.UsageError(_NO_GPU)
@@ -123,7 +123,7 @@ def take_own_gpu(config: pytest.Config) -> None:
     os.environ[_SHARERS] = str(len(range(number % len(gpus), workers, len(gpus))))
 
 
-def place_of(worker: dict[str, Any]) -> tuple[int, int]:
+def _place_of(worker: dict[str, Any]) -> tuple[int, int]:
     """Return which worker of its host this is, from 0, and how many that host has.
 
     The controller knows; its workers' ids count over all hosts and over those that it started again, or are names.

@@ -61,7 +61,7 @@ class Asking:
 
     def pytest_collection_finish(self, session):
         config = session.config
-        config.workerinput = {"workerid": self.worker, "workercount": 2}
+        config.workerinput = {"attn_place": [self.worker, 2]}
         self.kernels = ahead.compile_ahead(config, session_of(config), session.items)
         self.order = {item.name: scheduling._group(item, self.kernels.get(item.nodeid, 0))[1] for item in session.items}
         del config.workerinput
@@ -78,7 +78,7 @@ class Standard(io.StringIO):
 
 @pytest.fixture
 def ask(pytester, monkeypatch):
-    def ask_it(*options, worker="gw0", cores=4, memory=16 << 30, kind="cuda", untimed="2 workers share it", more=""):
+    def ask_it(*options, worker=0, cores=4, memory=16 << 30, kind="cuda", untimed="2 workers share it", more=""):
         machine = SimpleNamespace(device="cpu", kind=kind, memory=memory)
         monkeypatch.setattr(Machines, "known_default", property(lambda self: machine))
         monkeypatch.setattr(ahead, "usable_cores", lambda: cores)
@@ -102,7 +102,7 @@ def compiled(told):
 
 def test_bundled_workloads_of_backends_that_compile_are_shared_out_from_the_end(ask):
     first, kernels = ask()
-    second, _ = ask(worker="gw1")
+    second, _ = ask(worker=1)
     assert compiled(first) == [("flex", "smoke-padded", False), ("flex", "smoke-padded", True)]
     assert compiled(second) == [("flex", "smoke-full", False), ("flex", "smoke-full", True)]
     assert (first["parent"], first["device"]) == (os.getpid(), "cpu")
@@ -113,7 +113,7 @@ def test_bundled_workloads_of_backends_that_compile_are_shared_out_from_the_end(
 
 def test_what_has_the_most_kernels_workers_begin_with(ask):
     told, kernels = ask(more=INVARIANTS)
-    other, _ = ask(worker="gw1", more=INVARIANTS)
+    other, _ = ask(worker=1, more=INVARIANTS)
     assert [case[1:] for case in told["cases"]] == [
         ["smoke-padded", False, []],
         ["smoke-padded", True, []],
@@ -141,6 +141,14 @@ def test_what_a_run_before_had_is_in_the_caches(ask, pytester):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "seconds").write_text(json.dumps(dict.fromkeys(kernels, 4.0)))
     assert ask() == (None, {})
+
+
+def test_workers_are_told_their_places_whatever_their_names(pytester):
+    pytester.makepyfile("def test_place(request): print('place', request.config.workerinput['attn_place'])")
+    workers = "--tx", "popen//id=left", "--tx", "popen//id=right", "--dist=each"
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *workers, "-rP", "-v")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines_random(["place [[]0, 2[]]", "place [[]1, 2[]]"])
 
 
 # -- the process -------------------------------------------------------------------------------------------------------------
