@@ -34,8 +34,8 @@ class Backend(Subject):
     launches: tuple[str, ...] = ()
     #: whether torch.compile follows its callables without a break; where not, breaks are counted and reported
     full_graph: bool = True
-    #: the backend whose compiled kernels it calls, "" for its own
-    kernels_of: str = ""
+    #: the backend whose compiled kernels it runs, "" for its own
+    runs_kernels_of: str = ""
     #: what it needs, in a few words, for the table of docs/reference/backends.md
     needs: str = ""
     #: the options that its configurations may set (backends/configured.py); None where it takes any

@@ -72,7 +72,7 @@ class Items:
         if not registry.is_known(case.backend):
             return f"{case.workload.id} {case.backend}"
         backend = registry[case.backend]
-        return f"{kernel_of(backend, case.workload)} {backend.kernels_of or case.backend}"
+        return f"{kernel_of(backend, case.workload)} {backend.runs_kernels_of or case.backend}"
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         """Say what stands in the way of a case, as far as that is known before it runs; None where nothing does."""

@@ -299,7 +299,7 @@ class SdpaFa3(LibraryBackend):
 class SdpaFa4(SdpaFa3):
     """SDPA under activate_flash_attention_impl("FA4")."""
 
-    name, kernels_of = "sdpa_fa4", "flash4"
+    name, runs_kernels_of = "sdpa_fa4", "flash4"
     implementation = "FA4"
     source = Library(("flash-attn-4",), "flash_attn.cute.interface", "pip install --pre flash-attn-4", keeping_flash4)
     needs = "CUDA, sm90 or sm100, torch 2.11, flash-attn-4"

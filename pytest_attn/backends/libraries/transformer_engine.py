@@ -354,7 +354,7 @@ def _goes_to_flash4(workload: Workload) -> bool:
 class TeFlash(TransformerEngine):
     """flash-attn's kernels, of the version that Transformer Engine prefers among those installed."""
 
-    name, kernel, precision, kernels_of = "te_flash", "FlashAttention", "flash2", "flash4"
+    name, kernel, precision, runs_kernels_of = "te_flash", "FlashAttention", "flash2", "flash4"
     launches = ("FlashAttention",)
     needs = "CUDA, sm80 to sm121, flash-attn"
     capabilities = Capabilities(masks=_MASKS - {"causal"}, features=_FEATURES | {"softcap", "alibi"}, v_head_dim=True)
