@@ -112,10 +112,19 @@ def _switches(kind: str) -> dict[str, Switch]:
     named = {f"torch's {name}": one for name, one in switches.items()}
     return named | {
         "Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-        "Python's profile function": Switch(sys.getprofile, sys.setprofile),
+        "Python's profile function": Switch(sys.getprofile, _set_profile),
         "Python's trace function": Switch(_trace_function, sys.settrace),
         "Python's monitoring tools": Switch(_monitoring_tools, _free_monitoring_tools),
     }
+
+
+def _set_profile(profile: Any) -> None:
+    """Set the profile function; a profiler of cProfile, which before Python 3.12 stands in its place, sets itself."""
+    if hasattr(profile, "enable"):
+        sys.setprofile(None)
+        profile.enable()
+    else:
+        sys.setprofile(profile)
 
 
 def _precisions() -> dict[str, Switch]:

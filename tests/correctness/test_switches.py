@@ -1,6 +1,7 @@
 """What a kernel turns of torch for itself, it turns back, or is told to."""
 
 import bdb
+import cProfile
 import gc
 import sys
 from pathlib import Path
@@ -95,6 +96,26 @@ def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
         assert not is_on()
     finally:
         turn(False)
+
+
+def test_cprofile_goes_on_where_a_kernel_has_taken_its_place():
+    def takes_it(q, k, v):
+        sys.setprofile(lambda *event: None)
+        return causal(q, k, v)
+
+    def is_called_afterwards():
+        pass
+
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        said = failure(takes_it, CAUSAL)
+        is_called_afterwards()
+    finally:
+        profiler.disable()
+        sys.setprofile(None)
+    assert "the callable left Python's profile function at" in said
+    assert "is_called_afterwards" in {entry.code.co_name for entry in profiler.getstats() if hasattr(entry.code, "co_name")}
 
 
 def test_a_debugger_that_a_person_starts_in_a_kernel_may_stay():
