@@ -28,9 +28,20 @@ from pytest_attn.backends.library import once_in_a_run
 from pytest_attn.backends.registry import try_libraries
 from pytest_attn.session.collection import Items, absent_because, kernel_of, missing_because
 from pytest_attn.session.devices import untimed_because
-from pytest_attn.session.kinds import MODEL, PARAMETER, CaseParameter, device_of, kind_of, marker_of, parameter_of, test_of
+from pytest_attn.session.kinds import (
+    ATTENTION,
+    MODEL,
+    PARAMETER,
+    CaseParameter,
+    device_of,
+    kind_of,
+    marker_of,
+    parameter_of,
+    test_of,
+)
 from pytest_attn.session.manifest import left_in
 from pytest_attn.session.marks import ChosenMark
+from pytest_attn.session.options import Settings
 from pytest_attn.session.selection import CPU_GROUPS
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.traits import OF_SCORES, kernels_of, layout_of, options_of
@@ -131,15 +142,16 @@ class _Case:
 def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.Item]) -> None:
     """Take away what need not run; note how many cases are chosen, and how many --attn-workloads=all adds.
 
-    Who names workloads, tests by -k or -m, or one case, is understood: the choice is made of what these leave, of models also
-    where workloads are named, which they have none of. Who names backends gets models with these in their place alone.
+    Who names workloads, tests by -k or -m, or one case, is understood: the choice is made of what these leave. Who names
+    workloads gets no models, which have none, and who names backends only models with these in their place.
     """
     settings = session.settings
     if "all" in settings.workloads or settings.mutants or settings.tune or session.worker or config.option.collectonly:
         return
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     wanted = left_in(config, items)
-    for item in wanted:
+    unwanted = {*_models_not_meant(wanted, settings)}
+    for item in (item for item in wanted if item not in unwanted):
         parameter = parameter_of(item)
         is_named = bool(settings.workloads) and kind_of(item) is not MODEL
         if parameter and parameter.backend and not is_named and _may_be_left_out(item, session):
@@ -150,7 +162,6 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
             cases = [_Case(item, parameter, session) for item in group if (parameter := parameter_of(item))]
             tests.setdefault(name, []).append(cases)
     try_libraries(list(map(session.kernels.backend_named, tests)))
-    unwanted = {*_models_as_they_are(wanted, settings.backends)}
     session.collected.unchosen += len(unwanted)
     for name in _in_own_order(tests):
         question = f"choice of {name} of {[case.item.nodeid for cases in tests[name] for case in cases]}"
@@ -166,17 +177,23 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
         _leave_memory(session.machines.device())
 
 
-def _models_as_they_are(items: Sequence[pytest.Item], tokens: Sequence[str]) -> list[pytest.Item]:
-    """Return models without a backend in their place, where backends are named, of which they say nothing, and others run.
+def _models_not_meant(items: Sequence[pytest.Item], settings: Settings) -> list[pytest.Item]:
+    """Return models that say nothing of what is named, where other cases run: of workloads any, of backends those without one.
 
-    tokens: what --attn-backends has, of which -NAME, all and available name none.
+    Tests of models that do not say attention_chosen are the user's own, and run.
     """
-    is_named = any(not token.startswith("-") for token in tokens) and not {"all", "available"}.intersection(tokens)
-    on_backends = {item: parameter.backend for item in items if (parameter := parameter_of(item))}
-    if not is_named or not any(on_backends.values()):
-        return []
-    alone = (item for item, backend in on_backends.items() if backend is None)
-    return [item for item in alone if kind_of(item) is MODEL and item.get_closest_marker(MARKER)]
+    models = [item for item in items if kind_of(item) is MODEL and item.get_closest_marker(MARKER)]
+    backends = {item: parameter.backend for item in items if (parameter := parameter_of(item))}
+    if _is_any_named(settings.workloads) and any(kind_of(item) is ATTENTION for item in backends):
+        return models
+    if _is_any_named(settings.backends) and any(backends.values()):
+        return [item for item in models if backends.get(item, "") is None]
+    return []
+
+
+def _is_any_named(tokens: Sequence[str]) -> bool:
+    """Whether an option names some: -NAME leaves one out of all, and all and available name none."""
+    return any(not token.startswith("-") for token in tokens) and not {"all", "available"}.intersection(tokens)
 
 
 def left_to_others(item: pytest.Item, session: AttentionSession) -> dict[str, str]:

@@ -220,8 +220,8 @@ def marker_help() -> tuple[MarkerHelp, ...]:
             "attention_chosen",
             "unless --attn-workloads, -k or an id names them, run only as many cases as reach every option and kernel of each"
             " backend, or what of these it compiles in two minutes; of your own that compiles nothing, all small workloads;"
-            " all models only where --attn-workloads=all names them, and none without a backend where --attn-backends names"
-            " some",
+            " all models only where --attn-workloads=all names them; none where workloads are named, nor without a backend"
+            " where backends are",
             tuple(arguments_of(ChosenMark)),
         ),
     )

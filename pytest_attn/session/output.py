@@ -12,7 +12,7 @@ from pytest_attn.backends.configured import split
 from pytest_attn.backends.registry import tables
 from pytest_attn.reports import files
 from pytest_attn.reports.latency import is_notable, latency_summary
-from pytest_attn.reports.lines import room
+from pytest_attn.reports.lines import count, room
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
@@ -146,6 +146,9 @@ def chosen_words(session: AttentionSession) -> str:
     collected = session.collected
     if not collected.unchosen:
         return ""
+    if not collected.chosen:
+        models = count(collected.unchosen, "case")
+        return f"not run: {models} of models, which say nothing of what is named; --attn-workloads=all adds them"
     partly = f", of {' and '.join(sorted(collected.cut_short))} what compiles in minutes" if collected.cut_short else ""
     return (
         f"chosen: {collected.chosen:,} cases, which reach every option and kernel of each backend{partly};"

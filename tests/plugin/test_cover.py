@@ -144,10 +144,15 @@ def test_models(attn_model, attn_backend, size):
 
 def test_names_of_workloads_name_no_models(collect, monkeypatch):
     monkeypatch.setattr(cover, "_may_be_left_out", lambda item, session: True)  # on a CPU no models are
-    for names, models in (("smoke", 2), ("smoke,all", 5)):
-        tests = collect(f"--attn-workloads={names}", "--attn-backends=compiling", more=MODELS)["tests"]
+    for options, models in (
+        (["--attn-workloads=smoke"], 0),
+        (["--attn-workloads=smoke,all"], 5),
+        (["--attn-workloads=-smoke-full"], 2),
+        (["--attn-workloads=smoke", "-k", "models"], 2),
+    ):
+        tests = collect(*options, "--attn-backends=compiling", more=MODELS)["tests"]
         assert tests["test_models"] == models
-        assert tests["test_kernel"] >= 10
+        assert "-k" in options or tests["test_kernel"] >= 10
 
 
 AS_THEY_ARE = """
@@ -179,6 +184,7 @@ class Names:
         (("--attn-backends=-math",), False),
         (("--attn-backends=math", "-k", "as_it_is"), False),
         (("--attn-backends=math", "--attn-workloads=all"), False),
+        (("--attn-backends=all", "--attn-workloads=smoke"), True),
     ],
 )
 def test_who_names_backends_gets_no_models_as_they_are(pytester, options, left_out):
@@ -288,6 +294,15 @@ def test_one_line_says_what_was_chosen_and_what_is_left(run, pytester):
     )
     result.assert_outcomes(passed=2)
     assert "units waiting" not in result.stdout.str() + result.stderr.str()  # as xdist's schedulers say under --debug
+
+
+def test_a_line_says_that_models_do_not_run(run, pytester):
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(TEST.format(marker='"smoke"', arguments="") + AS_THEY_ARE)
+    result = run("--attn-backends=math", "--attn-workloads=smoke-full", "--attn-unjudged=ignore")
+    result.stdout.fnmatch_lines(
+        ["not run: 1 case of models, which say nothing of what is named; --attn-workloads=all adds them"]
+    )
 
 
 def test_the_line_says_which_backends_are_reached_in_part(run, pytester, monkeypatch):
