@@ -53,6 +53,8 @@ UNNAMED = {
     *("values-read-with-keys-head-dim", "out-offset-wraps", "gradient-offset-wraps", "lse-unwritten"),
     *("expanded-read-as-contiguous", "innermost-stride-ignored"),
 }
+#: whose rows may by chance hold what another fault would leave there
+UNWRITTEN = {"empty-rows-unwritten"}
 NAMED = [m for m in MUTANTS if m.faults and m.name not in UNNAMED]
 
 
@@ -74,7 +76,7 @@ def test_the_fault_of_a_mutant_is_named(mutant):
     found = (hints for w in reached if (hints := hints_of(mutant, w, backward)) is not None)
     judgments = [judgment_of(hints, mutant.faults) for hints in itertools.islice(found, 3)]
     assert "named" in judgments
-    assert "wrong" not in judgments
+    assert "wrong" not in judgments or mutant.name in UNWRITTEN
 
 
 # -- other faults ----------------------------------------------------------------------------------------------------------
