@@ -34,7 +34,7 @@ class Backend(Subject):
     launches: tuple[str, ...] = ()
     #: whether torch.compile follows its callables without a break; where not, breaks are counted and reported
     full_graph: bool = True
-    #: the backend whose compiled kernels it runs, "" for its own
+    #: the backend whose compiled kernels, or plans, it runs, "" for its own
     runs_kernels_of: str = ""
     #: what it needs, in a few words, for the table of docs/reference/backends.md
     needs: str = ""

@@ -81,8 +81,11 @@ def seconds_to_compile(name: str, compiles: bool) -> float:
 
 
 def share_cores(workers: int) -> None:
-    """Have inductor take a worker's share of the cores for its processes, where the user has not said how many."""
-    os.environ.setdefault(f"{_INDUCTOR}COMPILE_THREADS", str(max(1, usable_cores() // workers)))
+    """Have inductor take a worker's share of the cores for its processes, where the user has not said how many.
+
+    Half of it, as a process beside each worker compiles, too (session/ahead.py).
+    """
+    os.environ.setdefault(f"{_INDUCTOR}COMPILE_THREADS", str(max(1, usable_cores() // (2 * workers))))
 
 
 def keeping_flash4() -> dict[str, str]:

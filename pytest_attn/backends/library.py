@@ -86,6 +86,7 @@ def _version_of(distribution: str) -> str | None:
     return installed_version(distribution)
 
 
+@functools.cache
 def _has_file(top: str, rest: str) -> bool:
     """Whether the module is on the path, without importing its parents as find_spec on a dotted name would."""
     spec = find_spec(top)
@@ -138,15 +139,12 @@ def import_failure(module: str) -> str | None:
     reason = try_import(module)
     if reason is None:
         tried = _mark_of(module)
-        with contextlib.suppress(OSError):
-            tried.unlink(
-                missing_ok=True
-            )  # should the import end this process after all, the next one tries it in a child again
         try:
-            with quiet():
+            with quiet(), _begun(tried):
                 importlib.import_module(module)
         except (Exception, SystemExit) as error:  # whatever a library raises, it is a library that cannot be used
             reason = describe_error(error)
+            _unmark(tried)
         else:
             _mark(_mark_of(module))
     return None if reason is None else f"{module} is installed but cannot be imported: {reason}"
@@ -154,7 +152,7 @@ def import_failure(module: str) -> str | None:
 
 def try_import(module: str) -> str | None:
     """Say why a module cannot be imported, or None: what is known of it, or what it says in a child process."""
-    if _has_folder() and _mark_of(module).exists():
+    if _has_folder() and _is_marked(_mark_of(module)):
         return None
     return once_in_a_run(module, lambda: _tried_and_marked(module))
 
@@ -208,6 +206,32 @@ def _mark(path: Path) -> None:
     with contextlib.suppress(OSError):  # a home that cannot be written to: it is tried in a child every time
         if _has_folder():
             path.touch()
+
+
+def _unmark(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _begun(mark: Path) -> Iterator[None]:
+    """Hold a file beside the mark meanwhile, which a process leaves, held by no one, where an import ends it after all."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            begun = mark.with_name(f"{mark.name}-{os.getpid()}")
+            fcntl.flock(stack.enter_context(open(begun, "w")), fcntl.LOCK_EX)
+            stack.callback(_unmark, begun)
+        yield
+
+
+def _is_marked(mark: Path) -> bool:
+    """Whether the mark is there; take it away first where an import has ended its process since."""
+    for begun in mark.parent.glob(f"{mark.name}-*"):
+        with contextlib.suppress(OSError), open(begun) as file:  # held by one that imports now, or gone meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _unmark(mark)
+            _unmark(begun)
+    return mark.exists()
 
 
 # -- what the first worker of a run found out, for the others ---------------------------------------------------------------

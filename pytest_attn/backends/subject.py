@@ -78,6 +78,8 @@ class Subject(ABC):
     is_approximate: bool = False
     #: whether it compiles a kernel for each workload, which takes seconds; where compilers.py says so, the registry sets it
     compiles: bool = False
+    #: whether its library makes a plan for other strides and options, which takes a part of a second
+    makes_plans: bool = False
     #: what its interface can say; None where it depends on a user's function
     capabilities: Capabilities | None = None
     known_defects: tuple[KnownDefect, ...] = ()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OF_THE_INNER = (
     *("library", "precision", "returns_lse", "known_defects", "capabilities", "needs", "full_graph", "is_approximate"),
     *("launches", "version", "pads_by_mask", "broken_because", "refusal_in", "dequantized", "precision_on", "workspace"),
-    "compiles",
+    *("compiles", "makes_plans"),
 )
 
 

@@ -423,30 +423,37 @@ def compare_rows(
         limits = replace(limits, head=limits.row)
     residual, wrong = _residual(got, expected)
     z = residual_over_budget(residual, expected.tau)
-    squares = z.square()
-    z_element, at = _largest(z.abs())
-    rows = squares.mean(-1)
-    z_row, z_head = float(rows.max()) ** 0.5, float(rows.mean(-1).max()) ** 0.5
-    wrong_count = max(int(wrong.sum()), unsampled_faults)
-    if wrong_count and bool(wrong.any()):
-        _, at = _largest(wrong.int())
-    passed = not wrong_count and limits.excess(z_element, z_row, z_head) <= 1
+    rows = z.square().mean(-1)
+    place = torch.where(wrong.any(), wrong.double(), z.abs()).argmax()
+    read = _read(
+        {
+            "z_element": z.abs().max(),
+            "row": rows.max(),
+            "head": rows.mean(-1).max(),
+            "exceeding": (z.abs() > limits.element).sum(),
+            "wrong": wrong.sum(),
+            **_at(place, got, expected.value, expected.tau),
+            **_familiar(residual, expected.value),
+        }
+    )
+    z_element, z_row, z_head = read["z_element"], read["row"] ** 0.5, read["head"] ** 0.5
+    wrong_count, at = max(int(read["wrong"]), unsampled_faults), _unraveled(int(read["place"]), z.shape)
     return TensorComparison(
         name=name,
         distribution=distribution,
-        passed=passed,
+        passed=not wrong_count and limits.excess(z_element, z_row, z_head) <= 1,
         z_element=z_element,
         z_row=z_row,
         z_head=z_head,
         elements=got.numel(),
-        exceeding=int((z.abs() > limits.element).sum()),
+        exceeding=int(read["exceeding"]),
         wrong_positions=wrong_count,
         worst=at[1:2] if is_of_heads else _true_index(at, expected),
-        found=float(got[at]),
-        exact=float(expected.value[at]),
-        budget=float(expected.tau[at]),
+        found=read["found"],
+        exact=read["exact"],
+        budget=read["budget"],
         limits=limits,
-        **_familiar_figures(residual, expected.value),
+        **_familiar_figures(read, residual.numel()),
     )
 
 
@@ -498,50 +505,78 @@ def _compare_lse(name: str, distribution: str, got: torch.Tensor, expected: Expe
     exact = expected.value.where(finite, expected.value.new_zeros(()))
     allowed = LSE_TOLERANCE * (1 + exact.abs()) + LSE_BUDGETS * expected.tau.to(exact.device)
     z = residual / allowed
-    z_element, at = _largest(z.abs())
-    limits = Limits(1, 1, 1)
+    read = _read(
+        {
+            "z_element": z.abs().max(),
+            "head": z.square().mean(-1).max(),
+            "exceeding": (z.abs() > 1).sum(),
+            "wrong": wrong.sum(),
+            **_at(z.abs().argmax(), got, expected.value, allowed),
+            **_familiar(residual, exact),
+        }
+    )
+    z_element, wrong_count = read["z_element"], int(read["wrong"])
     return TensorComparison(
         name=name,
         distribution=distribution,
-        passed=not bool(wrong.any()) and z_element <= 1,
+        passed=not wrong_count and z_element <= 1,
         z_element=z_element,
         z_row=z_element,
-        z_head=float(z.square().mean(-1).max()) ** 0.5,
+        z_head=read["head"] ** 0.5,
         elements=got.numel(),
-        exceeding=int((z.abs() > 1).sum()),
-        wrong_positions=int(wrong.sum()),
-        worst=_true_index(at, expected),
-        found=float(got[at]),
-        exact=float(expected.value[at]),
-        budget=float(allowed[at]),
-        limits=limits,
-        **_familiar_figures(residual, exact),
+        exceeding=int(read["exceeding"]),
+        wrong_positions=wrong_count,
+        worst=_true_index(_unraveled(int(read["place"]), z.shape), expected),
+        found=read["found"],
+        exact=read["exact"],
+        budget=read["budget"],
+        limits=Limits(1, 1, 1),
+        **_familiar_figures(read, residual.numel()),
     )
 
 
-def _familiar_figures(residual: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
+def _read(numbers: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Read numbers back from their device, all at once: whoever reads waits, also for other processes' work on the device."""
+    return dict(zip(numbers, torch.stack([number.double() for number in numbers.values()]).tolist(), strict=True))
+
+
+def _at(place: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, budget: torch.Tensor) -> dict[str, torch.Tensor]:
+    found, exact, budget = (tensor.take(place) for tensor in (got, exact, budget))  # an index in [] would be read back
+    return {"place": place, "found": found, "exact": exact, "budget": budget}
+
+
+def _familiar(residual: torch.Tensor, exact: torch.Tensor) -> dict[str, torch.Tensor]:
     exact = exact.where(exact.isfinite(), exact.new_zeros(()))
     got = exact + residual
-    energy, overlap = float(exact.square().sum()), float((got * exact).sum())
-    mse = float(residual.square().mean())
-    norms = math.sqrt(energy) * float(got.norm())
     return {
-        "absmax": float(residual.abs().max()),
-        "mean_abs": float(residual.abs().mean()),
+        "absmax": residual.abs().max(),
+        "mean_abs": residual.abs().mean(),
+        "mse": residual.square().mean(),
+        "energy": exact.square().sum(),
+        "overlap": (got * exact).sum(),
+        "norm": got.norm(),
+    }
+
+
+def _familiar_figures(read: Mapping[str, float], elements: int) -> dict[str, float]:
+    mse, energy, overlap = read["mse"], read["energy"], read["overlap"]
+    norms = math.sqrt(energy) * read["norm"]
+    return {
+        "absmax": read["absmax"],
+        "mean_abs": read["mean_abs"],
         "mse": mse,
-        "relative_l2": math.sqrt(mse * residual.numel() / energy) if energy else 0.0,
-        "cosine": overlap / norms if norms else (1.0 if not energy and not float(got.norm()) else 0.0),
+        "relative_l2": math.sqrt(mse * elements / energy) if energy else 0.0,
+        "cosine": overlap / norms if norms else (1.0 if not energy and not read["norm"] else 0.0),
         "alpha": overlap / energy if energy else 1.0,
     }
 
 
-def _largest(magnitude: torch.Tensor) -> tuple[float, tuple[int, ...]]:
+def _unraveled(place: int, shape: Sequence[int]) -> tuple[int, ...]:
     at: tuple[int, ...] = ()
-    place = int(magnitude.argmax())
-    for size in reversed(magnitude.shape):  # torch.unravel_index imports sympy, which takes half a second
+    for size in reversed(shape):  # torch.unravel_index imports sympy, which takes half a second
         place, last = divmod(place, size)
         at = (last, *at)
-    return float(magnitude[at]), at
+    return at
 
 
 def _true_index(at: tuple[int, ...], expected: Expected) -> tuple[int, ...]:

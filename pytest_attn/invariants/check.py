@@ -146,7 +146,7 @@ def _find(invariant: Invariant, probe: Probe, other: str | None) -> Finding:
     if not reason and probe.workload.dropout and invariant.name not in _WITH_DROPOUT:
         reason = "compares calls in which dropout may leave other probabilities"
     reason = reason or invariant.inapplicable_because(probe)
-    if other and not reason and not probe.thorough and invariant.compiles_anew(probe):
+    if other and not reason and not probe.thorough and invariant.pays_anew(probe):
         reason = f"not run here but on {other}"
     if reason:
         return finding("not applicable", reason)

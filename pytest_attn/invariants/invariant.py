@@ -220,6 +220,11 @@ class Probe:
         """Whether other options cost another compilation, be it that other strides do not."""
         return self.is_compiled or self.subject.compiles
 
+    @property
+    def pays_for_options(self) -> bool:
+        """Whether other strides or options cost another compilation, or a plan of a library."""
+        return self.compiles_options or self.subject.makes_plans
+
     # -- calling -------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -452,8 +457,8 @@ class Invariant(ABC):
         """Say why the invariant says nothing about this workload or kernel, None where it does. Calls nothing."""
         return next((need.otherwise for need in self.needs if not need.is_met(probe)), None)
 
-    def compiles_anew(self, probe: Probe) -> bool:
-        """Whether what it asks costs a compilation that the plain call has not paid."""
+    def pays_anew(self, probe: Probe) -> bool:
+        """Whether what it asks costs a compilation, or a plan, that the plain call has not paid for."""
         return False
 
     @abstractmethod

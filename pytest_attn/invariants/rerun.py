@@ -1,8 +1,12 @@
 """The same call again gives the same bits, and waits for its inputs."""
 
 import dataclasses
+import functools
 import gc
 import sys
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,13 +22,30 @@ def configurations() -> dict[str, str]:
     autotuner = sys.modules.get("triton.runtime.autotuner")
     if autotuner is None:
         return {}
-    # by their types: some objects run code of their own when their class is looked up
-    kernels = [one for one in gc.get_objects() if issubclass(type(one), autotuner.Autotuner)]
+    base = autotuner.Autotuner
+    kernels = (reference() for reference in _autotuned(base, sum(map(sys.getrefcount, _with_subclasses(base)))))
     return {_name(kernel): str(kernel.best_config) for kernel in kernels if hasattr(kernel, "best_config")}
+
+
+@functools.lru_cache(maxsize=1)
+def _autotuned(base: type, references: int) -> list[Callable[[], object]]:
+    """Look for autotuned kernels among all objects, which takes a tenth of a second; return weak references.
+
+    references: to their classes, of which each kernel is one, so that nobody looks again until there are more or fewer.
+    """
+    # by their types: some objects run code of their own when their class is looked up
+    kernels = (thing for thing in gc.get_objects() if issubclass(type(thing), base))
+    return [weakref.ref(kernel) for kernel in kernels]
+
+
+def _with_subclasses(base: type) -> Iterator[type]:
+    subclasses: list[type] = base.__subclasses__()
+    yield from (base, *chain.from_iterable(map(_with_subclasses, subclasses)))
 
 
 def changes(before: dict[str, str]) -> str:
     """Say which configurations are others now, "" where none is known to be."""
+    _autotuned.cache_clear()
     now = configurations()
     found = (f"{name}: {before.get(name, 'none')}, now {config}" for name, config in now.items() if before.get(name) != config)
     return "; ".join(found)

@@ -115,13 +115,13 @@ class _Case:
 
     @property
     def asks_once(self) -> bool:
-        """Whether its test says so, and its backend compiles."""
-        marker = self.item.get_closest_marker(MARKER)
-        return marker is not None and ChosenMark.from_marker(marker).asks_once and self.backend.compiles
+        """Whether its test says so, and its backend compiles, or makes plans."""
+        marker, is_slow = self.item.get_closest_marker(MARKER), self.backend.compiles or self.backend.makes_plans
+        return marker is not None and ChosenMark.from_marker(marker).asks_once and is_slow
 
-    def stands_for_others(self, invariant: str) -> bool:
-        """Whether it runs, and nothing is known that may break this invariant on it."""
-        return self.runs and all(defect.invariants and invariant not in defect.invariants for defect in self._defects)
+    def is_sound(self, invariant: str) -> bool:
+        """Whether nothing is known that may break this invariant on it."""
+        return all(defect.invariants and invariant not in defect.invariants for defect in self._defects)
 
     def is_known_to_break(self, invariant: str) -> bool:
         """Whether a known defect names this invariant, which is to be seen."""
@@ -196,39 +196,53 @@ def _is_any_named(tokens: Sequence[str]) -> bool:
     return any(not token.startswith("-") for token in tokens) and not {"all", "available"}.intersection(tokens)
 
 
-def left_to_others(item: pytest.Item, session: AttentionSession) -> dict[str, str]:
-    """Return invariants that other cases of the same file ask of a backend that compiles, and the workloads of those cases.
+def left_to_others(item: pytest.Item, session: AttentionSession, is_declared: bool = False) -> dict[str, str]:
+    """Return invariants that other cases of the same file ask of a backend, and the workloads of those.
 
-    Where the test says asks_once.
+    Where the test says asks_once, and the backend compiles or makes plans. is_declared: whether cases that its backend
+    declares to take stand for others.
     """
     settings, parameter = session.settings, parameter_of(item)
     if parameter is None or parameter.backend is None or settings.thorough or settings.mutants or session.worker:
         return {}
-    if (name := parameter.backend) not in session.collected.left_to_others:
-        own = [
-            _Case(one, found, session) for one in item.session.items if (found := parameter_of(one)) and found.backend == name
-        ]
-        session.collected.left_to_others[name] = _dealt([case for case in own if case.asks_once])
-    return session.collected.left_to_others[name].get(item.nodeid, {})
+    key = parameter.backend, is_declared
+    if key not in session.collected.left_to_others:
+        items = ((one, parameter_of(one)) for one in item.session.items)
+        own = [_Case(one, found, session) for one, found in items if found and found.backend == parameter.backend]
+        runs = _is_claimed if is_declared else _runs
+        session.collected.left_to_others[key] = _dealt([case for case in own if case.asks_once], runs)
+    return session.collected.left_to_others[key].get(item.nodeid, {})
 
 
 def asked_once(item: pytest.Item, session: AttentionSession) -> tuple[str, ...]:
-    """Return the invariants of which few cases of its test are asked, and this one is; none where its test does not say so."""
+    """Return the invariants of which few cases of its file are asked, and this one is; none where its test does not say so.
+
+    That is as far as backends declare what they take: each worker would wait for the libraries that it asks.
+    """
     parameter = parameter_of(item)
     if parameter is None or not _Case(item, parameter, session).asks_once:
         return ()
-    return tuple(one for one in _DEPENDENCIES if one not in left_to_others(item, session))
+    left = left_to_others(item, session, is_declared=True)
+    return tuple(one for one in _DEPENDENCIES if one not in left)
 
 
-def _dealt(cases: Sequence[_Case]) -> dict[str, dict[str, str]]:
-    """Deal invariants out among cases, so that each is asked with all that it depends on; return what each leaves to which."""
+def _runs(case: _Case) -> bool:
+    return case.runs
+
+
+def _dealt(cases: Sequence[_Case], runs: Callable[[_Case], bool]) -> dict[str, dict[str, str]]:
+    """Deal invariants out among cases, so that each is asked with all that it depends on; return what each leaves to which.
+
+    Only cases that run stand for others.
+    """
     dealt, left = Counter[str](), dict[str, dict[str, str]]()
     by_file: dict[Hashable, list[_Case]] = {}
     for case in cases:
         by_file.setdefault((case.item.path, case.others), []).append(case)
     for group, (invariant, depended_on) in product(by_file.values(), _DEPENDENCIES.items()):
         asked: dict[Hashable, _Case] = {}
-        for case in _in_order_of_asking(group, invariant, dealt):
+        able = (case for case in group if case.is_sound(invariant) and runs(case))
+        for case in _in_order_of_asking(able, dealt):
             if new := depended_on(case) - asked.keys():
                 asked |= dict.fromkeys(new, case)
                 dealt[case.parameter.workload.id] += 1
@@ -239,13 +253,13 @@ def _dealt(cases: Sequence[_Case]) -> dict[str, dict[str, str]]:
     return left
 
 
-def _in_order_of_asking(cases: Sequence[_Case], invariant: str, dealt: Counter[str]) -> list[_Case]:
-    """Return the cases that can stand for others, those with gradients first: they compile the forward pass, too."""
+def _in_order_of_asking(cases: Iterable[_Case], dealt: Counter[str]) -> list[_Case]:
+    """Return those with gradients first: they compile the forward pass, too."""
 
     def order(case: _Case) -> tuple[bool, int, int]:
         return not case.asks_gradients, dealt[case.parameter.workload.id], len(case.options)
 
-    return sorted((case for case in cases if case.stands_for_others(invariant)), key=order)
+    return sorted(cases, key=order)
 
 
 def _options_asked(case: _Case) -> frozenset[Hashable]:
@@ -255,7 +269,7 @@ def _options_asked(case: _Case) -> frozenset[Hashable]:
     return frozenset((layout_of(w), one) for one in (mask, *(case.options & OF_SCORES)))
 
 
-#: invariants for which a kernel may be compiled anew, and what of a case their answers depend on
+#: invariants for which a kernel may be compiled, or a plan made, anew, and what of a case their answers depend on
 _DEPENDENCIES: dict[str, Callable[[_Case], frozenset[Hashable]]] = {
     "layout": lambda case: frozenset((layout_of(case.parameter.workload),)),
     "options": _options_asked,

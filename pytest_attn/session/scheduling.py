@@ -6,6 +6,7 @@ compile meanwhile (ahead.py) comes last.
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from pytest_attn.session.session import session_of
 
 #: between a case's id, its group, and how long its backend compiles, where a worker hands its ids to the controller; in no id
 _BETWEEN = "\0"
+#: seconds that a group takes next to nothing below
+_QUICK = 0.1
 #: those that give each item to one worker
 _DIVIDING = ("load", "worksteal", "loadscope", "loadfile", "loadgroup")
 
@@ -45,10 +48,25 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
 
     def _assign_work_unit(self, node: Any) -> None:
         if not self._is_in_order:
-            for scope in sorted(self.workqueue, key=lambda one: self._seconds_of(self.workqueue[one]), reverse=True):
+            for scope in self._in_order():
                 self.workqueue.move_to_end(scope)
             self._is_in_order = True
         super()._assign_work_unit(node)
+
+    def _in_order(self) -> list[str]:
+        """Return the groups, what takes longest first, and what took next to nothing evenly among the others.
+
+        Of thousands that are skipped one after the other, workers would wait for the controller to take the reports.
+        """
+        ordered = sorted(self.workqueue, key=lambda one: self._seconds_of(self.workqueue[one]), reverse=True)
+        quick = [scope for scope in ordered if self._are_quick(self.workqueue[scope])]
+        others = [scope for scope in ordered if scope not in {*quick}] or quick[:1]
+        shares = [len(quick) * number // len(others) for number in range(len(others) + 1)]
+        mixed = ([scope, *quick[start:end]] for scope, start, end in zip(others, shares, shares[1:], strict=False))
+        return list(dict.fromkeys(chain.from_iterable(mixed)))
+
+    def _are_quick(self, items: Iterable[str]) -> bool:
+        return sum(self._seconds.get(one, _QUICK) for one in items) < _QUICK
 
     def _seconds_of(self, items: Iterable[str]) -> float:
         """Return how long items took before; where nobody knows, how long their backend compiles."""

@@ -51,8 +51,8 @@ class Collected:
         self.runnable = 0  # cases of a listing that would run
         self.chosen = self.unchosen = 0  # of those that a choice was made of (session/cover.py), as far as they would run
         self.cut_short: list[str] = []  # backends of which a choice reaches a part, as the rest compiles too long
-        #: invariants that a case leaves to another one, by backend and case (session/cover.py)
-        self.left_to_others: dict[str, dict[str, dict[str, str]]] = {}
+        #: invariants that a case leaves to another one, by backend, whether as it declares, and case (session/cover.py)
+        self.left_to_others: dict[tuple[str, bool], dict[str, dict[str, str]]] = {}
         #: why the others would not run: by reason, how many of each backend
         self.obstacles: dict[str, Counter[str]] = {}
 

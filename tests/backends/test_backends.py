@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fakes.attention import packed as packed_attention
 from fakes.judged import H200
 
@@ -26,8 +27,15 @@ def judged(name, workload, **options):
 @pytest.mark.parametrize(
     "workload", [CAUSAL, CAUSAL.replace(mask=Window(7, 0)), CAUSAL.replace(kv_len=80, mask="causal-bottom-right")]
 )
-def test_decoding_step_by_step_equals_one_prefill(workload):
+def test_decoding_step_by_step_equals_one_prefill(workload, monkeypatch):
+    lengths, plain = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda q, *given, **options: lengths.append(q.shape[2]) or plain(q, *given, **options),
+    )
     assert judged("kv_cache", workload).passed
+    assert lengths[:17] == [32, *[1] * 16], "its prompt at once, then tokens"
 
 
 @pytest.mark.parametrize(

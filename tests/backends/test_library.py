@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
@@ -129,22 +130,52 @@ def test_another_version_is_tried_again(sound, monkeypatch, tmp_path):
         sound.broken_because()
 
 
-def test_the_mark_is_gone_while_the_import_runs(plant):
-    """A process that dies in an import that once went well leaves no mark: the next one tries it in a child again."""
-    look = "from pytest_attn.backends.library import _folder; seen = os.listdir(_folder())"
-    broken = plant(f"import os\nif os.environ.get('PLANTED_LOOK'):\n    {look}")
+LOADING = """
+import sys
+sys.path[:] = {path!r}
+from pytest_attn.backends.library import Library
+print(Library(("planted-broken",), "planted_broken.kernels", "").broken_because())
+"""
+
+
+def load_in_a_process(**more):
+    code = LOADING.format(path=sys.path)
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **more}, stdout=subprocess.PIPE, text=True)
+
+
+def test_where_an_import_that_once_went_well_ends_its_process_the_next_one_tries_it_in_a_child(plant):
+    broken = plant("import os\nif os.environ.get('PLANTED_END'):\n    os._exit(3)")
     assert broken.broken_because() is None
-    assert len(marks()) == 1
+    with load_in_a_process(PLANTED_END="1") as ended:
+        assert ended.communicate()[0] == ""
+        assert ended.returncode == 3
+    with load_in_a_process(PLANTED_END="1") as refused:
+        assert "its import ends the process with exit code 3" in refused.communicate()[0]
+    assert marks() == []
+
+
+def test_while_one_process_imports_it_another_needs_no_child(plant, tmp_path, monkeypatch):
+    begun, done = tmp_path / "begun", tmp_path / "done"
+    waiting = f"""
+import os, pathlib, time
+if os.environ.get("PLANTED_WAIT"):
+    pathlib.Path({str(begun)!r}).touch()
+    while not pathlib.Path({str(done)!r}).exists():
+        time.sleep(0.01)
+"""
+    broken = plant(waiting)
+    assert broken.broken_because() is None
     uninstall(["planted_broken"])
-    code = (
-        f"import os, sys; sys.path[:] = {sys.path!r}\n"
-        "from pytest_attn.backends.library import Library\n"
-        "library = Library(('planted-broken',), 'planted_broken.kernels', '')\n"
-        "print(library.load().seen)\n"
-    )
-    environment = {**os.environ, "PLANTED_LOOK": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    with load_in_a_process(PLANTED_WAIT="1") as other:
+        try:
+            while not begun.exists() and other.poll() is None:
+                time.sleep(0.01)
+            with monkeypatch.context() as patch:
+                forbid_children(patch)
+                assert broken.broken_because() is None
+        finally:
+            done.touch()
+        assert other.communicate()[0] == "None\n"
     assert len(marks()) == 1
 
 

@@ -6,8 +6,15 @@ import pytest
 import torch
 from judging import FULL, failure
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_attn import Workload
+from pytest_attn.backends.precision import PRECISIONS
+from pytest_attn.correctness.comparison import limits_named
+from pytest_attn.correctness.judge import compare_tensor
+from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.reports.lines import figure
+from pytest_attn.workloads.inputs import draw_inputs
 
 
 @pytest.mark.parametrize(
@@ -31,3 +38,37 @@ def test_a_result_far_off_is_described_in_powers():
     slope = text.split("slope ")[1].split()[0]
     assert slope.endswith(("e34", "e33"))
     assert max(map(len, text.replace(",", "").split())) < 60
+
+
+class Reading(TorchDispatchMode):
+    """Counts how often a number is read back from its device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "dq"])
+def test_the_figures_of_a_tensor_are_read_back_at_once(name):
+    """On a GPU that others use, too, each reading waits for its turn."""
+    workload = Workload(30, heads=2, head_dim=16)
+    reference = compute_reference(draw_inputs(workload, "structured", 0, torch.device("cpu")), PRECISIONS["flash"], True)
+    value = reference.tensors[name].value.clone()
+    value[0, 1, 7] += 0.5
+    with Reading() as reading:
+        row = compare_tensor(name, "structured", value, reference, workload, limits_named("default")[0])
+    assert reading.count == 0
+    assert row.worst[:3] == (0, 1, 7)
+    assert row.found - row.exact == pytest.approx(0.5)
+    assert row.absmax == pytest.approx(0.5)
+    assert row.wrong_positions == 0
+    value[0, 0, 3] = math.nan
+    row = compare_tensor(name, "structured", value, reference, workload, limits_named("default")[0])
+    assert not row.passed
+    assert row.wrong_positions == value[0, 0, 3].numel()
+    if name != "lse":
+        assert row.worst[:3] == (0, 0, 3)

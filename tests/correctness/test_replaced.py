@@ -41,7 +41,7 @@ class Evil:
 PLACES = [
     *((time, name) for name in ("perf_counter", "perf_counter_ns", "process_time", "monotonic", "sleep")),
     *((torch, name) for name in ("equal", "allclose", "manual_seed", "get_num_threads")),
-    *((torch.Tensor, name) for name in ("clone", "detach", "backward", "__eq__")),
+    *((torch.Tensor, name) for name in ("clone", "detach", "backward", "tolist", "__eq__")),
     *((F, "scaled_dot_product_attention"), (torch.autograd, "grad"), (torch.cuda.Event, "elapsed_time")),
     *(
         (judge, "compare_tensor"),
@@ -204,7 +204,7 @@ def test_what_a_test_has_replaced_before_is_no_fault_and_stays(monkeypatch):
     def frozen():
         return 0.0
 
-    for owner, name in ((time, "time"), (torch, "allclose"), (torch.Tensor, "tolist")):
+    for owner, name in ((time, "time"), (torch, "allclose"), (torch.Tensor, "tril")):
         monkeypatch.setattr(owner, name, frozen)
     assert pytest_attn.check(attention, SMALL, device="cpu").passed
     assert time.time is torch.allclose is frozen

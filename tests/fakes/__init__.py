@@ -147,5 +147,6 @@ def uninstall(files):
 
 def forget():
     library._version_of.cache_clear()
+    library._has_file.cache_clear()
     library.import_failure.cache_clear()
     library.installed_packages.cache_clear()

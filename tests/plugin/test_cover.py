@@ -370,7 +370,7 @@ def pytest_attn_backends(registry):
     made = {name: named[name].backend() for name in NAMES & named.keys()}
     made |= {"honest": HONEST.backend(), "no_last_row_alone": no_last_row_alone(HONEST.backend())}
     for name, backend in made.items():
-        backend.name, backend.compiles = name, True
+        backend.name, backend.compiles, backend.makes_plans = name, COMPILES, not COMPILES
         registry.add(backend)
 """
 ONCE = """
@@ -388,10 +388,14 @@ def test_backward(attn, attn_backend):
 """
 
 
-@pytest.mark.parametrize("is_by_torch", [True, False], ids=["by torch", "by another"])
-def test_what_is_compiled_anew_is_asked_once_and_still_finds_its_fault(pytester, monkeypatch, is_by_torch):
+@pytest.mark.parametrize(
+    ("is_by_torch", "compiles"),
+    [(True, True), (False, True), (False, False)],
+    ids=["compiled by torch", "compiled by another", "planned"],
+)
+def test_what_is_made_anew_is_asked_once_and_still_finds_its_fault(pytester, monkeypatch, is_by_torch, compiles):
     monkeypatch.setattr(Probe, "is_compiled", is_by_torch)
-    pytester.makeconftest(f"NAMES = {set(SHOWN_BY)}\n{KEPT}")
+    pytester.makeconftest(f"NAMES = {set(SHOWN_BY)}\nCOMPILES = {compiles}\n{KEPT}")
     pytester.makepyfile(test_it=ONCE)
     asked = (
         "--attn-workloads=smoke-full,smoke-single,smoke-padded,smoke-paged,smoke-softcap",
@@ -457,8 +461,9 @@ def test_who_calls_the_kernels_of_another_runs_in_its_worker(pytester):
             session.items[:] = []
 
     found = Groups()
-    names = "flash4", "te_flash", "sdpa_fa4", "te_fused"
+    together = ("flash4", "te_flash", "sdpa_fa4"), ("sdpa", "sdpa_cudnn"), ("te_fused",)
+    names = [name for some in together for name in some]
     pytester.inline_run("-p", "no:cacheprovider", f"--attn-backends={','.join(names)}", "--co", plugins=[found])
-    first, *others, alone = (found.groups[name] for name in names)
-    assert others == [first, first]
-    assert not first & alone
+    groups = [[found.groups[name] for name in some] for some in together]
+    assert all(one == some[0] for some in groups for one in some)
+    assert not set.intersection(*(some[0] for some in groups))

@@ -13,7 +13,7 @@ import torch
 from pytest_attn.backends.libraries.sdpa import Math
 from pytest_attn.invariants import ahead as process
 from pytest_attn.invariants.ahead import compile_case
-from pytest_attn.session import ahead, scheduling
+from pytest_attn.session import ahead, cover, scheduling
 from pytest_attn.session.devices import Machines
 from pytest_attn.session.session import session_of
 
@@ -124,6 +124,12 @@ def test_what_has_the_most_kernels_workers_begin_with(ask):
     assert sorted(kernels.values()) == [1, 1, 1, 1, 2, 3]
     seconds = ("test_forward[smoke-full-math]", "test_invariants[smoke-half-fp16-flex]", "test_forward[smoke-full-flex]")
     assert [ask.order[name] for name in seconds] == ["0.0", "-0.5", "-1.0"]
+
+
+def test_no_library_is_asked_for_whom_each_worker_would_wait(ask, monkeypatch):
+    monkeypatch.setattr(cover._Case, "runs", property(lambda self: pytest.fail("a library was asked")))
+    told, _ = ask(more=INVARIANTS)
+    assert told["cases"][-1][1:] == ["smoke-full", False, ["layout", "equivalence"]]
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,16 @@ def test_what_took_longest_in_the_run_before_begins_first(dist):
     assert begun(*distributed(dist, [*OTHERS, *TESTS], earlier=earlier))[:6] == GROUPS[::-1]
 
 
+def test_what_took_nothing_before_is_spread_among_the_rest():
+    slow = ["w1 a", "w1 b", "w2 c"]
+    earlier = {f"{test}[{group}]": 9.0 - slow.index(group) if group in slow else 0.01 for test in NAMES for group in GROUPS}
+    order = begun(*distributed("load", TESTS, earlier=earlier))
+    assert [group for group in order if group in slow] == slow
+    assert [group in slow for group in order] == [True, False] * 3
+    nothing = {f"{test}[{group}]": 0.0 for test in NAMES for group in GROUPS}
+    assert sorted(begun(*distributed("load", TESTS, earlier=nothing))) == sorted(GROUPS)
+
+
 def test_where_nobody_knows_what_compiles_longest_begins_first_and_in_the_order_that_is_asked_for_nothing_changes():
     compiled, others = ["w2 b", "w1 b"], ["w1 a", "w1 c", "w2 a", "w2 c"]
     assert begun(*distributed("load", TESTS)) == [*compiled, *others]
@@ -147,7 +157,7 @@ def test_workers_share_no_backend_and_workload(pytester, monkeypatch):
         @pytest.mark.attention("smoke-full", "smoke-half", device="cpu", backends=("math", "eager"))
         def test_it(attn_workload, attn_backend):
             print("ran", attn_workload.name, attn_backend.name, os.environ["PYTEST_XDIST_WORKER"])
-            assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(max(1, usable_cores() // 2))
+            assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(max(1, usable_cores() // 4))
         """
     pytester.makepyfile(test_first=test, test_other=test)
     options = ("-n", "2", "--dist=loadfile", "-rP", "-v", "--attn-unjudged=ignore")

@@ -26,6 +26,7 @@ class CudnnFrontend(LibraryBackend):
     name = "cudnn"
     source = _SOURCE
     precision = "cudnn"
+    makes_plans = True
     variants = ("graph",)
     launches = ("cuDNN", "flash")
     needs = "CUDA, sm80 to sm121"

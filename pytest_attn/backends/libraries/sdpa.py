@@ -168,7 +168,8 @@ class Efficient(Automatic):
 class Cudnn(Automatic):
     """SDPA's cuDNN kernel."""
 
-    name, kernel, precision = "sdpa_cudnn", "CUDNN_ATTENTION", "cudnn"
+    name, kernel, precision, makes_plans = "sdpa_cudnn", "CUDNN_ATTENTION", "cudnn", True
+    runs_kernels_of = "sdpa"  # which chooses cuDNN on an H200: of what one of them makes plans the other has them
     launches = ("cuDNN", "flash")
     needs = "CUDA, sm80 to sm121, cuDNN"
     capabilities = replace(_MASK_TENSOR, dtypes=("bfloat16", "float16"), head_dim=128, head_dim_step=8)
@@ -429,14 +430,17 @@ def _options(w: Workload) -> dict[str, Any]:
     return options
 
 
-# -- decoding with a growing cache: one call per new token, as a language model generates ------------------------------------
+# -- decoding with a growing cache: a prompt in one call, then one call per new token, as a language model generates ---------
+
+#: tokens that are decoded; more would ask nothing else, and cuDNN makes a plan for each number of keys
+_DECODED = 16
 
 
 class KvCache(Backend):
-    """Appends key and value of one token, attends with one query, q_len times; equals one prefill with a causal mask."""
+    """Appends and attends, all but the last tokens at once, then one at a time; equals one prefill with a causal mask."""
 
     name = "kv_cache"
-    is_slow = True  # a call for each token, and cuDNN makes a plan for each number of keys
+    is_slow = True  # a call, and a plan of cuDNN's, for each token that is decoded
     precision = "sdpa"
     needs = "CPU, CUDA or XPU"
     capabilities = replace(
@@ -460,10 +464,12 @@ class KvCache(Backend):
         return reasons
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
-        """Fill the cache with the prompt, all keys before the first query's own."""
-        w = inputs.workload
-        visible = None if w.mask.is_causal else boolean_mask(inputs)
-        prompt = w.kv_len - w.q_len
+        """Fill the cache with all keys before the first query's own."""
+        w, visible = inputs.workload, boolean_mask(inputs)
+        assert visible is not None  # that it decodes causally is what it claims
+        known, decoded_from = w.kv_len - w.q_len, max(w.q_len - _DECODED, 0)
+        prompt = [range(decoded_from)] if decoded_from else []
+        steps = [*prompt, *(range(row, row + 1) for row in range(decoded_from, w.q_len))]
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if w.cached:
@@ -471,23 +477,21 @@ class KvCache(Backend):
                 cache_k, cache_v = split.k_cache, split.v_cache
             else:
                 cache_k, cache_v = torch.zeros_like(k), torch.zeros_like(v)
-                cache_k[:, :, :prompt], cache_v[:, :, :prompt] = k[:, :, :prompt], v[:, :, :prompt]
-            rows = []
-            for step in range(w.q_len):
-                now = prompt + step
-                cache_k[:, :, now], cache_v[:, :, now] = k[:, :, now], v[:, :, now]
-                mask = None if visible is None else visible[:, :, step : step + 1, : now + 1]
-                rows.append(
-                    F.scaled_dot_product_attention(
-                        q[:, :, step : step + 1],
-                        cache_k[:, :, : now + 1],
-                        cache_v[:, :, : now + 1],
-                        attn_mask=mask,
-                        scale=w.scale,
-                        enable_gqa=w.group > 1,
-                    )
+                cache_k[:, :, :known], cache_v[:, :, :known] = k[:, :, :known], v[:, :, :known]
+            outs = []
+            for step in steps:
+                rows, seen = slice(step.start, step.stop), known + step.stop
+                new = slice(known + step.start, seen)
+                cache_k[:, :, new], cache_v[:, :, new] = k[:, :, new], v[:, :, new]
+                decodes = len(step) == 1
+                mask = None if decodes and w.mask.is_causal else visible[:, :, rows, :seen]
+                attend: AttentionFn = functools.partial(
+                    F.scaled_dot_product_attention, attn_mask=mask, scale=w.scale, enable_gqa=w.group > 1
                 )
-            return torch.cat(rows, 2)
+                if not decodes:  # with any other kernel, masks would be asked about, as other backends are
+                    attend = _on_kernel(attend, "MATH")
+                outs.append(attend(q[:, :, rows], cache_k[:, :, :seen], cache_v[:, :, :seen]))
+            return torch.cat(outs, 2)
 
         return call
 

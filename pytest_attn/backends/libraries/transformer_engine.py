@@ -335,7 +335,7 @@ class TransformerEngine(LibraryBackend):
 class TeFused(TransformerEngine):
     """cuDNN's kernels."""
 
-    name, kernel, precision = "te_fused", "FusedAttention", "cudnn"
+    name, kernel, precision, makes_plans = "te_fused", "FusedAttention", "cudnn", True
     launches = ("cuDNN", "flash")
     needs = "CUDA, sm80 to sm121"
     capabilities = Capabilities(masks=_MASKS, features=_FEATURES | {"bias", "sinks"}, v_head_dim=True)
