@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -167,6 +169,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if workers := getattr(config, "workerinput", {}).get("workercount"):
             share_cores(workers)
+            atexit.register(gc.freeze)  # else its end looks through all objects, which takes seconds with torch's
         deselect_unselected(config, items)
         choose(config, session, items)
     if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):

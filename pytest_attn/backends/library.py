@@ -127,6 +127,8 @@ def try_imports(libraries: Sequence[Library]) -> None:
 # -- tried out in a process of its own ---------------------------------------------------------------------------------------
 
 
+#: whether an import may end this process, so that nothing is tried in a child of it
+is_expendable = False
 _IMPORT_SECONDS = 120
 _DAY = 86_400
 
@@ -136,7 +138,7 @@ def import_failure(module: str) -> str | None:
     """Import a module, first in a child process; say in its own words why it cannot be, or None."""
     if module in sys.modules:
         return None
-    reason = try_import(module)
+    reason = None if is_expendable else try_import(module)
     if reason is None:
         tried = _mark_of(module)
         try:

@@ -1,5 +1,6 @@
 """The process that compiles for cases before their turn comes (session/ahead.py)."""
 
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from contextlib import nullcontext, suppress
 
 import torch
 
+from pytest_attn.backends import library
 from pytest_attn.backends.attention_args import first_of
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
@@ -20,9 +22,13 @@ def main() -> None:
     """Compile what standard input says, as long as the worker lives that has written it."""
     told = json.load(sys.stdin)
     die_with(told["parent"])
+    library.is_expendable = True
     for case in told["cases"]:
         with suppress(Exception):
             compile_case(torch.device(told["device"]), *case)
+        if not gc.isenabled():  # the first has imported the compilers, whose objects need not be looked through each time
+            gc.freeze()
+            gc.enable()
 
 
 def compile_case(device: torch.device, name: str, workload: str, backward: bool, invariants: Sequence[str]) -> None:

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 #: bytes of the largest workload, and of a GPU's memory for each worker: the process takes less than one of them
 _LARGEST, _MEMORY = 1 << 22, 8 << 30
-#: the process, which gets this one's sys.path, and what is left of the cores
+#: the process, which gets this one's sys.path, and what is left of the cores; of a compiler's time a tenth went into gc
 _PROGRAM = """
-import json, os, sys
+import gc, json, os, sys
 os.nice(10)
+gc.disable()
 sys.path[:] = json.loads(sys.argv[1])
 from pytest_attn.invariants.ahead import main
 main()

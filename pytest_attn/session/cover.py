@@ -254,10 +254,11 @@ def _dealt(cases: Sequence[_Case], runs: Callable[[_Case], bool]) -> dict[str, d
 
 
 def _in_order_of_asking(cases: Iterable[_Case], dealt: Counter[str]) -> list[_Case]:
-    """Return those with gradients first: they compile the forward pass, too."""
+    """Return those with gradients first: they compile the forward pass, too. float32 comes last: it compiles longest."""
 
-    def order(case: _Case) -> tuple[bool, int, int]:
-        return not case.asks_gradients, dealt[case.parameter.workload.id], len(case.options)
+    def order(case: _Case) -> tuple[bool, bool, int, int]:
+        w = case.parameter.workload
+        return not case.asks_gradients, w.dtype == "float32", dealt[w.id], len(case.options)
 
     return sorted(cases, key=order)
 

@@ -154,6 +154,15 @@ def test_where_an_import_that_once_went_well_ends_its_process_the_next_one_tries
     assert marks() == []
 
 
+def test_a_process_that_an_import_may_end_needs_no_child_and_leaves_its_mark_to_others(sound, monkeypatch):
+    forbid_children(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "is_expendable", True)
+        assert sound.broken_because() is None
+    uninstall(["planted_sound"])
+    assert sound.broken_because() is None
+
+
 def test_while_one_process_imports_it_another_needs_no_child(plant, tmp_path, monkeypatch):
     begun, done = tmp_path / "begun", tmp_path / "done"
     waiting = f"""

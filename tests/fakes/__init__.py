@@ -27,7 +27,6 @@ LIBRARIES = {
     "flash3": ({"flash_attn_3/flash_attn_interface.py": "flash3.py"}, "flash-attn-3", "3.0.0b1"),
     "flash3_old": ({"flash_attn_interface.py": "flash3_old.py"}, "flash-attn-3", "3.0.0b1"),
     "flash4": ({"flash_attn/cute/__init__.py": "flash4.py"}, "flash-attn-4", "4.0.0b36"),
-    "flash4_interface": ({"flash_attn/cute/interface.py": ""}, "flash-attn-4", "4.0.0b36"),
     "transformer_engine": (
         {
             f"{_DPA}/__init__.py": "from .dot_product_attention import DotProductAttention, _attention_backends\n",

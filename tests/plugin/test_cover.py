@@ -416,7 +416,7 @@ def test_what_is_made_anew_is_asked_once_and_still_finds_its_fault(pytester, mon
         if record["subject"] == "honest"
         for one in re.findall(r"(\w+):? not run here but on", record["reason"])
     )
-    assert left == {"layout": 6, "options": 4, "equivalence": 6}, "those with gradients are asked for those without"
+    assert left == {"layout": 6, "options": 5, "equivalence": 6}, "those with gradients are asked for those without"
 
 
 DEFECTS = """

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pytest_attn.backends import library
 from pytest_attn.backends.libraries.sdpa import Math
 from pytest_attn.invariants import ahead as process
 from pytest_attn.invariants.ahead import compile_case
@@ -197,6 +198,14 @@ def test_what_a_backend_refuses_is_not_called(monkeypatch):
 def run(told):
     command = [sys.executable, "-c", ahead._PROGRAM, json.dumps(sys.path)]
     return subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, timeout=120)
+
+
+def test_the_process_itself_tries_what_an_import_does(monkeypatch):
+    monkeypatch.setattr(library, "is_expendable", False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"parent": os.getppid(), "device": "cpu", "cases": []})))
+    monkeypatch.setattr(process, "die_with", lambda parent: None)
+    process.main()
+    assert library.is_expendable
 
 
 @pytest.mark.parametrize(("parent", "status"), [(os.getpid(), 0), (1, 1)], ids=["lives", "is gone"])

@@ -160,6 +160,8 @@ def test_workers_share_no_backend_and_workload(pytester, monkeypatch):
             assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(max(1, usable_cores() // 4))
         """
     pytester.makepyfile(test_first=test, test_other=test)
+    at_end = 'open(f"{os.getpid()}.frozen", "w").write(str(gc.get_freeze_count()))'
+    pytester.makeconftest(f"import atexit, gc, os\natexit.register(lambda: {at_end})")
     options = ("-n", "2", "--dist=loadfile", "-rP", "-v", "--attn-unjudged=ignore")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
     ran = re.findall(r"^ran (\S+ \S+) (gw\d)$", result.stdout.str(), re.MULTILINE)
@@ -167,6 +169,8 @@ def test_workers_share_no_backend_and_workload(pytester, monkeypatch):
     assert len(ran) == 8
     assert len(set(ran)) == 4
     assert {worker for _, worker in ran} == {"gw0", "gw1"}
+    frozen = sorted(int(path.read_text()) for path in pytester.path.glob("*.frozen"))
+    assert [count > 0 for count in frozen] == [False, True, True], "nobody waits for the end of workers"
     result.stdout.fnmatch_lines(["*GroupScheduling"])
     assert "\0" not in result.stdout.str()
 

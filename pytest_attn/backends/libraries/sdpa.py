@@ -302,7 +302,7 @@ class SdpaFa4(SdpaFa3):
 
     name, runs_kernels_of = "sdpa_fa4", "flash4"
     implementation = "FA4"
-    source = Library(("flash-attn-4",), "flash_attn.cute.interface", "pip install --pre flash-attn-4", keeping_flash4)
+    source = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4", keeping_flash4)
     needs = "CUDA, sm90 or sm100, torch 2.11, flash-attn-4"
     capability_range = ((9, 0), (10, 3))
 
@@ -433,7 +433,7 @@ def _options(w: Workload) -> dict[str, Any]:
 # -- decoding with a growing cache: a prompt in one call, then one call per new token, as a language model generates ---------
 
 #: tokens that are decoded; more would ask nothing else, and cuDNN makes a plan for each number of keys
-_DECODED = 16
+_DECODED = 8
 
 
 class KvCache(Backend):

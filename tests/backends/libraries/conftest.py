@@ -20,7 +20,7 @@ BACKENDS = {
     "flash3": ("flash3",),
     "flash4": ("flash4",),
     "flex_flash": ("flash4",),
-    "sdpa_fa4": ("flash4_interface",),
+    "sdpa_fa4": ("flash4",),
     "flashinfer": ("flashinfer",),
     "natten": ("natten",),
     "sage": ("sage2",),

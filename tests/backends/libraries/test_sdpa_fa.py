@@ -13,7 +13,7 @@ from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 
 HERE_MACHINE = dataclasses.replace(machine_of(CPU), torch_version="2.11.0+cu130")
-PATHS = {"sdpa_fa3": ("flash_attn_interface.py", "flash-attn-3"), "sdpa_fa4": ("flash_attn/cute/interface.py", "flash-attn-4")}
+PATHS = {"sdpa_fa3": ("flash_attn_interface.py", "flash-attn-3"), "sdpa_fa4": ("flash_attn/cute/__init__.py", "flash-attn-4")}
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 SQUARE = W.replace(kv_len=48, mask="causal")
 
