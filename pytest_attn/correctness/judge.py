@@ -423,14 +423,14 @@ def compare_rows(
         limits = replace(limits, head=limits.row)
     residual, wrong = _residual(got, expected)
     z = residual_over_budget(residual, expected.tau)
-    rows = z.square().mean(-1)
-    place = torch.where(wrong.any(), wrong.double(), z.abs()).argmax()
+    magnitude, rows = z.abs(), z.square().mean(-1)
+    place = torch.where(wrong, math.nan, magnitude).argmax()  # NaN counts as the largest
     read = _read(
         {
-            "z_element": z.abs().max(),
+            "z_element": magnitude.max(),
             "row": rows.max(),
             "head": rows.mean(-1).max(),
-            "exceeding": (z.abs() > limits.element).sum(),
+            "exceeding": (magnitude > limits.element).sum(),
             "wrong": wrong.sum(),
             **_at(place, got, expected.value, expected.tau),
             **_familiar(residual, expected.value),
@@ -505,13 +505,14 @@ def _compare_lse(name: str, distribution: str, got: torch.Tensor, expected: Expe
     exact = expected.value.where(finite, expected.value.new_zeros(()))
     allowed = LSE_TOLERANCE * (1 + exact.abs()) + LSE_BUDGETS * expected.tau.to(exact.device)
     z = residual / allowed
+    magnitude = z.abs()
     read = _read(
         {
-            "z_element": z.abs().max(),
+            "z_element": magnitude.max(),
             "head": z.square().mean(-1).max(),
-            "exceeding": (z.abs() > 1).sum(),
+            "exceeding": (magnitude > 1).sum(),
             "wrong": wrong.sum(),
-            **_at(z.abs().argmax(), got, expected.value, allowed),
+            **_at(magnitude.argmax(), got, expected.value, allowed),
             **_familiar(residual, exact),
         }
     )
