@@ -153,7 +153,7 @@ def test_each_replay_has_data_of_its_own_and_one_of_its_results_is_looked_at(mon
         replay()
         seen |= {float(t.double().sum()) for tensors, _ in graph.calls[-4:] for t in tensors}
         work.verify_call("replayed", replay, None)
-    assert len(seen) > 3 * 4 * 3 - 4  # a few may be drawn twice
+    assert len(seen) > 2 * 4 * 3  # of 36; some may be drawn twice
     replay = stage()
     with pytest.raises(StaleError, match="replayed"):  # before it is
         work.verify_call("replayed", replay, None)
