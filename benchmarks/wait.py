@@ -150,7 +150,8 @@ class Waiting:
         told = {name: str(kept / folder) for name, folder in CACHES.items()}
         others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]
         hidden = {} if row.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-        return {**os.environ, **told, **hidden, "PYTHONPATH": os.pathsep.join((str(root), *others)), "COLUMNS": "200"}
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # as the Makefile
+        return {**own, **told, **hidden, "PYTHONPATH": os.pathsep.join((str(root), *others)), "COLUMNS": "200"}
 
 
 def spent_in(records: Path) -> tuple[dict[str, dict[str, float]], float]:
