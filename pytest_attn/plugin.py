@@ -169,6 +169,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if workers := getattr(config, "workerinput", {}).get("workercount"):
             share_cores(workers)
+        if workers or session.worker:
             atexit.register(gc.freeze)  # else its end looks through all objects, which takes seconds with torch's
         deselect_unselected(config, items)
         choose(config, session, items)
