@@ -40,8 +40,8 @@ class Evil:
 
 PLACES = [
     *((time, name) for name in ("perf_counter", "perf_counter_ns", "process_time", "monotonic", "sleep")),
-    *((torch, name) for name in ("equal", "allclose", "manual_seed", "get_num_threads")),
-    *((torch.Tensor, name) for name in ("clone", "detach", "backward", "tolist", "__eq__")),
+    *((torch, name) for name in ("equal", "allclose", "stack", "manual_seed", "get_num_threads")),
+    *((torch.Tensor, name) for name in ("clone", "detach", "backward", "take", "tolist", "__eq__")),
     *((F, "scaled_dot_product_attention"), (torch.autograd, "grad"), (torch.cuda.Event, "elapsed_time")),
     *(
         (judge, "compare_tensor"),
