@@ -12,7 +12,7 @@ import contextlib
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -241,11 +241,10 @@ def _dealt(cases: Sequence[_Case], runs: Callable[[_Case], bool]) -> dict[str, d
         by_file.setdefault((case.item.path, case.others), []).append(case)
     for group, (invariant, depended_on) in product(by_file.values(), _DEPENDENCIES.items()):
         asked: dict[Hashable, _Case] = {}
-        able = (case for case in group if case.is_sound(invariant) and runs(case))
-        for case in _in_order_of_asking(able, dealt):
-            if new := depended_on(case) - asked.keys():
-                asked |= dict.fromkeys(new, case)
-                dealt[case.parameter.workload.id] += 1
+        able = {case: depended_on(case) for case in group if case.is_sound(invariant) and runs(case)}
+        while best := _next_to_ask(able, asked, dealt):
+            asked |= dict.fromkeys(able[best] - asked.keys(), best)
+            dealt[best.parameter.workload.id] += 1
         for case in group:
             others = {asked.get(one) for one in depended_on(case)}
             if not others & {None, case} and not case.is_known_to_break(invariant):
@@ -253,14 +252,20 @@ def _dealt(cases: Sequence[_Case], runs: Callable[[_Case], bool]) -> dict[str, d
     return left
 
 
-def _in_order_of_asking(cases: Iterable[_Case], dealt: Counter[str]) -> list[_Case]:
-    """Return those with gradients first: they compile the forward pass, too. float32 comes last: it compiles longest."""
+def _next_to_ask(
+    able: Mapping[_Case, frozenset[Hashable]], asked: Mapping[Hashable, _Case], dealt: Counter[str]
+) -> _Case | None:
+    """Return the case of most that none is asked with yet, None where there is none.
 
-    def order(case: _Case) -> tuple[bool, bool, int, int]:
+    Those with gradients come first: they compile the forward pass, too. float32 comes last: it compiles longest.
+    """
+    new = {case: len(depended_on - asked.keys()) for case, depended_on in able.items()}
+
+    def order(case: _Case) -> tuple[bool, bool, int, int, int]:
         w = case.parameter.workload
-        return not case.asks_gradients, w.dtype == "float32", dealt[w.id], len(case.options)
+        return not case.asks_gradients, w.dtype == "float32", -new[case], dealt[w.id], len(case.options)
 
-    return sorted(cases, key=order)
+    return min(filter(new.get, new), key=order, default=None)
 
 
 def _options_asked(case: _Case) -> frozenset[Hashable]:

@@ -450,6 +450,38 @@ def test_a_case_with_a_known_defect_stands_for_none_and_is_asked_what_the_defect
     assert all("smoke-full" not in some.values() for some in left.values())
 
 
+FEW = """
+from honest.variants import HONEST
+from pytest_attn import Workload
+
+def pytest_attn_backends(registry):
+    backend = HONEST.backend()
+    backend.name, backend.compiles = "honest", True
+    registry.add(backend)
+
+def pytest_attn_workloads(catalog):
+    options = {"one": {"softcap": 5.0}, "other": {"alibi": True}, "both": {"softcap": 5.0, "alibi": True}}
+    for name, chosen in options.items():
+        catalog.add(Workload(64, heads=2, head_dim=32, name=f"few-{name}", **chosen), group="smoke")
+"""
+
+
+def test_the_case_of_most_is_asked_so_that_few_are(pytester):
+    pytester.makeconftest(FEW)
+    pytester.makepyfile(test_it=ONCE)
+    asked = "--attn-workloads=few-one,few-other,few-both", "--attn-backends=honest"
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked, "--attn-output=run.jsonl", "-k", "test_forward")
+    left = {
+        record["name"]: dict(re.findall(r"(\w+):? not run here but on (\S+)\b", record["reason"]))
+        for record in read_records(pytester.path / "run.jsonl")
+    }
+    assert {name: some.get("options") for name, some in left.items()} == {
+        "few-one": "few-both",
+        "few-other": "few-both",
+        "few-both": None,
+    }
+
+
 def test_who_calls_the_kernels_of_another_runs_in_its_worker(pytester):
     pytester.makepyfile(test_it=TEST.format(marker='"smoke-full", "smoke-half"', arguments=""))
 
