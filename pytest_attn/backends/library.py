@@ -220,9 +220,10 @@ def _begun(mark: Path) -> Iterator[None]:
     """Hold a file beside the mark meanwhile, which a process leaves, held by no one, where an import ends it after all."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            begun = mark.with_name(f"{mark.name}-{os.getpid()}")
-            fcntl.flock(stack.enter_context(open(begun, "w")), fcntl.LOCK_EX)
-            stack.callback(_unmark, begun)
+            if _has_folder():
+                begun = mark.with_name(f"{mark.name}-{os.getpid()}")
+                fcntl.flock(stack.enter_context(open(begun, "w")), fcntl.LOCK_EX)
+                stack.callback(_unmark, begun)
         yield
 
 

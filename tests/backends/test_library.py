@@ -215,6 +215,14 @@ def test_what_another_user_put_there_is_not_believed(sound, monkeypatch, tmp_pat
         sound.broken_because()
 
 
+def test_nothing_is_written_where_another_user_may_have_put_links(plant, monkeypatch, tmp_path):
+    broken = plant("import os\nfrom pytest_attn.backends.library import _folder\nseen = os.listdir(_folder())")
+    monkeypatch.setattr(library, "is_expendable", True)
+    (tmp_path / "elsewhere").mkdir()
+    library._folder().symlink_to(tmp_path / "elsewhere")
+    assert broken.load().seen == []
+
+
 def test_a_library_is_found_without_being_imported(plant, tmp_path):
     effect = tmp_path / "imported"
     effect_of_import = f"open({str(effect)!r}, 'w').close()\n"
