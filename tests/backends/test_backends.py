@@ -38,6 +38,12 @@ def test_decoding_step_by_step_equals_one_prefill(workload, monkeypatch):
     assert lengths[:9] == [40, *[1] * 8], "its prompt at once, then tokens"
 
 
+def test_a_prompt_takes_the_memory_of_its_scores():
+    prompt, registry = Workload(512, 1 << 20, mask="causal-bottom-right"), Registry()
+    assert registry["kv_cache"].workspace(prompt) == registry["math"].workspace(prompt) > 0
+    assert registry["kv_cache"].workspace(prompt.replace(q_len=8)) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "workload", "reason"),
     [

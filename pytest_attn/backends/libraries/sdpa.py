@@ -463,10 +463,13 @@ class KvCache(Backend):
             reasons.append("does not support interleaved head groups (h % kv_heads)")
         return reasons
 
+    def workspace(self, workload: Workload, backward: bool = False) -> int:
+        return scores_bytes(workload, backward, copies=3) if workload.q_len > _DECODED else 0
+
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Fill the cache with all keys before the first query's own."""
         w, visible = inputs.workload, boolean_mask(inputs)
-        assert visible is not None  # that it decodes causally is what it claims
+        assert visible is not None  # it takes causal masks and windows only
         known, decoded_from = w.kv_len - w.q_len, max(w.q_len - _DECODED, 0)
         prompt = [range(decoded_from)] if decoded_from else []
         steps = [*prompt, *(range(row, row + 1) for row in range(decoded_from, w.q_len))]
