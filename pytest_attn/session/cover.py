@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -209,7 +210,7 @@ def left_to_others(item: pytest.Item, session: AttentionSession, is_declared: bo
     if key not in session.collected.left_to_others:
         items = ((one, parameter_of(one)) for one in item.session.items)
         own = [_Case(one, found, session) for one, found in items if found and found.backend == parameter.backend]
-        runs = _is_claimed if is_declared else _runs
+        runs: Callable[[_Case], bool] = _is_claimed if is_declared else attrgetter("runs")
         session.collected.left_to_others[key] = _dealt([case for case in own if case.asks_once], runs)
     return session.collected.left_to_others[key].get(item.nodeid, {})
 
@@ -224,10 +225,6 @@ def asked_once(item: pytest.Item, session: AttentionSession) -> tuple[str, ...]:
         return ()
     left = left_to_others(item, session, is_declared=True)
     return tuple(one for one in _DEPENDENCIES if one not in left)
-
-
-def _runs(case: _Case) -> bool:
-    return case.runs
 
 
 def _dealt(cases: Sequence[_Case], runs: Callable[[_Case], bool]) -> dict[str, dict[str, str]]:
@@ -255,7 +252,7 @@ def _dealt(cases: Sequence[_Case], runs: Callable[[_Case], bool]) -> dict[str, d
 def _next_to_ask(
     able: Mapping[_Case, frozenset[Hashable]], asked: Mapping[Hashable, _Case], dealt: Counter[str]
 ) -> _Case | None:
-    """Return the case of most that none is asked with yet, None where there is none.
+    """Return the case with the most that is still to be asked, None where nothing is.
 
     Those with gradients come first: they compile the forward pass, too. float32 comes last: it compiles longest.
     """

@@ -159,7 +159,9 @@ class ChosenMark:
 
     timed: bool = argument(False, "whether all cases run where times can be taken")
     compiled: int | None = argument(None, "the most cases of a backend that compiles; those that reach most are kept")
-    asks_once: bool = argument(False, "whether few cases of a file are enough for an invariant that compiles or plans anew")
+    asks_once: bool = argument(
+        False, "whether few cases of a file are enough for an invariant that needs another compilation or plan"
+    )
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark) -> ChosenMark:

@@ -5,8 +5,7 @@ before or else by what compiles it: else one worker would still compile when all
 compile meanwhile (ahead.py) comes last.
 """
 
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -53,17 +52,21 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
             self._is_in_order = True
         super()._assign_work_unit(node)
 
-    def _in_order(self) -> list[str]:
-        """Return the groups, what takes longest first, and what took next to nothing evenly among the others.
+    def _in_order(self) -> Iterator[str]:
+        """Yield the groups, what takes longest first, and what took next to nothing evenly among the others.
 
         Of thousands that are skipped one after the other, workers would wait for the controller to take the reports.
         """
         ordered = sorted(self.workqueue, key=lambda one: self._seconds_of(self.workqueue[one]), reverse=True)
-        quick = [scope for scope in ordered if self._are_quick(self.workqueue[scope])]
-        others = [scope for scope in ordered if scope not in {*quick}] or quick[:1]
-        shares = [len(quick) * number // len(others) for number in range(len(others) + 1)]
-        mixed = ([scope, *quick[start:end]] for scope, start, end in zip(others, shares, shares[1:], strict=False))
-        return list(dict.fromkeys(chain.from_iterable(mixed)))
+        quick: list[str] = []
+        others: list[str] = []
+        for scope in ordered:
+            (quick if self._are_quick(self.workqueue[scope]) else others).append(scope)
+        for number, scope in enumerate(others):
+            start, end = (len(quick) * place // len(others) for place in (number, number + 1))
+            yield from (scope, *quick[start:end])
+        if not others:
+            yield from quick
 
     def _are_quick(self, items: Iterable[str]) -> bool:
         return sum(self._seconds.get(one, _QUICK) for one in items) < _QUICK

@@ -434,15 +434,20 @@ def pytest_attn_backends(registry):
 """
 
 
-def test_a_case_with_a_known_defect_stands_for_none_and_is_asked_what_the_defect_names(pytester):
-    pytester.makeconftest(DEFECTS)
+def left_by_cases(pytester, conftest, *asked):
+    """Return by workload what its case leaves to which other one, forward."""
+    pytester.makeconftest(conftest)
     pytester.makepyfile(test_it=ONCE)
-    asked = "--attn-workloads=smoke-full,smoke-half,smoke-single,smoke-window", "--attn-backends=honest"
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked, "--attn-output=run.jsonl", "-k", "test_forward")
-    left = {
+    options = "--attn-backends=honest", "--attn-output=run.jsonl", "-k", "test_forward"
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", f"--attn-workloads={','.join(asked)}", *options)
+    return {
         record["name"]: dict(re.findall(r"(\w+):? not run here but on (\S+)\b", record["reason"]))
         for record in read_records(pytester.path / "run.jsonl")
     }
+
+
+def test_a_case_with_a_known_defect_stands_for_none_and_is_asked_what_the_defect_names(pytester):
+    left = left_by_cases(pytester, DEFECTS, "smoke-full", "smoke-half", "smoke-single", "smoke-window")
     assert left["smoke-full"].keys() == {"layout", "options", "equivalence"}
     assert "layout" not in left["smoke-half"]
     others = [workload for some in left.values() for invariant, workload in some.items() if invariant == "layout"]
@@ -467,14 +472,7 @@ def pytest_attn_workloads(catalog):
 
 
 def test_the_case_of_most_is_asked_so_that_few_are(pytester):
-    pytester.makeconftest(FEW)
-    pytester.makepyfile(test_it=ONCE)
-    asked = "--attn-workloads=few-one,few-other,few-both", "--attn-backends=honest"
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked, "--attn-output=run.jsonl", "-k", "test_forward")
-    left = {
-        record["name"]: dict(re.findall(r"(\w+):? not run here but on (\S+)\b", record["reason"]))
-        for record in read_records(pytester.path / "run.jsonl")
-    }
+    left = left_by_cases(pytester, FEW, "few-one", "few-other", "few-both")
     assert {name: some.get("options") for name, some in left.items()} == {
         "few-one": "few-both",
         "few-other": "few-both",
@@ -498,4 +496,4 @@ def test_who_calls_the_kernels_of_another_runs_in_its_worker(pytester):
     pytester.inline_run("-p", "no:cacheprovider", f"--attn-backends={','.join(names)}", "--co", plugins=[found])
     groups = [[found.groups[name] for name in some] for some in together]
     assert all(one == some[0] for some in groups for one in some)
-    assert not set.intersection(*(some[0] for some in groups))
+    assert len(set.union(*(some[0] for some in groups))) == sum(len(some[0]) for some in groups), "none is in two"
