@@ -35,6 +35,9 @@ class Compiler:
         return Path(environ.get(self.variable) or os.path.expanduser(self.folder.replace("USER", getuser()))) / self.below
 
 
+#: what processes of a run note of the cases that one worker runs: somebody compiles for them, all of it is in the caches
+BEGUN, COMPILED = " begun", " compiled"
+
 _TEMPORARY = tempfile.gettempdir()
 _FLASH4 = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 _INDUCTOR = "TORCHINDUCTOR_"

@@ -131,6 +131,7 @@ def try_imports(libraries: Sequence[Library]) -> None:
 is_expendable = False
 _IMPORT_SECONDS = 120
 _DAY = 86_400
+_NOTES = "notes"
 
 
 @functools.cache
@@ -242,16 +243,45 @@ def _is_marked(mark: Path) -> bool:
 
 def once_in_a_run(question: str, find_out: Callable[[], Answer]) -> Answer:
     """Return what find_out returns, which JSON must hold: in workers of xdist on one host, what it returned in the first."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") if _has_folder() else None
-    if run is None:
+    path = _file_of_run(question)
+    if path is None:
         return find_out()
-    path = _folder() / f"{hashlib.sha256(f'{question}, {sys.executable}'.encode()).hexdigest()[:32]}-{run}"
     with _alone_with(path):
         told: list[Answer] | None = _read(path)
         if told is None:
             told = [find_out()]
             _write(path, told)
     return told[0]
+
+
+def note_in_a_run(what: str) -> bool:
+    """Note a line for all processes of a run of xdist on this host; False where it is noted already, or cannot be."""
+    path = _file_of_run(_NOTES)
+    with contextlib.suppress(OSError):
+        if path is not None:
+            with open(path, "a+") as notes:
+                fcntl.flock(notes, fcntl.LOCK_EX)
+                notes.seek(0)
+                is_new = f"{what}\n" not in notes
+                notes.write(f"{what}\n" if is_new else "")
+                return is_new
+    return False
+
+
+def noted_in_a_run(run: str) -> list[str]:
+    """Return what processes of a run of xdist have noted on this host, the first first. run: as its workers know it."""
+    path = _file_of_run(_NOTES, run)
+    with contextlib.suppress(OSError):
+        return path.read_text().splitlines() if path else []
+    return []
+
+
+def _file_of_run(what: str, run: str | None = None) -> Path | None:
+    """Return the file of a run of xdist, by default this worker's, that stands for something; None where there can be none."""
+    run = run or os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None or not _has_folder():
+        return None
+    return _folder() / f"{hashlib.sha256(f'{what}, {sys.executable}'.encode()).hexdigest()[:32]}-{run}"
 
 
 @contextlib.contextmanager

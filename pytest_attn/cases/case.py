@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from pytest_attn.models.comparison import ModelComparison
 from pytest_attn.ranks.isolated import isolated_of
 from pytest_attn.ranks.rank_server import rank_of
 from pytest_attn.reports.verdict import Cause, Verdict
-from pytest_attn.session.cover import left_to_others
+from pytest_attn.session.cover import INFERENCE, left_to_others
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
@@ -285,7 +286,9 @@ class KernelEvaluator(Evaluator[Comparison]):
         __tracebackhide__ = True
         run, subject, spec = self._run, self.subject, self._spec
         with measured_peak(spec.device) as peak:
-            comparison = judge(subject, spec, run.session.references, run.deadline(subject))
+            by = run.session.references, run.deadline(subject)
+            trained, dealt = passing_in_training(run, subject, spec, lambda spec: judge(subject, spec, *by))
+            comparison = judge(subject, spec, *by) if trained is None else trained
         fields, properties = {**figures_of(comparison), "memory": peak.bytes}, z_property(comparison, subject)
         defects = _shown_by_checks(run.defects_of(subject), spec)
         if comparison.passed and run.session.settings.profile:
@@ -295,9 +298,10 @@ class KernelEvaluator(Evaluator[Comparison]):
                 reason = f"while it was profiled, {type(error).__name__}: {error}".splitlines()[0]
                 return Judgment(Verdict.RAISED, reason=reason, error=error, fields=fields, properties=properties)
         if comparison.passed:
-            said = [f"{defect.issue} did not show: {defect.summary}" for defect in defects] or [eager_because()]
+            said = [f"{defect.issue} did not show: {defect.summary}" for defect in defects] or [eager_because(), dealt]
             fields["cause"] = Cause.DEFECT_NOT_SHOWN.value if defects else ""
-            return Judgment(Verdict.PASSED, comparison, "; ".join(said), fields=fields, properties=properties)
+            reason = "; ".join(filter(None, said))
+            return Judgment(Verdict.PASSED, comparison, reason, fields=fields, properties=properties)
         known = _described(defect for defect in defects if defect.explains(comparison, run.workload))
         if not known:
             sharding = None if run.executor.is_here else run.executor.sharding
@@ -347,6 +351,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         is_expendable = run.executor.is_expendable or isolated_of(subject) is not None
         self._here, self._isolated = divided(run, spec, only, skip, is_expendable)
         self._elsewhere = {} if subject is not run.backend else left_to_others(run.item, run.session)
+        self._dealt = ""
         self.doing, self.on = f"trying the invariants of {subject.name}", run.workload.id
         self.evidence: FailureToSave = FailureToSave(spec, subject)
 
@@ -361,7 +366,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
             reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
             return Judgment.refused(self.subject, f"none of the requested invariants applies: {reasons}")
         if report.passed:
-            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because()))))
+            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because(), self._dealt))))
         broken = tuple(sorted({finding.invariant for finding in report.broken}))
         return Judgment(
             Verdict.BROKEN,
@@ -383,7 +388,33 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
                 progress(next(asked))
                 begin(name)
 
-            return judge_invariants(subject, self._spec, references, names, None, thorough, deadline, begun, self._elsewhere)
+            def ask(spec: CheckSpec) -> InvariantReport:
+                return judge_invariants(subject, spec, references, names, None, thorough, deadline, begun, self._elsewhere)
+
+            trained, self._dealt = passing_in_training(run, subject, self._spec, ask)
+            return ask(self._spec) if trained is None else trained
+
+
+class _Found(Protocol):
+    @property
+    def passed(self) -> bool: ...
+
+
+Answer = TypeVar("Answer", bound=_Found)
+
+
+def passing_in_training(
+    run: CaseRun, subject: Subject, spec: CheckSpec, ask: Callable[[CheckSpec], Answer]
+) -> tuple[Answer | None, str]:
+    """Return what `ask` finds of a subject called as in training, where others ask for its kernel for inference, and that.
+
+    None where none do, or where it does not pass: then the test's own call decides.
+    """
+    if subject is run.backend and (others := left_to_others(run.item, run.session).get(INFERENCE)):
+        with suppress(Exception):  # the other call says what is wrong
+            if (found := ask(replace(spec, in_training=True))).passed:
+                return found, f"called as in training, and as in inference on {others}"
+    return None, ""
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:

@@ -10,6 +10,7 @@ import torch
 
 from pytest_attn.backends import library
 from pytest_attn.backends.attention_args import first_of
+from pytest_attn.backends.compilers import BEGUN, COMPILED
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
@@ -17,18 +18,26 @@ from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.processes.lifetime import die_with
 from pytest_attn.workloads.catalog import builtin_catalog
 
+#: new objects after which garbage is collected: compilers make many that stay for a while
+_OBJECTS = 50_000
+
 
 def main() -> None:
     """Compile what standard input says, as long as the worker lives that has written it."""
     told = json.load(sys.stdin)
     die_with(told["parent"])
     library.is_expendable = True
-    for case in told["cases"]:
-        with suppress(Exception):
-            compile_case(torch.device(told["device"]), *case)
-        if not gc.isenabled():  # the first has imported the compilers, whose objects need not be looked through each time
-            gc.freeze()
-            gc.enable()
+    for group, cases in told["groups"]:
+        if not library.note_in_a_run(f"{group}{BEGUN}"):
+            continue
+        for case in cases:
+            with suppress(Exception):
+                compile_case(torch.device(told["device"]), *case)
+            if not gc.isenabled():  # the first has imported the compilers, whose objects need not be looked through
+                gc.freeze()
+                gc.set_threshold(_OBJECTS)
+                gc.enable()
+        library.note_in_a_run(f"{group}{COMPILED}")
 
 
 def compile_case(device: torch.device, name: str, workload: str, backward: bool, invariants: Sequence[str]) -> None:

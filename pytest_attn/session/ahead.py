@@ -1,7 +1,8 @@
-"""Compilation ahead: beside each worker of xdist, a process that compiles what the run's last cases need, from the end on.
+"""Compilation ahead: beside each worker of xdist, a process that compiles for cases of the run, from the longest on.
 
-Workers begin with what needs no compiler, then with the first of these cases. What is compiled lies in the compilers' caches,
-where another process finds it. Nothing depends on that: what is not there the case itself compiles, or says why it cannot.
+Workers run what needs no compiler, what is compiled by then (scheduling.py), and else what compiles least. Whoever comes first
+to a backend on a workload, a worker or such a process, compiles for it. What is compiled lies in the compilers' caches, where
+another process finds it. Nothing depends on that: what is not there the case itself compiles, or says why it cannot.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from pytest_attn.backends.compilers import Compiler, seconds_to_compile
+from pytest_attn.backends.compilers import BEGUN, Compiler, seconds_to_compile
+from pytest_attn.backends.library import note_in_a_run
 from pytest_attn.backends.machine import usable_cores
-from pytest_attn.session.cover import asked_once
+from pytest_attn.session.cover import asked_once, is_called_as_in_training
 from pytest_attn.session.devices import untimed_because
 from pytest_attn.session.durations import Durations
 from pytest_attn.session.kinds import ATTENTION, device_of, kind_of, marker_of, parameter_of
@@ -43,21 +44,37 @@ main()
 
 
 class Compiled(NamedTuple):
-    """What a case compiles: a backend's kernel for a bundled workload, and those of invariants that compile more."""
+    """What a case compiles: a backend's kernel for a bundled workload, or its kernels of invariants that compile more.
 
+    group: the cases that one worker runs, of which it is one.
+    """
+
+    group: str
     backend: str
     workload: str
     backward: bool
     invariants: tuple[str, ...]
 
     @property
-    def kernels(self) -> int:
-        """How many it compiles, roughly."""
-        return 1 + len(self.invariants)
+    def case(self) -> tuple[str, str, bool, tuple[str, ...]]:
+        """What the process is told of it."""
+        return self.backend, self.workload, self.backward, self.invariants
+
+
+class Begun:
+    """A plugin of a worker: what it has begun, no process compiles for any more."""
+
+    def __init__(self, by_item: Mapping[pytest.Item, Compiled]) -> None:
+        self._by_item = by_item
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Be the first there, or come after a process."""
+        if one := self._by_item.get(item):
+            note_in_a_run(f"{one.group}{BEGUN}")
 
 
 def compile_ahead(config: pytest.Config, session: AttentionSession, items: Sequence[pytest.Item]) -> dict[str, int]:
-    """Start the process of this worker of xdist, which ends with the run; return how many kernels a case has, by its id.
+    """Start the process of this worker of xdist, which ends with the run; return how many kernels it compiles for which group.
 
     Not where something is timed, or where each worker's has no core, or no memory, to itself.
     """
@@ -65,7 +82,7 @@ def compile_ahead(config: pytest.Config, session: AttentionSession, items: Seque
     machine, settings = session.machines.known_default, session.settings
     if place is None or machine is None or machine.kind != "cuda" or settings.isolated is not None:
         return {}
-    number, workers = place
+    _, workers = place
     is_timed = untimed_because(settings.gpu_per_worker, session.machines.device()) is None
     if is_timed or usable_cores() < 2 * workers or machine.memory < _MEMORY * workers:
         return {}
@@ -76,39 +93,40 @@ def compile_ahead(config: pytest.Config, session: AttentionSession, items: Seque
         return {}
     process = _started(config)  # which imports torch while this one asks libraries
     by_item = {item: _compiled_by(item, session) for item in candidates}
-    mine = _from_the_end(by_item.values())[number::workers]
+    config.pluginmanager.register(Begun(by_item), "attn-begun")
+    groups: dict[str, list[Compiled]] = {}
+    for one in dict.fromkeys(by_item.values()):
+        groups.setdefault(one.group, []).append(one)
+    kernels = {group: sum(1 + len(one.invariants) for one in cases) for group, cases in groups.items()}
+    from_the_longest = sorted(groups, key=kernels.__getitem__)[::-1]  # against the order of workers
+    told = [(group, [one.case for one in groups[group]]) for group in from_the_longest]
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(json.dumps({"parent": os.getpid(), "device": machine.device, "cases": list(chain(*mine))}))
-    return {item.nodeid: one.kernels for item, one in by_item.items()}
+        process.stdin.write(json.dumps({"parent": os.getpid(), "device": machine.device, "groups": told}))
+    return kernels
 
 
 def _compiled_by(item: pytest.Item, session: AttentionSession) -> Compiled:
     parameter, marker = parameter_of(item), marker_of(item)
     assert parameter is not None
     assert marker is not None
-    backward = bool(marker.kwargs.get("backward"))
-    return Compiled(str(parameter.backend), str(parameter.workload.name), backward, asked_once(item, session))
-
-
-def _from_the_end(cases: Iterable[Compiled]) -> list[list[Compiled]]:
-    """Return them by backend and workload, those last that workers begin with: they have the most kernels, or come first."""
-    groups: dict[tuple[str, str], list[Compiled]] = {}
-    for case in dict.fromkeys(cases):
-        groups.setdefault((case.backend, case.workload), []).append(case)
-    first = sorted(groups.values(), key=lambda group: -max(case.kernels for case in group))
-    return first[::-1]
+    backward = bool(marker.kwargs.get("backward")) or is_called_as_in_training(item, session)
+    group = kind_of(item).made_items().group(item, parameter)
+    name, workload = str(parameter.backend), str(parameter.workload.name)
+    return Compiled(group or "", name, workload, backward, asked_once(item, session))
 
 
 def _is_compiled_here(item: pytest.Item, session: AttentionSession, bundled: Container[Workload]) -> bool:
-    """Whether a backend of this package compiles one of these workloads for an item, within seconds."""
-    parameter, registry = parameter_of(item), session.registrations.registry
+    """Whether a backend of this package declares that it takes one of these workloads, and compiles it within seconds."""
+    parameter, marker, registry = parameter_of(item), marker_of(item), session.registrations.registry
     if kind_of(item) is not ATTENTION or parameter is None or not registry.is_known(name := parameter.backend or ""):
         return False
     backend, workload = registry[name], parameter.workload
     is_quick = backend.compiles and seconds_to_compile(name, True) <= Compiler.seconds
     is_plain = not parameter.ranks and device_of(item) is None and workload in bundled and workload.bytes() <= _LARGEST
-    return is_plain and is_quick and backend.is_contained
+    if not (is_plain and is_quick and backend.is_contained and marker):
+        return False
+    return not (backend.capabilities and backend.capabilities.refusals(workload, bool(marker.kwargs.get("backward"))))
 
 
 def _started(config: pytest.Config) -> subprocess.Popen[str]:

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     import torch
 
 MARKER = "attention_chosen"
+#: the question whether the kernel for inference is right: a compiler makes another one where gradients are needed
+INFERENCE = "inference"
 #: seconds that a backend may compile for the cases of one test
 _COMPILING = 120.0
 
@@ -119,6 +121,18 @@ class _Case:
         """Whether its test says so, and its backend compiles, or makes plans."""
         marker, is_slow = self.item.get_closest_marker(MARKER), self.backend.compiles or self.backend.makes_plans
         return marker is not None and ChosenMark.from_marker(marker).asks_once and is_slow
+
+    @property
+    def has_two_kernels(self) -> bool:
+        """Whether it compiles a kernel without gradients where another one has them, and its test says that few are enough."""
+        marker = self.item.get_closest_marker(MARKER)
+        few = marker is not None and not self.mark.timed and self.backend.compiles
+        return few and not self.asks_gradients and self.is_sound(INFERENCE)
+
+    @property
+    def place(self) -> Hashable:
+        """What it shares with a case of the same file with gradients."""
+        return self.item.path, self.others, self.parameter.workload
 
     def is_sound(self, invariant: str) -> bool:
         """Whether nothing is known that may break this invariant on it."""
@@ -198,10 +212,10 @@ def _is_any_named(tokens: Sequence[str]) -> bool:
 
 
 def left_to_others(item: pytest.Item, session: AttentionSession, is_declared: bool = False) -> dict[str, str]:
-    """Return invariants that other cases of the same file ask of a backend, and the workloads of those.
+    """Return what other cases of the same file ask of a backend, and the workloads of those.
 
-    Where the test says asks_once, and the backend compiles or makes plans. is_declared: whether cases that its backend
-    declares to take stand for others.
+    Invariants, where the test says asks_once, and the backend compiles or makes plans. INFERENCE, where it compiles, and a
+    case of the same workload has gradients. is_declared: whether cases that its backend declares to take stand for others.
     """
     settings, parameter = session.settings, parameter_of(item)
     if parameter is None or parameter.backend is None or settings.thorough or settings.mutants or session.worker:
@@ -211,7 +225,12 @@ def left_to_others(item: pytest.Item, session: AttentionSession, is_declared: bo
         items = ((one, parameter_of(one)) for one in item.session.items)
         own = [_Case(one, found, session) for one, found in items if found and found.backend == parameter.backend]
         runs: Callable[[_Case], bool] = _is_claimed if is_declared else attrgetter("runs")
-        session.collected.left_to_others[key] = _dealt([case for case in own if case.asks_once], runs)
+        left = _dealt([case for case in own if case.asks_once], runs, _DEPENDENCIES)
+        trained = {case.place for case in own if case.asks_gradients and runs(case)}
+        twice = [case for case in own if case.has_two_kernels and case.place in trained]
+        for nodeid, others in _dealt(twice, runs, {INFERENCE: _options_asked}).items():
+            left.setdefault(nodeid, {}).update(others)
+        session.collected.left_to_others[key] = left
     return session.collected.left_to_others[key].get(item.nodeid, {})
 
 
@@ -227,8 +246,17 @@ def asked_once(item: pytest.Item, session: AttentionSession) -> tuple[str, ...]:
     return tuple(one for one in _DEPENDENCIES if one not in left)
 
 
-def _dealt(cases: Sequence[_Case], runs: Callable[[_Case], bool]) -> dict[str, dict[str, str]]:
-    """Deal invariants out among cases, so that each is asked with all that it depends on; return what each leaves to which.
+def is_called_as_in_training(item: pytest.Item, session: AttentionSession) -> bool:
+    """Whether it compiles what a case with gradients does, as far as backends declare what they take."""
+    return INFERENCE in left_to_others(item, session, is_declared=True)
+
+
+def _dealt(
+    cases: Sequence[_Case],
+    runs: Callable[[_Case], bool],
+    questions: Mapping[str, Callable[[_Case], frozenset[Hashable]]],
+) -> dict[str, dict[str, str]]:
+    """Deal questions out among cases, so that each is asked with all that it depends on; return what each leaves to which.
 
     Only cases that run stand for others.
     """
@@ -236,16 +264,16 @@ def _dealt(cases: Sequence[_Case], runs: Callable[[_Case], bool]) -> dict[str, d
     by_file: dict[Hashable, list[_Case]] = {}
     for case in cases:
         by_file.setdefault((case.item.path, case.others), []).append(case)
-    for group, (invariant, depended_on) in product(by_file.values(), _DEPENDENCIES.items()):
+    for group, (question, depended_on) in product(by_file.values(), questions.items()):
         asked: dict[Hashable, _Case] = {}
-        able = {case: depended_on(case) for case in group if case.is_sound(invariant) and runs(case)}
+        able = {case: depended_on(case) for case in group if case.is_sound(question) and runs(case)}
         while best := _next_to_ask(able, asked, dealt):
             asked |= dict.fromkeys(able[best] - asked.keys(), best)
             dealt[best.parameter.workload.id] += 1
         for case in group:
             others = {asked.get(one) for one in depended_on(case)}
-            if not others & {None, case} and not case.is_known_to_break(invariant):
-                left.setdefault(case.item.nodeid, {})[invariant] = " and ".join(sorted(map(str, others)))
+            if not others & {None, case} and not case.is_known_to_break(question):
+                left.setdefault(case.item.nodeid, {})[question] = " and ".join(sorted(map(str, others)))
     return left
 
 

@@ -50,11 +50,13 @@ class Machines:
         wanted = str(wanted or self._default)
         if wanted not in self._devices:
             require_torch()
-            from pytest_attn.backends.machine import resolve_device, usable_cores
+            from pytest_attn.backends.machine import resolve_device, usable_cores, wait_asleep
 
             device = resolve_device(wanted)
             if device.type == "cpu" and device not in self._devices.values():
                 _share_cores(usable_cores())
+            if device.type == "cuda" and sharers_of(_SHARERS in os.environ, device) > 1:
+                wait_asleep(device)
             self._devices[wanted] = device
         return self._devices[wanted]
 

@@ -223,7 +223,8 @@ def marker_help() -> tuple[MarkerHelp, ...]:
             "unless --attn-workloads, -k or an id names them, run only as many cases as reach every option and kernel of each"
             " backend, or what of these it compiles in two minutes; of your own that compiles nothing, all small workloads;"
             " all models only where --attn-workloads=all names them; none where workloads are named, nor without a backend"
-            " where backends are",
+            " where backends are; call what compiles without gradients as in training, but for few cases, where the file has"
+            " the same with gradients",
             tuple(arguments_of(ChosenMark)),
         ),
     )

@@ -2,7 +2,7 @@
 
 What a backend compiles for a workload is kept in the process that compiled it. What takes longest begins first, by the run
 before or else by what compiles it: else one worker would still compile when all others are through. What other processes
-compile meanwhile (ahead.py) comes last.
+compile meanwhile (ahead.py) comes as soon as it is compiled, else last.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-from pytest_attn.backends.compilers import seconds_to_compile
+from pytest_attn.backends.compilers import COMPILED, seconds_to_compile
+from pytest_attn.backends.library import noted_in_a_run
 from pytest_attn.session.durations import Durations
 from pytest_attn.session.kinds import is_case, kind_of, parameter_of
 from pytest_attn.session.session import session_of
@@ -27,7 +28,8 @@ _DIVIDING = ("load", "worksteal", "loadscope", "loadfile", "loadgroup")
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Gives the items of a group to one worker, and any other item as the user's own scheduler would.
 
-    groups: by item. seconds: that items took before. compiling: seconds of items, of which their backend compiles.
+    groups: by item. seconds: that items took before. compiling: seconds of items, of which their backend compiles; below 0
+    where other processes do. run: as its workers know it.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
         groups: Mapping[str, str],
         seconds: Mapping[str, float],
         compiling: Mapping[str, float],
+        run: str,
     ) -> None:
         super().__init__(config, own.log)  # which says something under --debug only
         self._own_scope, self._groups = getattr(own, "_split_scope", str), groups
         self._seconds, self._compiling = seconds, compiling
         self._is_in_order = not getattr(config.option, "loadscopereorder", True)
+        self._run, self._is_compiled_ahead = run, not self._is_in_order and any(one < 0 for one in compiling.values())
         for node in own.nodes:
             self.add_node(node)
 
@@ -50,7 +54,15 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
             for scope in self._in_order():
                 self.workqueue.move_to_end(scope)
             self._is_in_order = True
+        if compiled := next(filter(self.workqueue.__contains__, self._compiled_ahead()), None):
+            self.workqueue.move_to_end(compiled, last=False)
         super()._assign_work_unit(node)
+
+    def _compiled_ahead(self) -> Iterator[str]:
+        """Yield the groups for which other processes have compiled all meanwhile, the first first."""
+        for note in noted_in_a_run(self._run) if self._is_compiled_ahead else ():
+            if note.endswith(COMPILED):
+                yield f"{_BETWEEN}{note.removesuffix(COMPILED)}"
 
     def _in_order(self) -> Iterator[str]:
         """Yield the groups, what takes longest first, and what took next to nothing evenly among the others.
@@ -85,14 +97,14 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
 def tell_groups(config: pytest.Config, items: list[pytest.Item], compiled_ahead: Mapping[str, int]) -> None:
     """In a worker of xdist, hand the groups of items to the controller, beside the ids, which is all that a worker sends.
 
-    compiled_ahead: how many kernels another process compiles, by the ids of cases.
+    compiled_ahead: how many kernels other processes compile, by group.
     """
     interactor: Any = next((one for one in config.pluginmanager.get_plugins() if hasattr(one, "sendevent")), None)
     if interactor is None:
         return
     send = interactor.sendevent
     cases = [item for item in items if is_case(item)]
-    told = {item.nodeid: _BETWEEN.join((item.nodeid, *_group(item, compiled_ahead.get(item.nodeid, 0)))) for item in cases}
+    told = {item.nodeid: _BETWEEN.join((item.nodeid, *_group(item, compiled_ahead))) for item in cases}
 
     def sendevent(name: str, **given: Any) -> None:
         if name == "collectionfinish":
@@ -102,10 +114,10 @@ def tell_groups(config: pytest.Config, items: list[pytest.Item], compiled_ahead:
     interactor.sendevent = sendevent
 
 
-def _group(item: pytest.Item, kernels_ahead: int) -> tuple[str, str]:
+def _group(item: pytest.Item, compiled_ahead: Mapping[str, int]) -> tuple[str, str]:
     """Return the group of a case, "" where it has none, or one of xdist's own that this run asks for; and what it compiles.
 
-    In seconds; what another process compiles comes behind what compiles nothing, the most kernels first.
+    In seconds; what another process compiles comes behind what compiles nothing, the fewest kernels of a group first.
     """
     parameter = parameter_of(item)
     if parameter is None:
@@ -114,7 +126,7 @@ def _group(item: pytest.Item, kernels_ahead: int) -> tuple[str, str]:
     group: str | None = None if is_grouped else kind_of(item).made_items().group(item, parameter)
     registry, name = session_of(item.config).registrations.registry, parameter.backend or ""
     compiling = seconds_to_compile(name, registry[name].compiles) if registry.is_known(name) else 0.0
-    return group or "", str(-1 / kernels_ahead if kernels_ahead else compiling)
+    return group or "", str(-compiled_ahead.get(group or "", 0) or compiling)
 
 
 def take_groups(config: pytest.Config, ids: list[str]) -> list[str]:
@@ -127,5 +139,6 @@ def take_groups(config: pytest.Config, ids: list[str]) -> list[str]:
     is_own = isinstance(own, GroupScheduling) or not type(own).__module__.startswith("xdist.")
     if groups and not is_own and config.getoption("dist") in _DIVIDING:
         compiling = {nodeid: float(more[1]) for nodeid, *more in parted if more}
-        distributed.sched = GroupScheduling(config, own, groups, Durations(config).earlier, compiling)
+        run = distributed.nodemanager.testrunuid
+        distributed.sched = GroupScheduling(config, own, groups, Durations(config).earlier, compiling, run)
     return [nodeid for nodeid, *more in parted if more]

@@ -14,7 +14,7 @@ INPUTS = ("structured", "flat", "outlier")
 
 @pytest.mark.attention(inputs=INPUTS)
 def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
-    """The output, computed as in inference."""
+    """The output, computed as in inference; what compiles, but for few cases, with the kernel for training."""
     attn.check(attn_backend)
 
 

@@ -14,7 +14,7 @@ _TOO_LONG_FOR_A_CPU = 1e7
 
 @pytest.mark.attention(*WORKLOADS)
 def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
-    """The output, computed as in inference."""
+    """The output, computed as in inference; what compiles, but for few cases, with the kernel for training."""
     skip_long_ones(attn)
     attn.check_invariants(attn_backend)
 

@@ -497,3 +497,108 @@ def test_who_calls_the_kernels_of_another_runs_in_its_worker(pytester):
     groups = [[found.groups[name] for name in some] for some in together]
     assert all(one == some[0] for some in groups for one in some)
     assert len(set.union(*(some[0] for some in groups))) == sum(len(some[0]) for some in groups), "none is in two"
+
+
+# -- without gradients a compiler makes another kernel, which few cases are asked for ----------------------------------------
+
+TWO_KERNELS = """
+import torch
+from honest.variants import HONEST
+
+def pytest_attn_backends(registry):
+    for name, is_wrong in FAULTS.items():
+        registry.add(compiled(name, is_wrong))
+
+def compiled(name, is_wrong):
+    backend = HONEST.backend()
+    prepare = backend.prepare
+    backend.name, backend.compiles = name, True
+
+    def prepared(inputs, backward=False):
+        kernel = prepare(inputs, backward)
+
+        def call(q, k, v):
+            trains = torch.is_grad_enabled()
+            assert trains == backward
+            with open("calls", "a") as calls:
+                print(name, inputs.workload.name, "in training" if trains else "in inference", file=calls)
+            out, lse = kernel(q, k, v)
+            return (1.5 * out if is_wrong(inputs.workload, trains) else out), lse
+
+        return call
+
+    backend.prepare = prepared
+    return backend
+
+FAULTS = {
+    "right": lambda w, trains: False,
+    "inference": lambda w, trains: not trains,
+    "softcap_in_inference": lambda w, trains: w.softcap and not trains,
+    "training": lambda w, trains: trains,
+}
+"""
+BOTH_WAYS = """
+import pytest
+
+pytestmark = pytest.mark.attention_chosen
+
+@pytest.mark.attention("smoke", device="cpu")
+def test_forward(attn, attn_backend):
+    attn.ASK(attn_backend)
+
+@pytest.mark.attention("smoke", device="cpu", backward=True)
+def test_backward(attn, attn_backend):
+    attn.ASK(attn_backend)
+"""
+FIVE = ("smoke-full", "smoke-half", "smoke-single", "smoke-padded", "smoke-softcap")
+#: of those alike one, of float32 none; one for another layout and one for a softcap
+FEW_OF_FIVE = {"smoke-full", "smoke-padded", "smoke-softcap"}
+
+
+def asked_both_ways(pytester, *options, ask="check"):
+    """Return by backend and test the verdicts of cases, and how each kernel was called, in words."""
+    pytester.makeconftest(TWO_KERNELS)
+    pytester.makepyfile(test_it=BOTH_WAYS.replace("ASK", ask))
+    asked = "--attn-backends=right,inference,softcap_in_inference,training", f"--attn-workloads={','.join(FIVE)}"
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked, "--attn-output=run.jsonl", *options)
+    records = read_records(pytester.path / "run.jsonl")
+    verdicts = {(one["subject"], one["direction"], one["name"]): one["verdict"] for one in records}
+    wrong = {key for key, verdict in verdicts.items() if verdict not in ("passed", "held")}
+    calls = {tuple(line.split(" ", 2)) for line in (pytester.path / "calls").read_text().splitlines()}
+    return wrong, calls
+
+
+@pytest.mark.parametrize("ask", ["check", "check_invariants"])
+def test_the_kernel_of_inference_is_asked_of_as_few_cases_as_have_all_options(pytester, ask):
+    wrong, calls = asked_both_ways(pytester, "-k", "right", ask=ask)
+    said = {one["name"]: one["reason"].rpartition("; ")[2] for one in read_records(pytester.path / "run.jsonl")[:5]}
+    assert said["smoke-half"] == "called as in training, and as in inference on smoke-full"
+    assert "as in" not in said["smoke-full"]
+    inferred = {name for _, name, how in calls if how == "in inference"}
+    assert not wrong
+    assert {name for _, name, how in calls if how == "in training"} >= set(FIVE)
+    assert inferred & set(FIVE) == FEW_OF_FIVE
+
+
+def test_a_fault_of_inference_alone_is_found_where_it_is_asked(pytester):
+    wrong, _ = asked_both_ways(pytester)
+    by_backend = {
+        name: {key[1:] for key in wrong if key[0] == name} for name in ("inference", "softcap_in_inference", "right")
+    }
+    assert by_backend["right"] == set()
+    assert by_backend["softcap_in_inference"] == {("forward", "smoke-softcap")}
+    assert {name for _, name in by_backend["inference"]} == FEW_OF_FIVE
+
+
+def test_a_fault_of_training_is_none_of_inference(pytester):
+    wrong, calls = asked_both_ways(pytester, "-k", "training")
+    assert {direction for name, direction, _ in wrong if name == "training"} == {"forward+backward"}
+    assert {name for _, name, how in calls if how == "in inference"} == set(FIVE)
+
+
+@pytest.mark.parametrize(
+    "options", [("-k", "right and forward"), ("-k", "right", "--attn-thorough")], ids=["alone", "thorough"]
+)
+def test_nothing_is_left_to_cases_that_do_not_run_nor_in_a_thorough_run(pytester, options):
+    _, calls = asked_both_ways(pytester, *options)
+    assert {name for _, name, how in calls if how == "in inference"} == set(FIVE)

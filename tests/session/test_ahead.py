@@ -54,17 +54,31 @@ def test_invariants(attn, attn_backend): ...
 """
 
 
+BOTH = """
+import pytest
+
+pytestmark = pytest.mark.attention_chosen
+
+@pytest.mark.attention("smoke-half", "smoke-single")
+def test_forward(attn, attn_backend): ...
+
+@pytest.mark.attention("smoke-half", "smoke-single", backward=True)
+def test_backward(attn, attn_backend): ...
+"""
+
+
 class Asking:
     """A plugin that asks what is compiled ahead for the items of a run, in a worker of two, and runs none."""
 
     def __init__(self, worker):
-        self.worker, self.kernels, self.order = worker, None, {}
+        self.worker, self.kernels, self.order, self.ids = worker, None, {}, []
 
     def pytest_collection_finish(self, session):
         config = session.config
         config.workerinput = {"attn_place": [self.worker, 2]}
         self.kernels = ahead.compile_ahead(config, session_of(config), session.items)
-        self.order = {item.name: scheduling._group(item, self.kernels.get(item.nodeid, 0))[1] for item in session.items}
+        self.order = {item.name: float(scheduling._group(item, self.kernels)[1]) for item in session.items}
+        self.ids = [item.nodeid for item in session.items]
         del config.workerinput
         session.items[:] = []
 
@@ -91,46 +105,62 @@ def ask(pytester, monkeypatch):
         asking = Asking(worker)
         pytester.inline_run("--attn-backends=flex,math,mine", *options, plugins=[asking])
         told = json.loads(started[0].stdin.written) if started else None
-        ask_it.order = asking.order
+        ask_it.order, ask_it.ids = asking.order, asking.ids
         return told, asking.kernels
 
     return ask_it
 
 
-def compiled(told):
-    return [tuple(case[:3]) for case in told["cases"]]
+def cases_of(told):
+    return [case for _, cases in told["groups"] for case in cases]
 
 
-def test_bundled_workloads_of_backends_that_compile_are_shared_out_from_the_end(ask):
+def test_every_process_is_told_all_that_backends_compile_for_bundled_workloads(ask):
     first, kernels = ask()
     second, _ = ask(worker=1)
-    assert compiled(first) == [("flex", "smoke-padded", False), ("flex", "smoke-padded", True)]
-    assert compiled(second) == [("flex", "smoke-full", False), ("flex", "smoke-full", True)]
-    assert (first["parent"], first["device"]) == (os.getpid(), "cpu")
-    assert {name.rpartition("::")[2]: count for name, count in kernels.items()} == {
-        f"test_{way}[{name}-flex]": 1 for way in ("forward", "backward") for name in ("smoke-full", "smoke-padded")
-    }
-
-
-def test_what_has_the_most_kernels_workers_begin_with(ask):
-    told, kernels = ask(more=INVARIANTS)
-    other, _ = ask(worker=1, more=INVARIANTS)
-    assert [case[1:] for case in told["cases"]] == [
-        ["smoke-padded", False, []],
-        ["smoke-padded", True, []],
-        *(["smoke-full", backward, []] for backward in (False, True)),
-        ["smoke-full", False, ["layout", "equivalence"]],
+    assert first == second
+    assert [tuple(case[:3]) for case in cases_of(first)] == [
+        ("flex", name, backward) for name in ("smoke-padded", "smoke-full") for backward in (False, True)
     ]
-    assert [case[1:] for case in other["cases"]] == [["smoke-half", False, ["options"]]]
-    assert sorted(kernels.values()) == [1, 1, 1, 1, 2, 3]
+    assert (first["parent"], first["device"]) == (os.getpid(), "cpu")
+    assert sorted(kernels.values()) == [2, 2]
+
+
+def test_processes_begin_with_the_most_kernels_and_workers_with_the_fewest(ask):
+    told, kernels = ask(more=INVARIANTS)
+    assert [[case[1:] for case in cases] for _, cases in told["groups"]] == [
+        [["smoke-full", False, []], ["smoke-full", True, []], ["smoke-full", False, ["layout", "equivalence"]]],
+        [["smoke-half", False, ["options"]]],
+        [["smoke-padded", False, []], ["smoke-padded", True, []]],
+    ]
+    assert sorted(kernels.values()) == [2, 2, 5]
     seconds = ("test_forward[smoke-full-math]", "test_invariants[smoke-half-fp16-flex]", "test_forward[smoke-full-flex]")
-    assert [ask.order[name] for name in seconds] == ["0.0", "-0.5", "-1.0"]
+    assert [ask.order[name] for name in seconds] == [0, -2, -5]
+
+
+def test_what_is_called_as_in_training_compiles_nothing_of_its_own(ask):
+    told, _ = ask("--attn-workloads=smoke-half,smoke-single", more=BOTH)
+    assert [case[1:] for case in cases_of(told)] == [
+        ["smoke-half", False, []],
+        ["smoke-half", True, []],
+        ["smoke-single", True, []],
+    ]
+
+
+def test_what_is_not_compiled_ahead_comes_with_what_is_in_its_group(ask):
+    ask()
+    assert ask.order["test_elsewhere[smoke-full-flex]"] == ask.order["test_forward[smoke-full-flex]"] == -2
+
+
+def test_what_a_backend_declares_to_refuse_is_not_told(ask):
+    told, _ = ask(more='import pytest\n\n@pytest.mark.attention("features-paged")\ndef test_pages(attn, attn_backend): ...')
+    assert {case[1] for case in cases_of(told)} == {"smoke-full", "smoke-padded"}
 
 
 def test_no_library_is_asked_for_whom_each_worker_would_wait(ask, monkeypatch):
     monkeypatch.setattr(cover._Case, "runs", property(lambda self: pytest.fail("a library was asked")))
     told, _ = ask(more=INVARIANTS)
-    assert told["cases"][-1][1:] == ["smoke-full", False, ["layout", "equivalence"]]
+    assert ["flex", "smoke-full", False, ["layout", "equivalence"]] in cases_of(told)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +173,10 @@ def test_nothing_is_compiled_ahead_where_it_is_in_the_way(ask, otherwise):
 
 
 def test_what_a_run_before_had_is_in_the_caches(ask, pytester):
-    _, kernels = ask()
+    ask()
     folder = pytester.path / ".pytest_cache/v/attn"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "seconds").write_text(json.dumps(dict.fromkeys(kernels, 4.0)))
+    (folder / "seconds").write_text(json.dumps(dict.fromkeys(ask.ids, 4.0)))
     assert ask() == (None, {})
 
 
@@ -195,24 +225,55 @@ def test_what_a_backend_refuses_is_not_called(monkeypatch):
     compile_case(CPU, "math", "features-paged", True, ())
 
 
-def run(told):
-    command = [sys.executable, "-c", ahead._PROGRAM, json.dumps(sys.path)]
-    return subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, timeout=120)
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Run the process, in a run of xdist of its own."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path / f"pytest-attn-imports-{os.getuid()}")
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "this")
+
+    def run_it(cases, parent=None):
+        told = {"parent": parent or os.getpid(), "device": "cpu", "groups": [("a group", cases)]}
+        command = [sys.executable, "-c", ahead._PROGRAM, json.dumps(sys.path)]
+        return subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, timeout=120)
+
+    return run_it
 
 
 def test_the_process_itself_tries_what_an_import_does(monkeypatch):
     monkeypatch.setattr(library, "is_expendable", False)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"parent": os.getppid(), "device": "cpu", "cases": []})))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"parent": os.getppid(), "device": "cpu", "groups": []})))
     monkeypatch.setattr(process, "die_with", lambda parent: None)
     process.main()
     assert library.is_expendable
 
 
 @pytest.mark.parametrize(("parent", "status"), [(os.getpid(), 0), (1, 1)], ids=["lives", "is gone"])
-def test_the_process_lives_as_long_as_its_worker(parent, status):
-    cases = [("no such backend", "smoke-full", False, ()), ("math", "smoke-full", False, ())]
-    ended = run({"parent": parent, "device": "cpu", "cases": cases})
+def test_the_process_lives_as_long_as_its_worker(run, parent, status):
+    ended = run([("no such backend", "smoke-full", False, ()), ("math", "smoke-full", False, ())], parent)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
+    assert library.noted_in_a_run("this") == (["a group begun", "a group compiled"] if status == 0 else [])
+
+
+def test_what_another_has_begun_nobody_compiles_again(monkeypatch, run, tmp_path):
+    monkeypatch.setattr(
+        sys,
+        "stdin",
+        io.StringIO(
+            json.dumps(
+                {"parent": 1, "device": "cpu", "groups": [("mine", [("math", "smoke-full", False, ())]), ("another's", [1])]}
+            )
+        ),
+    )
+    compiled = []
+    monkeypatch.setattr(library, "is_expendable", False)
+    monkeypatch.setattr(process, "die_with", lambda parent: None)
+    monkeypatch.setattr(process, "compile_case", lambda device, *case: compiled.append(case))
+    item = object()
+    ahead.Begun({item: ahead.Compiled("another's", "math", "smoke-half", False, ())}).pytest_runtest_setup(item)
+    process.main()
+    assert compiled == [("math", "smoke-full", False, [])]
+    assert library.noted_in_a_run("this") == ["another's begun", "mine begun", "mine compiled"]
 
 
 COUNTED = """
@@ -226,8 +287,8 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 
 
 @pytest.mark.slow("inductor compiles a kernel")
-def test_what_it_compiled_is_found_in_the_cache(monkeypatch, tmp_path):
+def test_what_it_compiled_is_found_in_the_cache(monkeypatch, run, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert run({"parent": os.getpid(), "device": "cpu", "cases": [("flex", "smoke-full", False, ())]}).returncode == 0
+    assert run([("flex", "smoke-full", False, ())]).returncode == 0
     counted = subprocess.run([sys.executable, "-c", COUNTED], text=True, capture_output=True, timeout=300, check=True)
     assert counted.stdout.split() == ["1", "0"]

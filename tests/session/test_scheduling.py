@@ -7,6 +7,7 @@ import pytest
 from xdist import scheduler
 
 from pytest_attn.plugin import pytest_configure_node
+from pytest_attn.session import scheduling
 from pytest_attn.session.scheduling import take_groups
 
 OWN = {
@@ -45,7 +46,7 @@ class Node:
 def distributed(dist, ids, own=None, earlier=None, reorder=True):
     """Return the scheduler that xdist uses for two workers with these ids, and them. earlier: seconds of an earlier run."""
     option = SimpleNamespace(tx=["2*popen"], loadscopereorder=reorder, maxschedchunk=None)
-    dsession = SimpleNamespace()
+    dsession = SimpleNamespace(nodemanager=SimpleNamespace(testrunuid="this"))
     config = SimpleNamespace(
         option=option,
         getoption=lambda name: dist,
@@ -127,10 +128,19 @@ def test_where_nobody_knows_what_compiles_longest_begins_first_and_in_the_order_
     assert begun(*distributed("load", TESTS, reorder=False)) == GROUPS
 
 
-def test_what_other_processes_compile_comes_last_and_of_that_the_most_kernels_first():
-    ahead = {"w1 a": -1.0, "w1 b": -0.25, "w2 a": 6.0}
-    ids = [f"{test}[{group}]\0{group}\0{ahead.get(group, 0.0)}" for test in NAMES for group in GROUPS]
-    assert begun(*distributed("load", ids)) == ["w2 a", "w1 c", "w2 b", "w2 c", "w1 b", "w1 a"]
+AHEAD = {"w1 a": -4, "w1 b": -1, "w2 a": 6.0}
+IDS_AHEAD = [f"{test}[{group}]\0{group}\0{AHEAD.get(group, 0.0)}" for test in NAMES for group in GROUPS]
+
+
+def test_what_other_processes_compile_comes_last_and_of_that_the_fewest_kernels_first():
+    assert begun(*distributed("load", IDS_AHEAD)) == ["w2 a", "w1 c", "w2 b", "w2 c", "w1 b", "w1 a"]
+
+
+def test_what_other_processes_have_compiled_comes_at_once(monkeypatch):
+    noted = ["w1 b begun", "w1 a begun", "w1 a compiled", "gone compiled"]
+    monkeypatch.setattr(scheduling, "noted_in_a_run", lambda run: {"this": noted}[run])
+    assert begun(*distributed("load", IDS_AHEAD))[0] == "w1 a"
+    assert begun(*distributed("load", IDS_AHEAD, reorder=False)) == GROUPS
 
 
 @pytest.mark.parametrize("dist", OWN)

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from pytest_attn import Workload
+from pytest_attn.backends import machine
 from pytest_attn.processes import worker as worker_module
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.worker import Worker, own_processes
 from pytest_attn.session import devices
-from pytest_attn.session.devices import count_gpus, place_on_host, take_own_gpu, untimed_because
+from pytest_attn.session.devices import Machines, count_gpus, place_on_host, take_own_gpu, untimed_because
 from pytest_attn.session.session import AttentionSession, CudaContext
 
 CUDA = torch.device("cuda", 0)
@@ -295,3 +296,42 @@ def test_own_processes_are_this_one_and_those_that_wait(monkeypatch):
     mine.send(waiting=[12, 34])
     monkeypatch.setattr(worker_module, "_this", Worker(theirs))
     assert own_processes() == {os.getpid(), os.getppid(), 12, 34}, "its parent may be a fork server"
+
+
+# -- who waits for a GPU ------------------------------------------------------------------------------------------------------
+
+
+def driver_of(asked):
+    """Return CUDA's driver, which takes orders for the GPU that it calls 10 more than torch does."""
+    return types.SimpleNamespace(
+        cuInit=lambda flags: 0,
+        cuDeviceGet=lambda handle, ordinal: setattr(handle._obj, "value", 10 + ordinal) or 0,
+        cuDevicePrimaryCtxSetFlags_v2=lambda handle, flags: asked.append((handle.value, flags)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "sharers", "asked"),
+    [(2, None, [(11, 4)]), (2, "2", [(11, 4)]), (2, "1", []), (1, None, [])],
+    ids=["two share a GPU", "two share each GPU", "each has its own", "one worker"],
+)
+def test_only_workers_that_share_a_gpu_sleep_while_they_wait_for_it(monkeypatch, count, sharers, asked):
+    orders = []
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: driver_of(orders))
+    monkeypatch.setattr(machine, "resolve_device", lambda wanted: torch.device("cuda", 1))
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(count))
+    monkeypatch.delenv("PYTEST_ATTN_GPU_SHARERS", raising=False)
+    if sharers:
+        monkeypatch.setenv("PYTEST_ATTN_GPU_SHARERS", sharers)
+    Machines("cuda:1").device()
+    assert orders == asked
+
+
+@pytest.mark.parametrize("fault", [OSError("no such file"), AttributeError("an old driver")])
+def test_a_driver_that_cannot_let_a_process_sleep_is_no_fault(monkeypatch, fault):
+    def missing(name):
+        raise fault
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", missing)
+    machine.wait_asleep(CUDA)
