@@ -124,9 +124,8 @@ def _is_compiled_here(item: pytest.Item, session: AttentionSession, bundled: Con
     backend, workload = registry[name], parameter.workload
     is_quick = backend.compiles and seconds_to_compile(name, True) <= Compiler.seconds
     is_plain = not parameter.ranks and device_of(item) is None and workload in bundled and workload.bytes() <= _LARGEST
-    if not (is_plain and is_quick and backend.is_contained and marker):
-        return False
-    return not (backend.capabilities and backend.capabilities.refusals(workload, bool(marker.kwargs.get("backward"))))
+    is_ours = is_plain and is_quick and backend.is_contained
+    return is_ours and marker is not None and backend.claims(workload, bool(marker.kwargs.get("backward")))
 
 
 def _started(config: pytest.Config) -> subprocess.Popen[str]:

@@ -428,5 +428,4 @@ def _uncollected(cases: Sequence[_Case]) -> int:
 
 def _is_claimed(case: _Case) -> bool:
     """Whether its backend declares that it takes the workload, as asking a library may take memory for all tensors of it."""
-    declared = None if kind_of(case.item) is MODEL else case.backend.capabilities
-    return not (declared and declared.refusals(case.parameter.workload, case.asks_gradients))
+    return kind_of(case.item) is MODEL or case.backend.claims(case.parameter.workload, case.asks_gradients)

@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 from pytest_attn.backends.compilers import COMPILED, seconds_to_compile
 from pytest_attn.backends.library import noted_in_a_run
 from pytest_attn.session.durations import Durations
-from pytest_attn.session.kinds import is_case, kind_of, parameter_of
+from pytest_attn.session.kinds import MODEL, CaseParameter, is_case, kind_of, marker_of, parameter_of
 from pytest_attn.session.session import session_of
 
 #: between a case's id, its group, and how long its backend compiles, where a worker hands its ids to the controller; in no id
@@ -124,9 +124,16 @@ def _group(item: pytest.Item, compiled_ahead: Mapping[str, int]) -> tuple[str, s
         return "", "0"
     is_grouped = item.config.getoption("loadgroup", False) and item.get_closest_marker("xdist_group")
     group: str | None = None if is_grouped else kind_of(item).made_items().group(item, parameter)
-    registry, name = session_of(item.config).registrations.registry, parameter.backend or ""
-    compiling = seconds_to_compile(name, registry[name].compiles) if registry.is_known(name) else 0.0
-    return group or "", str(-compiled_ahead.get(group or "", 0) or compiling)
+    return group or "", str(-compiled_ahead.get(group or "", 0) or _seconds_to_compile(item, parameter))
+
+
+def _seconds_to_compile(item: pytest.Item, parameter: CaseParameter) -> float:
+    registry, name, marker = session_of(item.config).registrations.registry, parameter.backend or "", marker_of(item)
+    if not registry.is_known(name) or marker is None:
+        return 0.0
+    backend, backward = registry[name], bool(marker.kwargs.get("backward"))
+    is_claimed = kind_of(item) is MODEL or backend.claims(parameter.workload, backward)
+    return seconds_to_compile(name, backend.compiles) if is_claimed else 0.0
 
 
 def take_groups(config: pytest.Config, ids: list[str]) -> list[str]:

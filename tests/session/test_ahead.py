@@ -152,9 +152,11 @@ def test_what_is_not_compiled_ahead_comes_with_what_is_in_its_group(ask):
     assert ask.order["test_elsewhere[smoke-full-flex]"] == ask.order["test_forward[smoke-full-flex]"] == -2
 
 
-def test_what_a_backend_declares_to_refuse_is_not_told(ask):
+def test_what_a_backend_declares_to_refuse_is_not_told_and_compiles_nothing(ask):
     told, _ = ask(more='import pytest\n\n@pytest.mark.attention("features-paged")\ndef test_pages(attn, attn_backend): ...')
     assert {case[1] for case in cases_of(told)} == {"smoke-full", "smoke-padded"}
+    assert ask.order["test_pages[features-paged-flex]"] == 0
+    assert ask.order["test_large[llama3-8b-prefill-flex]"] > 0
 
 
 def test_no_library_is_asked_for_whom_each_worker_would_wait(ask, monkeypatch):
