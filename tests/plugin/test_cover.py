@@ -503,6 +503,7 @@ def test_who_calls_the_kernels_of_another_runs_in_its_worker(pytester):
 
 TWO_KERNELS = """
 import torch
+from pytest_attn import KnownDefect
 from honest.variants import HONEST
 
 def pytest_attn_backends(registry):
@@ -513,6 +514,8 @@ def compiled(name, is_wrong):
     backend = HONEST.backend()
     prepare = backend.prepare
     backend.name, backend.compiles = name, True
+    if name == "known":
+        backend.known_defects = (KnownDefect("one", "anything", lambda w, machine: w.name == "smoke-half", ("out",)),)
 
     def prepared(inputs, backward=False):
         kernel = prepare(inputs, backward)
@@ -532,6 +535,7 @@ def compiled(name, is_wrong):
 
 FAULTS = {
     "right": lambda w, trains: False,
+    "known": lambda w, trains: False,
     "inference": lambda w, trains: not trains,
     "softcap_in_inference": lambda w, trains: w.softcap and not trains,
     "training": lambda w, trains: trains,
@@ -555,11 +559,14 @@ FIVE = ("smoke-full", "smoke-half", "smoke-single", "smoke-padded", "smoke-softc
 FEW_OF_FIVE = {"smoke-full", "smoke-padded", "smoke-softcap"}
 
 
-def asked_both_ways(pytester, *options, ask="check"):
-    """Return by backend and test the verdicts of cases, and how each kernel was called, in words."""
+def asked_both_ways(pytester, *options, ask="check", **replaced):
+    """Return the cases of kernels that are wrong, and how each kernel was called, in words. replaced: words of the file."""
     pytester.makeconftest(TWO_KERNELS)
-    pytester.makepyfile(test_it=BOTH_WAYS.replace("ASK", ask))
-    asked = "--attn-backends=right,inference,softcap_in_inference,training", f"--attn-workloads={','.join(FIVE)}"
+    test = BOTH_WAYS.replace("ASK", ask)
+    for old, new in replaced.items():
+        test = test.replace(old, new)
+    pytester.makepyfile(test_it=test)
+    asked = "--attn-backends=right,known,inference,softcap_in_inference,training", f"--attn-workloads={','.join(FIVE)}"
     pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked, "--attn-output=run.jsonl", *options)
     records = read_records(pytester.path / "run.jsonl")
     verdicts = {(one["subject"], one["direction"], one["name"]): one["verdict"] for one in records}
@@ -594,6 +601,16 @@ def test_a_fault_of_training_is_none_of_inference(pytester):
     wrong, calls = asked_both_ways(pytester, "-k", "training")
     assert {direction for name, direction, _ in wrong if name == "training"} == {"forward+backward"}
     assert {name for _, name, how in calls if how == "in inference"} == set(FIVE)
+
+
+def test_where_times_are_taken_they_are_those_of_inference(pytester):
+    _, calls = asked_both_ways(pytester, "-k", "right", attention_chosen="attention_chosen(timed=True)")
+    assert {name for _, name, how in calls if how == "in inference"} == set(FIVE)
+
+
+def test_a_case_with_a_known_defect_is_called_as_in_inference(pytester):
+    _, calls = asked_both_ways(pytester, "-k", "known")
+    assert {name for _, name, how in calls if how == "in inference"} == {*FEW_OF_FIVE, "smoke-half"}
 
 
 @pytest.mark.parametrize(
