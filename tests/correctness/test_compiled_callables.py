@@ -250,9 +250,9 @@ def test_a_call_as_in_training_shares_what_is_compiled_for_gradients_and_asks_fo
         return call
 
     monkeypatch.setattr(Math, "prepare", noted)
-    for asked in ({"backward": True}, {"in_training": True}, {}):
-        comparison = judge(backend, CheckSpec(WORKLOADS[0], CPU, inputs=("flat",), **asked).for_subject(backend), references)
+    for call in ({"backward": True}, {"in_training": True}, {}):
+        comparison = judge(backend, CheckSpec(WORKLOADS[0], CPU, inputs=("flat",), **call).for_subject(backend), references)
         assert comparison.passed
-        assert ("dq" in str(comparison.tensors)) == ("backward" in asked)
+        assert ("dq" in str(comparison.tensors)) == ("backward" in call)
     assert set(seen) == {(True, True, True), (False, False, False)}
     assert sum(trains for trains, _, _ in seen) == 2 * sum(not trains for trains, _, _ in seen)
