@@ -120,9 +120,11 @@ class AttentionCase(CaseTensors):
         run = self._run
         subject = run.place(run.subject(fn, name, self._spec, dequantized=dequantized))
         self._checked, self._comparison = subject, None
-        self._comparison = run.conclude(KernelEvaluator(run, subject, self._spec))
-        run.executor.leave(self._comparison)
-        return self._comparison
+        evaluator = KernelEvaluator(run, subject, self._spec)
+        comparison = run.conclude(evaluator)
+        self._comparison = None if evaluator.trained else comparison  # what is timed is another kernel
+        run.executor.leave(comparison)
+        return comparison
 
     def check_invariants(
         self,
@@ -203,7 +205,8 @@ class AttentionCase(CaseTensors):
         subject = run.place(subject)
         if measuring.mode.checks_first and not self._is_checked(subject, needs_gradients):
             self._checked, self._comparison = subject, None
-            self._comparison = run.conclude(KernelEvaluator(run, subject, spec_with(self._spec, needs_gradients)))
+            evaluator = KernelEvaluator(run, subject, spec_with(self._spec, needs_gradients), is_timed=True)
+            self._comparison = run.conclude(evaluator)
         known = run.session, run.item, self._spec, subject, direction, self._comparison
         latency = measuring.measure(Measurement(*known, number=1, place=run.timing(subject)))
         run.executor.leave(latency)
@@ -274,10 +277,14 @@ def backend_of(case: AttentionCase) -> Backend:
 
 
 class KernelEvaluator(Evaluator[Comparison]):
-    """Holds a subject against exact attention on every input distribution."""
+    """Holds a subject against exact attention on every input distribution.
 
-    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec) -> None:
+    is_timed: the kernel that the test says is timed afterwards. trained: in words, where another one was called in its place.
+    """
+
+    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec, is_timed: bool = False) -> None:
         self.subject: Subject = subject
+        self._is_timed, self.trained = is_timed, ""
         self._run, self._spec, self.workload = run, spec, run.workload
         self.doing, self.on = f"checking {subject.name}", run.workload.id
         self.evidence: FailureToSave = FailureToSave(spec, subject)
@@ -287,8 +294,10 @@ class KernelEvaluator(Evaluator[Comparison]):
         run, subject, spec = self._run, self.subject, self._spec
         with measured_peak(spec.device) as peak:
             by = run.session.references, run.deadline(subject)
-            trained, dealt = passing_in_training(run, subject, spec, lambda spec: judge(subject, spec, *by))
-            comparison = judge(subject, spec, *by) if trained is None else trained
+            found = None
+            if not self._is_timed:
+                found, self.trained = passing_in_training(run, subject, spec, lambda spec: judge(subject, spec, *by))
+            comparison = judge(subject, spec, *by) if found is None else found
         fields, properties = {**figures_of(comparison), "memory": peak.bytes}, z_property(comparison, subject)
         defects = _shown_by_checks(run.defects_of(subject), spec)
         if comparison.passed and run.session.settings.profile:
@@ -298,7 +307,7 @@ class KernelEvaluator(Evaluator[Comparison]):
                 reason = f"while it was profiled, {type(error).__name__}: {error}".splitlines()[0]
                 return Judgment(Verdict.RAISED, reason=reason, error=error, fields=fields, properties=properties)
         if comparison.passed:
-            said = [f"{defect.issue} did not show: {defect.summary}" for defect in defects] or [eager_because(), dealt]
+            said = [f"{defect.issue} did not show: {defect.summary}" for defect in defects] or [eager_because(), self.trained]
             fields["cause"] = Cause.DEFECT_NOT_SHOWN.value if defects else ""
             reason = "; ".join(filter(None, said))
             return Judgment(Verdict.PASSED, comparison, reason, fields=fields, properties=properties)
@@ -351,7 +360,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         is_expendable = run.executor.is_expendable or isolated_of(subject) is not None
         self._here, self._isolated = divided(run, spec, only, skip, is_expendable)
         self._elsewhere = {} if subject is not run.backend else left_to_others(run.item, run.session)
-        self._dealt = ""
+        self._trained = ""
         self.doing, self.on = f"trying the invariants of {subject.name}", run.workload.id
         self.evidence: FailureToSave = FailureToSave(spec, subject)
 
@@ -366,7 +375,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
             reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
             return Judgment.refused(self.subject, f"none of the requested invariants applies: {reasons}")
         if report.passed:
-            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because(), self._dealt))))
+            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because(), self._trained))))
         broken = tuple(sorted({finding.invariant for finding in report.broken}))
         return Judgment(
             Verdict.BROKEN,
@@ -391,8 +400,8 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
             def ask(spec: CheckSpec) -> InvariantReport:
                 return judge_invariants(subject, spec, references, names, None, thorough, deadline, begun, self._elsewhere)
 
-            trained, self._dealt = passing_in_training(run, subject, self._spec, ask)
-            return ask(self._spec) if trained is None else trained
+            found, self._trained = passing_in_training(run, subject, self._spec, ask)
+            return ask(self._spec) if found is None else found
 
 
 class _Found(Protocol):

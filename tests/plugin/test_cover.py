@@ -603,8 +603,17 @@ def test_a_fault_of_training_is_none_of_inference(pytester):
     assert {name for _, name, how in calls if how == "in inference"} == set(FIVE)
 
 
-def test_where_times_are_taken_they_are_those_of_inference(pytester):
-    _, calls = asked_both_ways(pytester, "-k", "right", attention_chosen="attention_chosen(timed=True)")
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        {"attention_chosen": "attention_chosen(timed=True)"},
+        {"check(attn_backend)": "measure(attn_backend)"},
+        {"attn.check(attn_backend)": "attn.check(attn_backend); attn.measure(attn_backend)"},
+    ],
+    ids=["said", "alone", "after a check"],
+)
+def test_what_is_timed_is_checked_as_in_inference(pytester, replaced):
+    _, calls = asked_both_ways(pytester, "-k", "right", "--attn-latency=off", **replaced)
     assert {name for _, name, how in calls if how == "in inference"} == set(FIVE)
 
 
