@@ -57,7 +57,7 @@ class Compiled(NamedTuple):
 
     @property
     def case(self) -> tuple[str, str, bool, tuple[str, ...]]:
-        """What the process is told of it."""
+        """What the process gets of it."""
         return self.backend, self.workload, self.backward, self.invariants
 
 
