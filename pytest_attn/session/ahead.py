@@ -56,6 +56,11 @@ class Compiled(NamedTuple):
     invariants: tuple[str, ...]
 
     @property
+    def kernels(self) -> int:
+        """How many it compiles, roughly."""
+        return (1 + self.backward) * (1 + len(self.invariants))
+
+    @property
     def case(self) -> tuple[str, str, bool, tuple[str, ...]]:
         """What the process gets of it."""
         return self.backend, self.workload, self.backward, self.invariants
@@ -97,7 +102,7 @@ def compile_ahead(config: pytest.Config, session: AttentionSession, items: Seque
     groups: dict[str, list[Compiled]] = {}
     for one in dict.fromkeys(by_item.values()):
         groups.setdefault(one.group, []).append(one)
-    kernels = {group: sum(1 + len(one.invariants) for one in cases) for group, cases in groups.items()}
+    kernels = {group: sum(one.kernels for one in cases) for group, cases in groups.items()}
     from_the_longest = sorted(groups, key=kernels.__getitem__)[::-1]  # against the order of workers
     told = [(group, [one.case for one in groups[group]]) for group in from_the_longest]
     assert process.stdin is not None
