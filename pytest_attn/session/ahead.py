@@ -1,8 +1,8 @@
 """Compilation ahead: beside each worker of xdist, a process that compiles for cases of the run, from the longest on.
 
-Workers run what needs no compiler, what is compiled by then (scheduling.py), and else what compiles least. Whoever comes first
-to a backend on a workload, a worker or such a process, compiles for it. What is compiled lies in the compilers' caches, where
-another process finds it. Nothing depends on that: what is not there the case itself compiles, or says why it cannot.
+Workers run what is compiled by then, next what needs no compiler, and last what compiles least (scheduling.py). Whoever comes
+first to a backend on a workload, a worker or such a process, compiles for it. What is compiled lies in the compilers' caches,
+where another process finds it. Nothing depends on that: what is not there the case itself compiles, or says why it cannot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pytest_attn.backends.machine import usable_cores
 from pytest_attn.session.cover import asked_once, is_called_as_in_training
 from pytest_attn.session.devices import untimed_because
 from pytest_attn.session.durations import Durations
-from pytest_attn.session.kinds import ATTENTION, device_of, kind_of, marker_of, parameter_of
+from pytest_attn.session.kinds import ATTENTION, asks_gradients, device_of, kind_of, parameter_of
 from pytest_attn.workloads.catalog import builtin_catalog
 
 if TYPE_CHECKING:
@@ -112,10 +112,9 @@ def compile_ahead(config: pytest.Config, session: AttentionSession, items: Seque
 
 
 def _compiled_by(item: pytest.Item, session: AttentionSession) -> Compiled:
-    parameter, marker = parameter_of(item), marker_of(item)
+    parameter = parameter_of(item)
     assert parameter is not None
-    assert marker is not None
-    backward = bool(marker.kwargs.get("backward")) or is_called_as_in_training(item, session)
+    backward = asks_gradients(item) or is_called_as_in_training(item, session)
     group = kind_of(item).made_items().group(item, parameter)
     name, workload = str(parameter.backend), str(parameter.workload.name)
     return Compiled(group or "", name, workload, backward, asked_once(item, session))
@@ -123,14 +122,13 @@ def _compiled_by(item: pytest.Item, session: AttentionSession) -> Compiled:
 
 def _is_compiled_here(item: pytest.Item, session: AttentionSession, bundled: Container[Workload]) -> bool:
     """Whether a backend of this package declares that it takes one of these workloads, and compiles it within seconds."""
-    parameter, marker, registry = parameter_of(item), marker_of(item), session.registrations.registry
+    parameter, registry = parameter_of(item), session.registrations.registry
     if kind_of(item) is not ATTENTION or parameter is None or not registry.is_known(name := parameter.backend or ""):
         return False
     backend, workload = registry[name], parameter.workload
     is_quick = backend.compiles and seconds_to_compile(name, True) <= Compiler.seconds
     is_plain = not parameter.ranks and device_of(item) is None and workload in bundled and workload.bytes() <= _LARGEST
-    is_ours = is_plain and is_quick and backend.is_contained
-    return is_ours and marker is not None and backend.claims(workload, bool(marker.kwargs.get("backward")))
+    return is_plain and is_quick and backend.is_contained and backend.claims(workload, asks_gradients(item))
 
 
 def _started(config: pytest.Config) -> subprocess.Popen[str]:

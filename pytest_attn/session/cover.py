@@ -34,6 +34,7 @@ from pytest_attn.session.kinds import (
     MODEL,
     PARAMETER,
     CaseParameter,
+    asks_gradients,
     device_of,
     kind_of,
     marker_of,
@@ -149,9 +150,8 @@ class _Case:
 
     @property
     def asks_gradients(self) -> bool:
-        """Whether its marker says backward=True."""
-        marker = marker_of(self.item)
-        return marker is not None and bool(marker.kwargs.get("backward"))
+        """Whether its marker says so."""
+        return asks_gradients(self.item)
 
 
 def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.Item]) -> None:
@@ -226,8 +226,10 @@ def left_to_others(item: pytest.Item, session: AttentionSession, is_declared: bo
         own = [_Case(one, found, session) for one, found in items if found and found.backend == parameter.backend]
         runs: Callable[[_Case], bool] = _is_claimed if is_declared else attrgetter("runs")
         left = _dealt([case for case in own if case.asks_once], runs, _DEPENDENCIES)
-        trained = {case.place for case in own if case.asks_gradients and runs(case)}
-        twice = [case for case in own if case.has_two_kernels and case.place in trained]
+        without = [case for case in own if case.has_two_kernels]
+        places = {case.place for case in without}
+        trained = {case.place for case in own if case.asks_gradients and case.place in places and runs(case)}
+        twice = [case for case in without if case.place in trained]
         for nodeid, others in _dealt(twice, runs, {INFERENCE: _options_asked}).items():
             left.setdefault(nodeid, {}).update(others)
         session.collected.left_to_others[key] = left

@@ -127,6 +127,12 @@ def device_of(item: pytest.Item) -> str | None:
     return marker.kwargs.get("device") if marker else None
 
 
+def asks_gradients(item: pytest.Item) -> bool:
+    """Whether the marker of a test says backward=True, or names gradients."""
+    marker = marker_of(item)
+    return marker is not None and bool(marker.kwargs.get("backward"))
+
+
 # -- from an item to its case --------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 from pytest_attn.backends.compilers import COMPILED, seconds_to_compile
 from pytest_attn.backends.library import noted_in_a_run
 from pytest_attn.session.durations import Durations
-from pytest_attn.session.kinds import MODEL, CaseParameter, is_case, kind_of, marker_of, parameter_of
+from pytest_attn.session.kinds import MODEL, CaseParameter, asks_gradients, is_case, kind_of, parameter_of
 from pytest_attn.session.session import session_of
 
 #: between a case's id, its group, and how long its backend compiles, where a worker hands its ids to the controller; in no id
@@ -128,11 +128,11 @@ def _group(item: pytest.Item, compiled_ahead: Mapping[str, int]) -> tuple[str, s
 
 
 def _seconds_to_compile(item: pytest.Item, parameter: CaseParameter) -> float:
-    registry, name, marker = session_of(item.config).registrations.registry, parameter.backend or "", marker_of(item)
-    if not registry.is_known(name) or marker is None:
+    registry, name = session_of(item.config).registrations.registry, parameter.backend or ""
+    if not registry.is_known(name):
         return 0.0
-    backend, backward = registry[name], bool(marker.kwargs.get("backward"))
-    is_claimed = kind_of(item) is MODEL or backend.claims(parameter.workload, backward)
+    backend = registry[name]
+    is_claimed = kind_of(item) is MODEL or backend.claims(parameter.workload, asks_gradients(item))
     return seconds_to_compile(name, backend.compiles) if is_claimed else 0.0
 
 

@@ -548,21 +548,21 @@ pytestmark = pytest.mark.attention_chosen
 
 @pytest.mark.attention("smoke", device="cpu")
 def test_forward(attn, attn_backend):
-    attn.ASK(attn_backend)
+    attn.check(attn_backend)
 
 @pytest.mark.attention("smoke", device="cpu", backward=True)
 def test_backward(attn, attn_backend):
-    attn.ASK(attn_backend)
+    attn.check(attn_backend)
 """
 FIVE = ("smoke-full", "smoke-half", "smoke-single", "smoke-padded", "smoke-softcap")
 #: of those alike one, of float32 none; one for another layout and one for a softcap
 FEW_OF_FIVE = {"smoke-full", "smoke-padded", "smoke-softcap"}
 
 
-def asked_both_ways(pytester, *options, ask="check", **replaced):
+def asked_both_ways(pytester, *options, **replaced):
     """Return the cases of kernels that are wrong, and how each kernel was called, in words. replaced: words of the file."""
     pytester.makeconftest(TWO_KERNELS)
-    test = BOTH_WAYS.replace("ASK", ask)
+    test = BOTH_WAYS
     for old, new in replaced.items():
         test = test.replace(old, new)
     pytester.makepyfile(test_it=test)
@@ -577,7 +577,7 @@ def asked_both_ways(pytester, *options, ask="check", **replaced):
 
 @pytest.mark.parametrize("ask", ["check", "check_invariants"])
 def test_the_kernel_of_inference_is_asked_of_as_few_cases_as_have_all_options(pytester, ask):
-    wrong, calls = asked_both_ways(pytester, "-k", "right", ask=ask)
+    wrong, calls = asked_both_ways(pytester, "-k", "right", check=ask)
     said = {one["name"]: one["reason"].rpartition("; ")[2] for one in read_records(pytester.path / "run.jsonl")[:5]}
     assert said["smoke-half"] == "called as in training, and as in inference on smoke-full"
     assert "as in" not in said["smoke-full"]
@@ -615,6 +615,14 @@ def test_a_fault_of_training_is_none_of_inference(pytester):
 def test_what_is_timed_is_checked_as_in_inference(pytester, replaced):
     _, calls = asked_both_ways(pytester, "-k", "right", "--attn-latency=off", **replaced)
     assert {name for _, name, how in calls if how == "in inference"} == set(FIVE)
+
+
+def test_for_what_does_not_compile_no_library_is_asked_what_others_run(pytester, monkeypatch):
+    monkeypatch.setattr(cover._Case, "runs", property(lambda self: pytest.fail("a library was asked")))
+    pytester.makeconftest(TWO_KERNELS.replace("backend.compiles = name, True", "backend.compiles = name, False"))
+    pytester.makepyfile(test_it=BOTH_WAYS)
+    asked = "--attn-backends=right", f"--attn-workloads={','.join(FIVE)}"
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked).assert_outcomes(passed=10)
 
 
 def test_a_case_with_a_known_defect_is_called_as_in_inference(pytester):

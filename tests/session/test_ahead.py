@@ -257,17 +257,9 @@ def test_the_process_lives_as_long_as_its_worker(run, parent, status):
     assert library.noted_in_a_run("this") == (["a group begun", "a group compiled"] if status == 0 else [])
 
 
-def test_what_another_has_begun_nobody_compiles_again(monkeypatch, run, tmp_path):
-    monkeypatch.setattr(
-        sys,
-        "stdin",
-        io.StringIO(
-            json.dumps(
-                {"parent": 1, "device": "cpu", "groups": [("mine", [("math", "smoke-full", False, ())]), ("another's", [1])]}
-            )
-        ),
-    )
-    compiled = []
+def test_what_another_has_begun_nobody_compiles_again(monkeypatch, run):
+    groups, compiled = [("mine", [("math", "smoke-full", False, ())]), ("another's", [1])], []
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"parent": 1, "device": "cpu", "groups": groups})))
     monkeypatch.setattr(library, "is_expendable", False)
     monkeypatch.setattr(process, "die_with", lambda parent: None)
     monkeypatch.setattr(process, "compile_case", lambda device, *case: compiled.append(case))
