@@ -97,6 +97,11 @@ class _Case:
         return options_of(self.parameter.workload)
 
     @cached_property
+    def layout(self) -> str:
+        """Where its queries and keys lie."""
+        return layout_of(self.parameter.workload)
+
+    @cached_property
     def others(self) -> frozenset[str]:
         """The values of other parameters of its test."""
         params: dict[str, object] = self.item.callspec.params  # type: ignore[attr-defined]
@@ -225,12 +230,12 @@ def left_to_others(item: pytest.Item, session: AttentionSession, is_declared: bo
         items = ((one, parameter_of(one)) for one in item.session.items)
         own = [_Case(one, found, session) for one, found in items if found and found.backend == parameter.backend]
         runs: Callable[[_Case], bool] = _is_claimed if is_declared else attrgetter("runs")
-        left = _dealt([case for case in own if case.asks_once], runs, _DEPENDENCIES)
+        left = _dealt([case for case in own if case.asks_once], runs, _INVARIANTS)
         without = [case for case in own if case.has_two_kernels]
         places = {case.place for case in without}
         trained = {case.place for case in own if case.asks_gradients and case.place in places and runs(case)}
         twice = [case for case in without if case.place in trained]
-        for nodeid, others in _dealt(twice, runs, {INFERENCE: _options_asked}).items():
+        for nodeid, others in _dealt(twice, runs, (INFERENCE,)).items():
             left.setdefault(nodeid, {}).update(others)
         session.collected.left_to_others[key] = left
     return session.collected.left_to_others[key].get(item.nodeid, {})
@@ -245,7 +250,7 @@ def asked_once(item: pytest.Item, session: AttentionSession) -> tuple[str, ...]:
     if parameter is None or not _Case(item, parameter, session).asks_once:
         return ()
     left = left_to_others(item, session, is_declared=True)
-    return tuple(one for one in _DEPENDENCIES if one not in left)
+    return tuple(one for one in _INVARIANTS if one not in left)
 
 
 def is_called_as_in_training(item: pytest.Item, session: AttentionSession) -> bool:
@@ -256,7 +261,7 @@ def is_called_as_in_training(item: pytest.Item, session: AttentionSession) -> bo
 def _dealt(
     cases: Sequence[_Case],
     runs: Callable[[_Case], bool],
-    questions: Mapping[str, Callable[[_Case], frozenset[Hashable]]],
+    questions: Sequence[str],
 ) -> dict[str, dict[str, str]]:
     """Deal questions out among cases, so that each is asked with all that it depends on; return what each leaves to which.
 
@@ -266,7 +271,8 @@ def _dealt(
     by_file: dict[Hashable, list[_Case]] = {}
     for case in cases:
         by_file.setdefault((case.item.path, case.others), []).append(case)
-    for group, (question, depended_on) in product(by_file.values(), questions.items()):
+    for group, question in product(by_file.values(), questions):
+        depended_on = _DEPENDENCIES[question]
         asked: dict[Hashable, _Case] = {}
         able = {case: depended_on(case) for case in group if case.is_sound(question) and runs(case)}
         while best := _next_to_ask(able, asked, dealt):
@@ -295,18 +301,22 @@ def _next_to_ask(
     return min(filter(new.get, new), key=order, default=None)
 
 
-def _options_asked(case: _Case) -> frozenset[Hashable]:
-    """What the answer to `options` depends on: each option of the scores and, unless it takes any, the mask; by layout."""
-    w, declared = case.parameter.workload, case.backend.capabilities
-    mask = None if w.mask is None or (declared and "any" in declared.masks) else w.mask.kind
-    return frozenset((layout_of(w), one) for one in (mask, *(case.options & OF_SCORES)))
+def _options(case: _Case) -> frozenset[Hashable]:
+    """Each option of the scores and, unless the backend takes any, the kind of mask."""
+    mask, declared = case.parameter.workload.mask, case.backend.capabilities
+    kind = None if mask is None or (declared and "any" in declared.masks) else mask.kind
+    return frozenset((kind, *(case.options & OF_SCORES)))
 
 
-#: invariants for which a kernel may be compiled, or a plan made, anew, and what of a case their answers depend on
+#: invariants for which a kernel may be compiled, or a plan made, anew
+_INVARIANTS = ("layout", "options", "equivalence")
+#: what of a case the answer to a question depends on; `options` changes all of them at once, so none need meet a layout, and
+#: `equivalence` says sequences of their own lengths one by one, others with or without groups of heads
 _DEPENDENCIES: dict[str, Callable[[_Case], frozenset[Hashable]]] = {
-    "layout": lambda case: frozenset((layout_of(case.parameter.workload),)),
-    "options": _options_asked,
-    "equivalence": lambda case: frozenset(((layout_of(case.parameter.workload), "grouped heads" in case.options),)),
+    "layout": lambda case: frozenset((case.layout,)),
+    "options": lambda case: frozenset((case.layout, *_options(case))),
+    "equivalence": lambda case: frozenset((case.layout if case.layout != "plain" else "grouped heads" in case.options,)),
+    INFERENCE: lambda case: frozenset((case.layout, option) for option in _options(case)),
 }
 
 

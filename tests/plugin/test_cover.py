@@ -416,7 +416,7 @@ def test_what_is_made_anew_is_asked_once_and_still_finds_its_fault(pytester, mon
         if record["subject"] == "honest"
         for one in re.findall(r"(\w+):? not run here but on", record["reason"])
     )
-    assert left == {"layout": 6, "options": 5, "equivalence": 6}, "those with gradients are asked for those without"
+    assert left == {"layout": 6, "options": 6, "equivalence": 6}, "those with gradients are asked for those without"
 
 
 DEFECTS = """
@@ -441,7 +441,7 @@ def left_by_cases(pytester, conftest, *asked):
     options = "--attn-backends=honest", "--attn-output=run.jsonl", "-k", "test_forward"
     pytester.runpytest_inprocess("-p", "no:cacheprovider", f"--attn-workloads={','.join(asked)}", *options)
     return {
-        record["name"]: dict(re.findall(r"(\w+):? not run here but on (\S+)\b", record["reason"]))
+        record["name"]: dict(re.findall(r"(\w+):? not run here but on (\S+(?: and \S+)*)\b", record["reason"]))
         for record in read_records(pytester.path / "run.jsonl")
     }
 
@@ -455,19 +455,27 @@ def test_a_case_with_a_known_defect_stands_for_none_and_is_asked_what_the_defect
     assert all("smoke-full" not in some.values() for some in left.values())
 
 
-FEW = """
-from honest.variants import HONEST
+#: options alone and together, in a plain batch and in a padded one
+COMBINED = """
 from pytest_attn import Workload
+
+def pytest_attn_workloads(catalog):
+    options = {"one": {"softcap": 5.0}, "other": {"alibi": True}, "both": {"softcap": 5.0, "alibi": True}}
+    options["grouped"] = {"kv_heads": 1}
+    layouts = {"few": {}, "padded": {"batch": 2, "kv_lens": (64, 40)}}
+    for layout, lengths in layouts.items():
+        for name, chosen in options.items():
+            w = Workload(64, heads=2, head_dim=32, name=f"{layout}-{name}", **lengths, **chosen)
+            catalog.add(w, group="smoke")
+"""
+FEW = f"""
+from honest.variants import HONEST
 
 def pytest_attn_backends(registry):
     backend = HONEST.backend()
     backend.name, backend.compiles = "honest", True
     registry.add(backend)
-
-def pytest_attn_workloads(catalog):
-    options = {"one": {"softcap": 5.0}, "other": {"alibi": True}, "both": {"softcap": 5.0, "alibi": True}}
-    for name, chosen in options.items():
-        catalog.add(Workload(64, heads=2, head_dim=32, name=f"few-{name}", **chosen), group="smoke")
+{COMBINED}
 """
 
 
@@ -478,6 +486,21 @@ def test_the_case_of_most_is_asked_so_that_few_are(pytester):
         "few-other": "few-both",
         "few-both": None,
     }
+
+
+def test_an_option_and_a_layout_need_not_meet_for_what_changes_all_options_at_once(pytester):
+    left = left_by_cases(pytester, FEW, "few-both", "padded-one", "padded-other")
+    assert {name: some.get("options") for name, some in left.items()} == {
+        "few-both": None,
+        "padded-one": "few-both and padded-other",
+        "padded-other": None,
+    }
+
+
+def test_groups_matter_only_where_no_sequence_can_be_asked_alone(pytester):
+    asked = ("few-one", "few-grouped", "few-other", "padded-one", "padded-grouped")
+    left = left_by_cases(pytester, FEW, *asked)
+    assert {name for name, some in left.items() if "equivalence" not in some} == {"few-grouped", "few-one", "padded-grouped"}
 
 
 def test_who_calls_the_kernels_of_another_runs_in_its_worker(pytester):
@@ -585,6 +608,15 @@ def test_the_kernel_of_inference_is_asked_of_as_few_cases_as_have_all_options(py
     assert not wrong
     assert {name for _, name, how in calls if how == "in training"} >= set(FIVE)
     assert inferred & set(FIVE) == FEW_OF_FIVE
+
+
+def test_the_kernel_of_inference_is_asked_of_an_option_in_each_layout(pytester):
+    pytester.makeconftest(TWO_KERNELS + COMBINED)
+    pytester.makepyfile(test_it=BOTH_WAYS)
+    asked = "--attn-backends=right", "--attn-workloads=few-one,few-other,padded-both,padded-one"
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked).assert_outcomes(passed=8)
+    calls = [line.split(" ", 2) for line in (pytester.path / "calls").read_text().splitlines()]
+    assert {name for _, name, how in calls if how == "in inference"} == {"few-one", "few-other", "padded-both"}
 
 
 def test_a_fault_of_inference_alone_is_found_where_it_is_asked(pytester):
