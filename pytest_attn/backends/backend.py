@@ -71,10 +71,6 @@ class Backend(Subject):
         """Return what it compiles a kernel for, where it compiles: workloads for which that is equal share one."""
         return workload.id
 
-    def claims(self, workload: Workload, backward: bool = False) -> bool:
-        """Whether it declares that it takes a workload, or declares nothing; no library is asked."""
-        return not (self.capabilities and self.capabilities.refusals(workload, backward))
-
     @property
     def is_slow(self) -> bool:
         """Whether a case takes seconds, as where it compiles."""

@@ -147,9 +147,19 @@ class Subject(ABC):
         """Import what it needs, and say in the library's own words why that failed, or None."""
         return None
 
+    def declared_refusals(self, workload: Workload, backward: bool = False) -> list[str]:
+        """List the reasons for which it declares to refuse this workload, on any machine; no library is asked."""
+        return self.capabilities.refusals(workload, backward) if self.capabilities else []
+
+    def claims(self, workload: Workload, backward: bool = False) -> bool:
+        """Whether it declares that it takes a workload, or declares nothing; no library is asked."""
+        if (workload.dropout and self.is_backend) or _no_gradient(workload, backward):
+            return False
+        return not self.declared_refusals(workload, backward)
+
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """List the reasons why it refuses this workload; empty where it claims it."""
-        return self.capabilities.refusals(workload, backward) if self.capabilities else []
+        return self.declared_refusals(workload, backward)
 
     def refusal_in(self, error: Exception) -> str | None:
         """Return the library's reason where an exception of a kernel is a refusal that only its compiler knew."""
@@ -165,6 +175,8 @@ class Subject(ABC):
             return reason
         if reason := _too_small(machine, workload, backward, self.workspace(workload, backward)):
             return reason
+        if not self.claims(workload, backward) and (reason := self.declines(workload, machine, backward)):
+            return reason  # no library is imported for that, which may take many seconds
         with quiet(), current(machine.device):
             reason = self.broken_because()
         return reason or self.declines(workload, machine, backward)

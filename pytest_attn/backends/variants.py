@@ -43,6 +43,9 @@ class Variant(Backend):
             return f"{self.inner.name} has no variant +{self.kind}"
         return self.inner.unavailable_because(machine)
 
+    def declared_refusals(self, workload: Workload, backward: bool = False) -> list[str]:
+        return self.inner.declared_refusals(workload, backward)
+
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         return self.inner.unsupported_because(workload, machine, backward)
 

@@ -189,9 +189,35 @@ def test_the_first_obstacle_is_the_reason():
     assert own.obstacle(large, SMALL_GPU, False) == "not installed"
     own.unavailable = None
     assert own.obstacle(large, SMALL_GPU, False).startswith(f"{large.id} needs about ")
-    assert own.obstacle(CAUSAL, CPU, False) == "cannot be imported"
+    assert own.obstacle(CAUSAL, CPU, False) == "has no causal mask", "for which nothing is imported"
+    assert own.obstacle(Workload(16, dropout=0.1), CPU, False).startswith("cannot say which probabilities it dropped")
+    assert own.obstacle(PLAIN, CPU, False) == "cannot be imported"
     own.broken = None
-    assert own.obstacle(CAUSAL, CPU, False) == "has no causal mask"
+    assert own.obstacle(PLAIN, CPU, False) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "backward"),
+    [
+        ("math", Workload(64, dropout=0.1), False),
+        ("math", Workload(1, 64, batch=2, kv_pages=Pages(16)), True),
+        ("flash4", Workload(64, bias="hqk"), False),
+        ("flex_decode", Workload(128), False),
+        ("flex_decode", Workload(64, heads=3, kv_heads=1), False),
+        ("flex_decode+compile", Workload(128), False),
+        ("flash3", Workload(64, head_dim=128, v_head_dim=512), False),
+        ("flash3", Workload(64, head_dim=64, v_head_dim=512), True),
+    ],
+)
+def test_what_it_declares_to_refuse_it_does_not_claim(name, workload, backward):
+    assert not Registry()[name].claims(workload, backward)
+
+
+@pytest.mark.parametrize(
+    ("name", "workload"), [("flash3", Workload(64, head_dim=64, v_head_dim=512)), ("flex_decode", Workload(64))]
+)
+def test_what_it_takes_it_claims_though_no_library_is_there(name, workload):
+    assert Registry()[name].claims(workload)
 
 
 def test_its_workspace_must_fit_the_device_as_well():

@@ -261,12 +261,12 @@ class Flash3(FlashAttention):
         """The generation that is installed; the older one, whose module torch looks for as well, where none is."""
         return next((library for library in _GENERATIONS if library.missing_because() is None), _GENERATIONS[-1])
 
-    def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """Short keys may have values of up to 512 in the forward pass; everything else as declared."""
+    def declared_refusals(self, workload: Workload, backward: bool = False) -> list[str]:
+        """Short keys may have values of up to 512 in the forward pass."""
         declared = self.capabilities
         if workload.head_dim <= 64 and not backward:
             declared = dataclasses.replace(declared, head_dim=512)
-        return declared.refusals(workload, backward) or self.native_refusals(workload, machine, backward)
+        return declared.refusals(workload, backward)
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
         """Add descales, (batch, kv_heads) each, where q, k and v are fp8; the result is bfloat16 then."""

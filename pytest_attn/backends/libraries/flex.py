@@ -145,21 +145,29 @@ class FlexDecode(Flex):
         return None if machine.kind in ("cuda", "xpu") else "is a Triton kernel: needs a GPU"
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        """State flex_attention's own rules for choosing its decoding kernel."""
         reasons = super().unsupported_because(workload, machine, backward)
         if backward:
             reasons.append("decoding has no backward pass")
-        if workload.q_len >= 128 or workload.is_packed:
-            reasons.append("decodes fewer than 128 query rows")
-        if workload.group & (workload.group - 1):
-            reasons.append(f"needs a group size that is a power of two, not {workload.group}")
-        if workload.q_len * workload.group > _MOST_DECODE_ROWS:
-            reasons.append(f"finds no kernel for q_len * group = {workload.q_len * workload.group} rows")
-        return reasons
+        return reasons + _not_decoded_because(workload)
+
+    def declared_refusals(self, workload: Workload, backward: bool = False) -> list[str]:
+        return super().declared_refusals(workload, backward) + _not_decoded_because(workload)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Name the kernel where torch takes the name; older releases choose it by themselves for so few rows."""
         return self._compiled(inputs, "TRITON_DECODE")
+
+
+def _not_decoded_because(workload: Workload) -> list[str]:
+    """State flex_attention's own rules for choosing its decoding kernel."""
+    reasons = []
+    if workload.q_len >= 128 or workload.is_packed:
+        reasons.append("decodes fewer than 128 query rows")
+    if workload.group & (workload.group - 1):
+        reasons.append(f"needs a group size that is a power of two, not {workload.group}")
+    if workload.q_len * workload.group > _MOST_DECODE_ROWS:
+        reasons.append(f"finds no kernel for q_len * group = {workload.q_len * workload.group} rows")
+    return reasons
 
 
 class FlexFlash(Flex):
@@ -198,7 +206,7 @@ class FlexFlash(Flex):
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Refuse what flash-attn 4's kernels do: other dtypes and dimensions, and masks without blocks of its tile size."""
-        reasons = self.capabilities.refusals(workload, backward)
+        reasons = self.declared_refusals(workload, backward)
         reasons += [r for r in super().unsupported_because(workload, machine, backward) if r not in reasons]
         dims = f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
         on_hopper = machine.capability is None or machine.capability < (10, 0)

@@ -389,7 +389,7 @@ class Varlen(Backend):
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Refuse what varlen_attn's signature cannot say, and what it cannot say yet in this torch."""
-        reasons = self.capabilities.refusals(workload, backward)
+        reasons = self.declared_refusals(workload, backward)
         if workload.group > 1 and not _takes("enable_gqa"):
             reasons.append("does not support grouped-query attention (GQA) in this torch")
         is_masked = bottom_right_window(workload) not in (None, (-1, -1))
