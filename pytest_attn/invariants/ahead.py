@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 
@@ -27,17 +28,28 @@ def main() -> None:
     told = json.load(sys.stdin)
     die_with(told["parent"])
     library.is_expendable = True
-    for group, cases in told["groups"]:
-        if not library.note_in_a_run(f"{group}{BEGUN}"):
-            continue
-        for case in cases:
-            with suppress(Exception):
-                compile_case(torch.device(told["device"]), *case)
-            if not gc.isenabled():  # the first has imported the compilers, whose objects need not be looked through
-                gc.freeze()
-                gc.set_threshold(_OBJECTS)
-                gc.enable()
-        library.note_in_a_run(f"{group}{COMPILED}")
+    device, groups = torch.device(told["device"]), told["groups"]
+    for group, (first, *others) in groups:
+        if _compile_first(device, first):
+            for case in others:
+                _compile_first(device, case)
+            library.note_in_a_run(f"{group}{COMPILED}")
+    for _, cases in groups:  # what is left workers have come to, who begin with the first
+        for case in reversed(cases):
+            _compile_first(device, case)
+
+
+def _compile_first(device: torch.device, case: Sequence[Any]) -> bool:
+    """Compile for a case, unless a worker or another process has begun it; return whether none had."""
+    if not library.note_in_a_run(f"{json.dumps(case)}{BEGUN}"):
+        return False
+    with suppress(Exception):
+        compile_case(device, *case)
+    if not gc.isenabled():  # the first has imported the compilers, whose objects need not be looked through
+        gc.freeze()
+        gc.set_threshold(_OBJECTS)
+        gc.enable()
+    return True
 
 
 def compile_case(device: torch.device, name: str, workload: str, backward: bool, invariants: Sequence[str]) -> None:

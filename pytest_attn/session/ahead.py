@@ -1,8 +1,9 @@
 """Compilation ahead: beside each worker of xdist, a process that compiles for cases of the run, from the longest on.
 
-Workers run what is compiled by then, next what needs no compiler, and last what compiles least (scheduling.py). Whoever comes
-first to a backend on a workload, a worker or such a process, compiles for it. What is compiled lies in the compilers' caches,
-where another process finds it. Nothing depends on that: what is not there the case itself compiles, or says why it cannot.
+Workers run what is compiled by then, next what needs no compiler, and last what compiles least (scheduling.py). Such a process
+compiles for what nobody has begun: all cases of a backend on a workload, in the end the last ones of what workers run. What is
+compiled lies in the compilers' caches, where another process finds it. Nothing depends on that: what is not there the case
+itself compiles, or says why it cannot.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Begun:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Be the first there, or come after a process."""
         if one := self._by_item.get(item):
-            note_in_a_run(f"{one.group}{BEGUN}")
+            note_in_a_run(f"{json.dumps(one.case)}{BEGUN}")
 
 
 def compile_ahead(config: pytest.Config, session: AttentionSession, items: Sequence[pytest.Item]) -> dict[str, int]:

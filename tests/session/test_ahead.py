@@ -254,20 +254,38 @@ def test_the_process_itself_tries_what_an_import_does(monkeypatch):
 def test_the_process_lives_as_long_as_its_worker(run, parent, status):
     ended = run([("no such backend", "smoke-full", False, ()), ("math", "smoke-full", False, ())], parent)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
-    assert library.noted_in_a_run("this") == (["a group begun", "a group compiled"] if status == 0 else [])
+    begun = ['["no such backend", "smoke-full", false, []] begun', '["math", "smoke-full", false, []] begun']
+    assert library.noted_in_a_run("this") == ([*begun, "a group compiled"] if status == 0 else [])
 
 
-def test_what_another_has_begun_nobody_compiles_again(monkeypatch, run):
-    groups, compiled = [("mine", [("math", "smoke-full", False, ())]), ("another's", [1])], []
+@pytest.mark.parametrize(
+    ("begun_by_a_worker", "compiled"),
+    [
+        ((), ["one", "two", "three"]),
+        (("one",), ["three", "two"]),
+        (("two",), ["one", "three"]),
+        (("three",), ["one", "two"]),
+        (("one", "two"), ["three"]),
+    ],
+)
+def test_what_another_has_begun_nobody_compiles_again(monkeypatch, run, begun_by_a_worker, compiled):
+    """A worker begins with the first of its group, so that others begin with the last."""
+    seen, cases = [], [(name, "smoke-full", False, ()) for name in ("one", "two", "three")]
+    groups = [("group", cases), ("other", [("four", "smoke-full", True, ("layout",))])]
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"parent": 1, "device": "cpu", "groups": groups})))
     monkeypatch.setattr(library, "is_expendable", False)
     monkeypatch.setattr(process, "die_with", lambda parent: None)
-    monkeypatch.setattr(process, "compile_case", lambda device, *case: compiled.append(case))
-    item = object()
-    ahead.Begun({item: ahead.Compiled("another's", "math", "smoke-half", False, ())}).pytest_runtest_setup(item)
+    monkeypatch.setattr(process, "compile_case", lambda device, name, *case: seen.append(name))
+    items = {object(): ahead.Compiled("group", *case) for case in cases}
+    plugin = ahead.Begun(items)
+    for item, one in items.items():
+        if one.backend in begun_by_a_worker:
+            plugin.pytest_runtest_setup(item)
     process.main()
-    assert compiled == [("math", "smoke-full", False, [])]
-    assert library.noted_in_a_run("this") == ["another's begun", "mine begun", "mine compiled"]
+    assert [name for name in seen if name != "four"] == compiled
+    assert seen.count("four") == 1
+    is_whole = "one" not in begun_by_a_worker
+    assert ("group compiled" in library.noted_in_a_run("this")) == is_whole
 
 
 COUNTED = """
