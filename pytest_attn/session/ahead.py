@@ -124,12 +124,14 @@ def _compiled_by(item: pytest.Item, session: AttentionSession) -> Compiled:
 def _is_compiled_here(item: pytest.Item, session: AttentionSession, bundled: Container[Workload]) -> bool:
     """Whether a backend of this package declares that it takes one of these workloads, and compiles it within seconds."""
     parameter, registry = parameter_of(item), session.registrations.registry
-    if kind_of(item) is not ATTENTION or parameter is None or not registry.is_known(name := parameter.backend or ""):
+    if parameter is None or not registry.is_known(name := parameter.backend or ""):
         return False
     backend, workload = registry[name], parameter.workload
-    is_quick = backend.compiles and seconds_to_compile(name, True) <= Compiler.seconds
-    is_plain = not parameter.ranks and device_of(item) is None and workload in bundled and workload.bytes() <= _LARGEST
-    return is_plain and is_quick and backend.is_contained and backend.claims(workload, asks_gradients(item))
+    if not (backend.compiles and seconds_to_compile(name, True) <= Compiler.seconds and backend.is_contained):
+        return False
+    is_plain = kind_of(item) is ATTENTION and not parameter.ranks and device_of(item) is None
+    is_small = workload in bundled and workload.bytes() <= _LARGEST
+    return is_plain and is_small and backend.claims(workload, asks_gradients(item))
 
 
 def _started(config: pytest.Config) -> subprocess.Popen[str]:

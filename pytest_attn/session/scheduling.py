@@ -132,8 +132,9 @@ def _seconds_to_compile(item: pytest.Item, parameter: CaseParameter) -> float:
     if not registry.is_known(name):
         return 0.0
     backend = registry[name]
-    is_claimed = kind_of(item) is MODEL or backend.claims(parameter.workload, asks_gradients(item))
-    return seconds_to_compile(name, backend.compiles) if is_claimed else 0.0
+    seconds = seconds_to_compile(name, backend.compiles)
+    is_claimed = not seconds or kind_of(item) is MODEL or backend.claims(parameter.workload, asks_gradients(item))
+    return seconds if is_claimed else 0.0
 
 
 def take_groups(config: pytest.Config, ids: list[str]) -> list[str]:
