@@ -57,12 +57,12 @@ def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Atten
     __tracebackhide__ = True
     item: pytest.Item = request.node
     session = session_of(item.config)
-    mark = mark_of(item, session)
     if rank := rank_of(request.config):
-        return RankCase(rank, parameter, mark, session)
+        return RankCase(rank, parameter, mark_of(item, session), session)
     if parameter.backend and (reason := session.kernels.skipped_because(test_of(item), parameter.backend)):
         pytest.skip(reason)
     if parameter.ranks and session.kernels.are_tested:
+        mark = mark_of(item, session)
         executor = OnRanks(item, Sharding(parameter.workload, mark.shard, parameter.ranks), mark.device, session)
         request.addfinalizer(executor.finish)
         run = CaseRun(request, parameter, mark, session, executor)
