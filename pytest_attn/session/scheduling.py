@@ -2,10 +2,13 @@
 
 What a backend compiles for a workload is kept in the process that compiled it. What takes longest begins first, by the run
 before or else by what compiles it: else one worker would still compile when all others are through. What other processes
-compile meanwhile (ahead.py) comes as soon as it is compiled, else last.
+compile meanwhile (ahead.py) comes as soon as it is compiled, else last. Of what is short, a worker stays with its backends:
+to import a library, or a compiler, takes it seconds.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import pytest
@@ -19,8 +22,10 @@ from pytest_attn.session.session import session_of
 
 #: between a case's id, its group, and how long its backend compiles, where a worker hands its ids to the controller; in no id
 _BETWEEN = "\0"
-#: seconds that a group takes next to nothing below
-_QUICK = 0.1
+#: seconds that a group takes next to nothing below, and up to which it need not begin before others
+_QUICK, _SHORT = 0.1, 5.0
+#: groups that are looked at for the next one of a worker
+_LOOKED_AT = 400
 #: those that give each item to one worker
 _DIVIDING = ("load", "worksteal", "loadscope", "loadfile", "loadgroup")
 
@@ -44,19 +49,40 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
         super().__init__(config, own.log)  # which says something under --debug only
         self._own_scope, self._groups = getattr(own, "_split_scope", str), groups
         self._seconds, self._compiling = seconds, compiling
-        self._is_in_order = not getattr(config.option, "loadscopereorder", True)
-        self._run, self._is_compiled_ahead = run, not self._is_in_order and any(one < 0 for one in compiling.values())
+        self._reorders = getattr(config.option, "loadscopereorder", True)
+        self._run, self._is_compiled_ahead = run, self._reorders and any(one < 0 for one in compiling.values())
+        self._length: dict[str, float] = {}  # of groups and other scopes, as _seconds_of says
+        self._called: defaultdict[Any, set[str]] = defaultdict(set)  # backends, by worker
         for node in own.nodes:
             self.add_node(node)
 
     def _assign_work_unit(self, node: Any) -> None:
-        if not self._is_in_order:
-            for scope in self._in_order():
-                self.workqueue.move_to_end(scope)
-            self._is_in_order = True
-        if compiled := next(filter(self.workqueue.__contains__, self._compiled_ahead()), None):
-            self.workqueue.move_to_end(compiled, last=False)
+        if self._reorders:
+            if not self._length:
+                self._length = {scope: self._seconds_of(items) for scope, items in self.workqueue.items()}
+                for scope in self._in_order():
+                    self.workqueue.move_to_end(scope)
+            scope = self._next_of(node)
+            self._called[node].update(filter(None, [_backend_of(scope)]))
+            self.workqueue.move_to_end(scope, last=False)
         super()._assign_work_unit(node)
+
+    def _next_of(self, node: Any) -> str:
+        """Return what a worker runs next: what is ready, of that a backend that it has called, else one that nobody has."""
+        ready = list(islice(self._ready(), _LOOKED_AT))
+        first = ready[0] if ready else next(iter(self.workqueue))
+        if not ready or _backend_of(first) is None or self._length[first] > _SHORT:
+            return first
+        mine, anybodys = self._called[node], set[str]().union(*self._called.values())
+        backends = {scope: backend for scope in ready if (backend := _backend_of(scope)) and self._length[scope] <= _SHORT}
+        own = (scope for scope, backend in backends.items() if backend in mine)
+        new = (scope for scope, backend in backends.items() if backend not in anybodys)
+        return next(own, None) or next(new, first)
+
+    def _ready(self) -> Iterator[str]:
+        """Yield what waits for no other process, in order, what these have compiled first."""
+        compiled = [scope for scope in self._compiled_ahead() if scope in self.workqueue]
+        return chain(compiled, takewhile(lambda scope: self._length[scope] >= 0, self.workqueue))
 
     def _compiled_ahead(self) -> Iterator[str]:
         """Yield the groups for which other processes have compiled all meanwhile, the first first."""
@@ -69,7 +95,7 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
 
         Of thousands that are skipped one after the other, workers would wait for the controller to take the reports.
         """
-        ordered = sorted(self.workqueue, key=lambda one: self._seconds_of(self.workqueue[one]), reverse=True)
+        ordered = sorted(self.workqueue, key=self._length.__getitem__, reverse=True)
         quick: list[str] = []
         others: list[str] = []
         for scope in ordered:
@@ -92,6 +118,11 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
         group = self._groups.get(nodeid)
         scope: str = self._own_scope(nodeid) if group is None else f"{_BETWEEN}{group}"
         return scope
+
+
+def _backend_of(scope: str) -> str | None:
+    """Return whose kernels the items of a group call, by its name; None for any other scope."""
+    return scope.rpartition(" ")[2] if scope.startswith(_BETWEEN) else None
 
 
 def tell_groups(config: pytest.Config, items: list[pytest.Item], compiled_ahead: Mapping[str, int]) -> None:

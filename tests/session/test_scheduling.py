@@ -128,6 +128,45 @@ def test_where_nobody_knows_what_compiles_longest_begins_first_and_in_the_order_
     assert begun(*distributed("load", TESTS, reorder=False)) == GROUPS
 
 
+MANY = [f"w{number} {backend}" for number in range(4) for backend in "abcd"]
+
+
+def called(sched, nodes, ids):
+    """Return by worker the backends that it has called, one after the other, where all tests take as long."""
+    begun(sched, nodes, ids)
+    groups = ([ids[index].partition("[")[2].rstrip("]") for index in node.sent] for node in nodes)
+    return [[group.rpartition(" ")[2] for group in dict.fromkeys(some)] for some in groups]
+
+
+def many(**seconds):
+    """Return the ids of a test of many groups. seconds: that their backends compile."""
+    return [f"x.py::test_{name}[{group}]\0{group}\0{seconds.get(group[-1], 0.0)}" for group in MANY for name in range(3)]
+
+
+def test_a_worker_stays_with_a_backend_and_next_takes_one_that_nobody_has():
+    assert called(*distributed("load", many())) == [["a"] * 4 + ["c"] * 4, ["b"] * 4 + ["d"] * 4]
+    by_backend = sorted(many(), key=lambda one: one.split("\0")[1][-1])
+    assert called(*distributed("load", by_backend)) == [["a"] * 4 + ["c"] * 4, ["b"] * 4 + ["d"] * 4]
+    assert called(*distributed("load", many(), reorder=False))[0] == list("acacacac")
+    alone = [one for one in many() if "test_0" in one]
+    assert begun(*distributed("load", [*OTHERS[:2], *alone]))[:2] == OTHERS[:2], "which may take long"
+
+
+def test_a_worker_stays_with_no_backend_while_something_long_has_not_begun():
+    first, second = called(*distributed("load", many(a=6.0)))
+    assert (first[:2], second[:2]) == (["a"] * 2, ["a"] * 2)
+    earlier = {f"x.py::test_0[{group}]": 40.0 - MANY.index(group) for group in MANY}
+    order = begun(*distributed("load", many(), earlier=earlier))
+    assert order == MANY
+
+
+def test_a_worker_stays_with_a_backend_for_which_other_processes_compile(monkeypatch):
+    noted = [f"{group} compiled" for group in MANY if group[-1] in "cd"]
+    monkeypatch.setattr(scheduling, "noted_in_a_run", lambda run: noted)
+    first, second = called(*distributed("load", many(c=-2, d=-2)))
+    assert (first[:4], second[:4]) == (["c"] * 4, ["d"] * 4)
+
+
 AHEAD = {"w1 a": -4, "w1 b": -1, "w2 a": 6.0}
 IDS_AHEAD = [f"{test}[{group}]\0{group}\0{AHEAD.get(group, 0.0)}" for test in NAMES for group in GROUPS]
 
