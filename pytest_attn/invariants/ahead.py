@@ -30,17 +30,17 @@ def main() -> None:
     library.is_expendable = True
     device, groups = torch.device(told["device"]), told["groups"]
     for group, (first, *others) in groups:
-        if _compile_first(device, first):
+        if _compile_unless_begun(device, first):
             for case in others:
-                _compile_first(device, case)
+                _compile_unless_begun(device, case)
             library.note_in_a_run(f"{group}{COMPILED}")
     for _, cases in groups:  # what is left workers have come to, who begin with the first
         for case in reversed(cases):
-            _compile_first(device, case)
+            _compile_unless_begun(device, case)
 
 
-def _compile_first(device: torch.device, case: Sequence[Any]) -> bool:
-    """Compile for a case, unless a worker or another process has begun it; return whether none had."""
+def _compile_unless_begun(device: torch.device, case: Sequence[Any]) -> bool:
+    """Compile for a case that no worker and no other process has begun; return whether it did."""
     if not library.note_in_a_run(f"{json.dumps(case)}{BEGUN}"):
         return False
     with suppress(Exception):
