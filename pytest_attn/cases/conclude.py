@@ -283,11 +283,16 @@ class CaseRun:
         obstacle = subject.obstacle if subject else obstacle_of_any
         asked = self.workload, self.machine, backward or self.mark.backward
         if obstruction := obstacle(*asked):
-            is_missing = subject is not None and subject.unavailable_because(self.machine) == obstruction
+            is_missing = subject is not None and obstruction == self._missing_because(subject, asked[2])
             is_own = subject is not None and not is_missing and subject.declines(*asked) == obstruction
             self.skip(subject, obstruction, cause=Cause.NOT_HERE if is_missing else Cause.DECLINED if is_own else None)
         if subject is not None and (said := self.session.refused.get((subject, self.workload, asked[2], self.machine))):
             self.skip(subject, said, cause=Cause.DECLINED)
+
+    def _missing_because(self, subject: Subject, backward: bool) -> str | None:
+        """Say that it is not here, or cannot be imported, which is not tried for what it declares to refuse."""
+        missing = subject.unavailable_because(self.machine)
+        return missing or (subject.broken_because() if subject.claims(self.workload, backward) else None)
 
     def skip(self, subject: Subject | None, reason: str, **fields: Any) -> NoReturn:
         """Skip the test, with a record. subject: None where the reason is none of its own. fields: more of the record."""

@@ -28,7 +28,7 @@ class Cause(str, Enum):
     UNUSABLE_FILE = "unusable file"
     DEFECT_NOT_SHOWN = "defect not shown"
     DECLINED = "declined"  # by the kernel itself, in its own words or in those of its capabilities
-    NOT_HERE = "not here"  # the machine lacks the library or the device: one skip stands for all cases of the backend
+    NOT_HERE = "not here"  # the machine lacks the library or the device, or cannot import it: none of its cases can run
 
 
 class Verdict(str, Enum):

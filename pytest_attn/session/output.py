@@ -179,11 +179,12 @@ def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:
     are_asked = session.kernels.are_tested and session.worker is None and not settings.tune
     if is_part or not are_asked or not records or any(one["verdict"] != Verdict.SKIPPED for one in records):
         return ""
-    if any(one["cause"] == Cause.DECLINED for one in records):
+    missing = {one["subject"] for one in records if one["cause"] == Cause.NOT_HERE}
+    if any(one["cause"] == Cause.DECLINED and one["subject"] not in missing for one in records):
         return "nothing was judged: the kernels declined every case that could run"
     is_named = config.getoption("attn_backends") is not None and {"all", "available"}.isdisjoint(settings.backends)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if is_named and all(one["cause"] == Cause.NOT_HERE for one in records) and not (reporter and reporter.stats.get("passed")):
+    if is_named and all(one["subject"] in missing for one in records) and not (reporter and reporter.stats.get("passed")):
         return "nothing was judged: the backends that --attn-backends names are missing here"
     return ""
 

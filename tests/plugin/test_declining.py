@@ -6,6 +6,7 @@ import torch
 import pytest_attn
 from pytest_attn import Workload
 from pytest_attn.backends.raised import declined_because
+from pytest_attn.reports.records import read_records
 
 DECLINES = """
 def declines(q, k, v):
@@ -214,6 +215,39 @@ def test_a_run_in_which_all_is_declined_is_not_green(run, kernel_test):
     )
     for allowed in ("--attn-unjudged=warn", "--attn-unjudged=ignore", "--splits=2"):
         assert run(allowed, *(["--group=1", "-k", "kernel"] if "splits" in allowed else [])).ret in (0, 5), allowed
+
+
+BROKEN = """
+from pytest_attn import Backend, Capabilities
+
+class Broken(Backend):
+    name = "broken"
+    capabilities = Capabilities(masks=frozenset(), features=frozenset())
+
+    def broken_because(self):
+        print("its import is tried")
+        return "its library is installed but cannot be imported"
+
+    def prepare(self, inputs, backward=False):
+        raise AssertionError("it was called")
+
+def pytest_attn_backends(registry):
+    registry.add(Broken())
+"""
+
+
+def test_a_library_that_cannot_be_imported_is_not_here(run, kernel_test, pytester):
+    pytester.makeconftest(BROKEN)
+    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker='Workload(8), Workload(8, mask="causal")')
+    result = run("--attn-backends=broken", "--attn-output=run.jsonl")
+    result.assert_outcomes(skipped=2)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["nothing was judged: the backends that --attn-backends names are missing here; *"])
+    causes = {one["reason"]: one["cause"] for one in read_records(pytester.path / "run.jsonl")}
+    assert causes == {"its library is installed but cannot be imported": "not here", "has no causal mask": "declined"}
+    result = run("--attn-backends=broken", "-k", "causal", "-s")
+    assert "is tried" not in result.stdout.str()
+    result.stdout.fnmatch_lines(["nothing was judged: the kernels declined every case that could run; *"])
 
 
 def test_a_run_whose_cases_were_taken_away_meanwhile_is_not_green(in_process, kernel_test):
