@@ -111,10 +111,9 @@ class Registry:
 
     def __getitem__(self, name: str) -> Backend:
         """Return a backend, by its name or an alias, or a variant ("sdpa+compile"); raise ValueError for an unknown one."""
-        if name in self._loaded:
-            return self._loaded[name]
-        self.require(name)
-        name = self.canonical(name)
+        if name not in self._loaded:
+            self.require(name)
+            name = self.canonical(name)
         if name not in self._loaded:
             base, _, variant = name.partition("+")
             backend = self._load(base)

@@ -1,9 +1,9 @@
 """Compilation ahead: beside each worker of xdist, a process that compiles for cases of the run, from the longest on.
 
 Workers run what is compiled by then, next what needs no compiler, and last what compiles least (scheduling.py). Such a process
-compiles for what nobody has begun: all cases of a backend on a workload, in the end the last ones of what workers run. What is
-compiled lies in the compilers' caches, where another process finds it. Nothing depends on that: what is not there the case
-itself compiles, or says why it cannot.
+compiles what nobody has begun: all cases of a backend on a workload and, when none are left, the last cases of what workers
+run. What is compiled lies in the compilers' caches, where another process finds it. Nothing depends on that: what is not
+there the case itself compiles, or says why it cannot.
 """
 
 from __future__ import annotations

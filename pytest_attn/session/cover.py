@@ -258,11 +258,7 @@ def is_called_as_in_training(item: pytest.Item, session: AttentionSession) -> bo
     return INFERENCE in left_to_others(item, session, is_declared=True)
 
 
-def _dealt(
-    cases: Sequence[_Case],
-    runs: Callable[[_Case], bool],
-    questions: Sequence[str],
-) -> dict[str, dict[str, str]]:
+def _dealt(cases: Sequence[_Case], runs: Callable[[_Case], bool], questions: Sequence[str]) -> dict[str, dict[str, str]]:
     """Deal questions out among cases, so that each is asked with all that it depends on; return what each leaves to which.
 
     Only cases that run stand for others.
@@ -310,8 +306,8 @@ def _options(case: _Case) -> frozenset[Hashable]:
 
 #: invariants for which a kernel may be compiled, or a plan made, anew
 _INVARIANTS = ("layout", "options", "equivalence")
-#: what of a case the answer to a question depends on; `options` changes all of them at once, so none need meet a layout, and
-#: `equivalence` says sequences of their own lengths one by one, others with or without groups of heads
+#: what of a case the answer to a question depends on. `options` changes all options at once, so that an option need not meet
+#: each layout; `equivalence` asks padded, packed and paged sequences one by one, whether heads are grouped or not.
 _DEPENDENCIES: dict[str, Callable[[_Case], frozenset[Hashable]]] = {
     "layout": lambda case: frozenset((case.layout,)),
     "options": lambda case: frozenset((case.layout, *_options(case))),

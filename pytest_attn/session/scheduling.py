@@ -63,18 +63,18 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
                 for scope in self._in_order():
                     self.workqueue.move_to_end(scope)
             scope = self._next_of(node)
-            self._called[node].update(filter(None, [_backend_of(scope)]))
+            if backend := _backend_of(scope):
+                self._called[node].add(backend)
             self.workqueue.move_to_end(scope, last=False)
         super()._assign_work_unit(node)
 
     def _next_of(self, node: Any) -> str:
         """Return what a worker runs next: what is ready, of that a backend that it has called, else one that nobody has."""
-        ready = list(islice(self._ready(), _LOOKED_AT))
-        first = ready[0] if ready else next(iter(self.workqueue))
-        if not ready or _backend_of(first) is None or self._length[first] > _SHORT:
+        ready = list(islice(self._ready(), _LOOKED_AT)) or [next(iter(self.workqueue))]
+        backends = {scope: backend for scope in ready if (backend := _backend_of(scope)) and self._length[scope] <= _SHORT}
+        if (first := ready[0]) not in backends:
             return first
         mine, anybodys = self._called[node], set[str]().union(*self._called.values())
-        backends = {scope: backend for scope in ready if (backend := _backend_of(scope)) and self._length[scope] <= _SHORT}
         own = (scope for scope, backend in backends.items() if backend in mine)
         new = (scope for scope, backend in backends.items() if backend not in anybodys)
         return next(own, None) or next(new, first)
