@@ -68,6 +68,12 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
             self.workqueue.move_to_end(scope, last=False)
         super()._assign_work_unit(node)
 
+    def _reschedule(self, node: Any) -> None:
+        """Hand out until a worker has two tests: it begins none before it knows the next, and a crash leaves empty groups."""
+        super()._reschedule(node)
+        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            self._assign_work_unit(node)
+
     def _next_of(self, node: Any) -> str:
         """Return what a worker runs next: what is ready, of that a backend that it has called, else one that nobody has."""
         ready = list(islice(self._ready(), _LOOKED_AT)) or [next(iter(self.workqueue))]

@@ -167,6 +167,20 @@ def test_a_worker_stays_with_a_backend_for_which_other_processes_compile(monkeyp
     assert (first[:4], second[:4]) == (["c"] * 4, ["d"] * 4)
 
 
+def test_the_worker_in_place_of_one_that_crashed_gets_two_tests():
+    """Of groups with one test each, some of which were run."""
+    sched, (crashed, _), ids = distributed("load", [one for one in many() if "test_0" in one])
+    sched.schedule()
+    for index in list(crashed.sent)[:2]:
+        sched.mark_test_complete(crashed, index)
+    assert sched.remove_node(crashed) == ids[crashed.sent[2]]
+    new = Node(2)
+    sched.add_node(new)
+    sched.add_node_collection(new, ids)
+    sched.schedule()
+    assert len(new.sent) == 2
+
+
 AHEAD = {"w1 a": -4, "w1 b": -1, "w2 a": 6.0}
 IDS_AHEAD = [f"{test}[{group}]\0{group}\0{AHEAD.get(group, 0.0)}" for test in NAMES for group in GROUPS]
 
