@@ -355,8 +355,8 @@ class Flash4(FlashAttention):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """State what its asserts would say for this architecture."""
-        family = machine.capability[0] if machine.capability else 9
-        return [words for refused, words in _limits(workload, family, backward) if refused]
+        limits = _limits(workload, _family_of(machine), backward)
+        return [words for refused, words in limits if refused] + refused_head_dims(workload, machine, backward)
 
     def refusal_in(self, error: Exception) -> str | None:
         """Return the words of its compiler, which finds no layout for some head sizes."""
@@ -366,22 +366,34 @@ class Flash4(FlashAttention):
         return {**super().options(inputs), "learnable_sink": inputs.sinks}
 
 
+def _family_of(machine: Machine) -> int:
+    """Return an architecture family: 8 for sm80 to sm89."""
+    return machine.capability[0] if machine.capability else 9
+
+
+def refused_head_dims(w: Workload, machine: Machine, backward: bool) -> list[str]:
+    """Say for which head dimensions flash-attn 4 has no kernel there."""
+    family, pair, dims = _family_of(machine), (w.head_dim, w.v_head_dim), f"head_dim {w.head_dim}, v_head_dim {w.v_head_dim}"
+    differ_on_hopper = backward and family == 9 and w.head_dim != w.v_head_dim
+    reasons = []
+    if family in (10, 11) and max(pair) > 128 and pair not in ((192, 128), (256, 256)):
+        reasons.append(f"takes up to 128, 192 with 128, or 256 on sm{family}0, not {dims}")
+    if differ_on_hopper and w.group > 1:
+        reasons.append(f"GQA backward needs equal dims, not {dims}")
+    if differ_on_hopper and w.v_head_dim % 32:
+        reasons.append(f"has no backward kernel on sm90 for v_head_dim {w.v_head_dim}, not a multiple of 32")
+    return reasons
+
+
 def _limits(w: Workload, family: int, backward: bool) -> list[tuple[bool, str]]:
-    """Return what may stand in the workload's way on an architecture family (8 for sm80 to sm89), and how to say it."""
-    pair, dims = (w.head_dim, w.v_head_dim), f"head_dim {w.head_dim}, v_head_dim {w.v_head_dim}"
-    fits_blackwell = max(pair) <= 128 or pair in ((192, 128), (256, 256))
-    is_irregular = any(dim % 16 for dim in pair)
+    """Return what else may stand in the workload's way on an architecture family, and how to say it."""
+    dims, is_irregular = f"head_dim {w.head_dim}, v_head_dim {w.v_head_dim}", bool(w.head_dim % 16 or w.v_head_dim % 16)
     ampere_kernel = family in (8, 12)
     return [
-        (family in (10, 11) and not fits_blackwell, f"takes up to 128, 192 with 128, or 256 on sm{family}0, not {dims}"),
         (ampere_kernel and bool(w.sinks), f"has no sinks on sm{family}0"),
         (ampere_kernel and w.kv_pages is not None, f"does not support a paged KV cache on sm{family}0"),
         (family == 9 and w.kv_pages is not None and is_irregular, f"needs multiples of 16 with pages, not {dims}"),
         (backward and family == 8, "has no backward pass on sm80"),
-        (
-            backward and family == 9 and w.group > 1 and w.head_dim != w.v_head_dim,
-            f"GQA backward needs equal dims, not {dims}",
-        ),
         (backward and family in (10, 11) and w.head_dim == 256 and w.softcap is not None, "has no softcap backward for 256"),
         (backward and family in (10, 11) and w.head_dim == 256 and bool(w.sinks), "has no backward with sinks for 256"),
         (backward and family == 12 and w.softcap is not None, "has no backward with softcap on sm120"),

@@ -17,7 +17,7 @@ from pytest_attn.backends.backend import Backend, needs_cuda
 from pytest_attn.backends.capabilities import ANY_SIZE, FEATURES, Capabilities, refusals_without
 from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
-from pytest_attn.backends.libraries.flash_attention import FLASH4
+from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_head_dims
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.variants import compilation_of, compile_kernel
@@ -170,6 +170,11 @@ def _not_decoded_because(workload: Workload) -> list[str]:
     return reasons
 
 
+#: what only compilers find out
+_NO_OPERATION = "inductor puts no {!r} of a mask_mod or score_mod into this kernel"
+_NO_STORE = "its compiler stores no {} index of a mask_mod as {}"
+
+
 class FlexFlash(Flex):
     """flex_attention on flash-attn 4's kernels, compiled with BACKEND="FLASH"."""
 
@@ -208,18 +213,16 @@ class FlexFlash(Flex):
         """Refuse what flash-attn 4's kernels do: other dtypes and dimensions, and masks without blocks of its tile size."""
         reasons = self.declared_refusals(workload, backward)
         reasons += [r for r in super().unsupported_because(workload, machine, backward) if r not in reasons]
-        dims = f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
         on_hopper = machine.capability is None or machine.capability < (10, 0)
-        largest = max(workload.head_dim, workload.v_head_dim)
-        if on_hopper and largest > 128 and (workload.mask is not None or workload.kv_lens is not None):
+        is_masked = workload.mask is not None or workload.kv_lens is not None
+        if on_hopper and is_masked and max(workload.head_dim, workload.v_head_dim) > 128:
+            dims = f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
             reasons.append(f"has blocks for masks up to head_dim 128 on sm90, not {dims}")
-        if on_hopper and backward and workload.group > 1 and workload.head_dim != workload.v_head_dim:
-            reasons.append(f"GQA backward needs equal dims, not {dims}")
-        if on_hopper and backward and workload.v_head_dim % 32 and workload.head_dim != workload.v_head_dim:
-            reasons.append(f"has no backward kernel on sm90 for v_head_dim {workload.v_head_dim}, not a multiple of 32")
-        if not on_hopper and largest > 128 and (workload.head_dim, workload.v_head_dim) not in ((192, 128), (256, 256)):
-            reasons.append(f"takes up to 128, 192 with 128, or 256 on {machine.architecture}, not {dims}")
-        return reasons
+        return reasons + refused_head_dims(workload, machine, backward)
+
+    def declared_refusals(self, workload: Workload, backward: bool = False) -> list[str]:
+        reasons = super().declared_refusals(workload, backward)
+        return reasons or (_left_out_by_inductor(workload) if release(torch.__version__) < (2, 12) else [])
 
     def refusal_in(self, error: Exception) -> str | None:
         """Some operations of a mask_mod or score_mod cannot be put into its kernel, which only the compiler finds out."""
@@ -227,14 +230,21 @@ class FlexFlash(Flex):
             return f"its compiler says that {unusable[1].strip()[:1].lower()}{unusable[1].strip()[1:]}"
         missing = re.search(r"UNSUPPORTED CUTEDSL OPERATION: '(\w+)'", str(error))
         if missing:
-            return f"inductor puts no {missing[1]!r} of a mask_mod or score_mod into this kernel"
+            return _NO_OPERATION.format(missing[1])
         mixed = re.search(r"Type mismatch, store (\w+) .*element type (\w+)", str(error))
-        return f"its compiler stores no {mixed[1]} index of a mask_mod as {mixed[2]}" if mixed else None
+        return _NO_STORE.format(mixed[1], mixed[2]) if mixed else None
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Name the kernel; from sm100 on it works on two tiles of rows at a time, and so do its blocks."""
         on_blackwell = inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) >= (10, 0)
         return self._compiled(inputs, "FLASH", 2 * BLOCK if on_blackwell else BLOCK)
+
+
+def _left_out_by_inductor(w: Workload) -> list[str]:
+    """Return what `FlexFlash.refusal_in` would say of this file's mods after a second of compiling, as torch 2.11 does."""
+    if w.sinks or (w.plain_mask is not None and w.plain_mask.kind == "neighborhood"):
+        return [_NO_OPERATION.format("minimum")]
+    return [_NO_STORE.format("Int64", "Int32")] if w.is_packed and w.mask is not None else []
 
 
 def _uncompiled(inputs: Inputs, kernel_options: Any, block_rows: int) -> AttentionFn:

@@ -37,7 +37,7 @@ from pytest_attn.backends.layouts import (
     sequence_boundaries,
     without_padding,
 )
-from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_by_compiler
+from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_by_compiler, refused_head_dims
 from pytest_attn.backends.library import Library, refusal_of_trial
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, heads_refusals
@@ -379,10 +379,10 @@ class TeFlash(TransformerEngine):
         return refused_by_compiler(error) or super().refusal_in(error)
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        """Ask the selection, then flash-attn's build, which the selection does not know; flash-attn 4 is compiled as asked."""
+        """Ask the selection, then for what flash-attn's build, or flash-attn 4, has no kernel: the selection does not know."""
         reasons = super().native_refusals(workload, machine, backward)
         if reasons or release(str(self.flash_version))[:1] >= (4,):
-            return reasons
+            return reasons or refused_head_dims(workload, machine, backward)
         w = workload
         token = Workload(
             1, head_dim=w.head_dim, v_head_dim=w.v_head_dim, dtype=w.dtype, alibi=w.alibi, softcap=w.softcap

@@ -4,25 +4,28 @@ import pytest
 import torch
 from fakes.judged import B200, H200
 
-from pytest_attn import Window, Workload, draw_inputs
+from pytest_attn import Neighborhood, Window, Workload, draw_inputs
 from pytest_attn.backends.libraries import flex
 from pytest_attn.backends.libraries.flex import block_mask_of
 from pytest_attn.backends.registry import Registry
 
 W = Workload(48, 80, heads=4, kv_heads=2, head_dim=64)
+PACKED = Workload(q_lens=(30, 7, 20), kv_lens=(30, 12, 40), heads=2, head_dim=64)
 
 
 @pytest.mark.parametrize(
     ("workload", "backward"),
     [
         (W, True),
-        (W.replace(mask=Window(3, 0), softcap=2.0, bias="hqk", alibi=True, sinks=True), True),
+        (W.replace(mask=Window(3, 0), softcap=2.0, bias="hqk", alibi=True), True),
+        (PACKED, True),
         (W.replace(head_dim=256), True),
         (W.replace(kv_heads=4, head_dim=32, v_head_dim=48), False),
     ],
     ids=str,
 )
-def test_it_takes_what_flash_attn_4_has_a_kernel_for(installed, workload, backward):
+def test_it_takes_what_flash_attn_4_has_a_kernel_for(monkeypatch, installed, workload, backward):
+    monkeypatch.setattr(torch, "__version__", H200.torch_version)
     backend = installed("flex_flash")
     assert backend.broken_because() is None
     assert backend.unsupported_because(workload, H200, backward) == []
@@ -65,6 +68,28 @@ def test_an_operation_that_the_kernel_cannot_hold_is_a_refusal():
     unusable = "BACKEND='FLASH' but flash attention cannot be used: Input buffers require gradients (not supported by flash)"
     assert backend.refusal_in(RuntimeError(unusable)) == "its compiler says that input buffers require gradients"
     assert backend.refusal_in(RuntimeError("out of memory")) is None
+
+
+@pytest.mark.parametrize(
+    ("workload", "said"),
+    [
+        (W.replace(sinks=True), "UNSUPPORTED CUTEDSL OPERATION: 'minimum'"),
+        (W.replace(kv_len=48, mask=Neighborhood((6, 8), (3, 3))), "UNSUPPORTED CUTEDSL OPERATION: 'minimum'"),
+        (PACKED.replace(mask="causal"), "Type mismatch, store Int64 into a tensor of element type Int32"),
+    ],
+    ids=["sinks", "neighborhood", "packed and masked"],
+)
+def test_what_torch_2_11_does_not_compile_is_declared_in_the_compilers_words(monkeypatch, installed, workload, said):
+    """As seen on an H100 with flash-attn 4.0.0b36."""
+    backend = installed("flex_flash")
+    monkeypatch.setattr(torch, "__version__", H200.torch_version)
+    refusals = [backend.refusal_in(RuntimeError(said))]
+    assert refusals == backend.declared_refusals(workload) == backend.unsupported_because(workload, H200)
+    assert not backend.claims(workload)
+    other = workload.replace(dtype="float32")
+    assert backend.declared_refusals(other) == ["takes bfloat16 and float16 only, not float32"]
+    monkeypatch.setattr(torch, "__version__", "2.12.0+cu130")
+    assert backend.declared_refusals(workload) == []
 
 
 def test_wrong_dq_with_alibi_and_gqa_is_a_known_defect(installed):

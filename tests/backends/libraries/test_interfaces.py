@@ -169,6 +169,7 @@ FAULTS += [
 WIDER = W.replace(head_dim=192, v_head_dim=128)
 IN_DENSE_ONLY = "takes fp8 in dense tensors only, as far as is known: descales of packed and paged ones are not documented"
 SHORT_OF_128 = "takes up to 128, 192 with 128, or 256 on sm100, not head_dim 160, v_head_dim 160"
+NO_BACKWARD_FOR_48 = "has no backward kernel on sm90 for v_head_dim 48, not a multiple of 32"
 REFUSED += [
     ("flash2", W.replace(kv_pages=Pages(16)), "takes pages of a multiple of 256 tokens, not 16"),
     (
@@ -188,6 +189,7 @@ REFUSED += [
     ("flash3", FP8.replace(q_len=3, kv_pages=Pages(16)), IN_DENSE_ONLY),
     ("flash4", W.replace(head_dim=72, kv_pages=Pages(16)), "needs multiples of 16 with pages, not head_dim 72, v_head_dim 72"),
     ("flash4", WIDER, "GQA backward needs equal dims, not head_dim 192, v_head_dim 128", H200, True),
+    ("flash4", W.replace(kv_heads=4, v_head_dim=48), NO_BACKWARD_FOR_48, H200, True),
     ("flash4", W, "has no backward pass on sm80", A100, True),
     ("flash4", W.replace(sinks=True), "has no sinks on sm80", A100),
     ("flash4", W.replace(kv_pages=Pages(16)), "does not support a paged KV cache on sm120", RTX),
@@ -206,7 +208,7 @@ REFUSED += [
     (
         "flex_flash",
         W.replace(kv_heads=4, v_head_dim=48),
-        "has no backward kernel on sm90 for v_head_dim 48, not a multiple of 32",
+        NO_BACKWARD_FOR_48,
         H200,
         True,
     ),

@@ -35,6 +35,10 @@ def test_what_a_flash_attn_was_built_without_is_a_refusal_but_flash_attn_4_is_co
     backend = installed("te_flash", **source)
     assert backend.unsupported_because(W.replace(head_dim=40), HOST) == ([told] if version == "2.8.3" else [])
     assert backend.unsupported_because(W.replace(head_dim=64), HOST) == []
+    no_backward = ["has no backward kernel on sm90 for v_head_dim 48, not a multiple of 32"]
+    other_dims = W.replace(head_dim=64, v_head_dim=48, kv_heads=4)
+    assert backend.unsupported_because(other_dims, HOST) == []
+    assert backend.unsupported_because(other_dims, HOST, backward=True) == ([] if version == "2.8.3" else no_backward)
 
 
 def test_a_release_without_an_option_refuses_what_needs_it(installed):
