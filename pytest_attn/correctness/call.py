@@ -190,12 +190,22 @@ class KeptResult:
         """Whether only its fingerprint is kept."""
         return self._copy is None
 
+    def may_differ(self, tensor: Tensor) -> Tensor:
+        """Return a flag, on the tensor's device, which is set unless `is_same` without a doubt."""
+        return tensor.new_ones((), dtype=torch.bool) if self._copy is None else (tensor != self._copy).any()
+
     def is_same(self, tensor: Tensor) -> bool:
         """Whether a tensor has the same elements, NaN where NaN was; for a fingerprint, the same bits."""
         if self._copy is None:
             return fingerprint(tensor) == self._print
         one, other = tensor, self._copy
         return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def set_among(flags: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of those flags, of one boolean each, that are set: a device is waited for once, not for each."""
+    found = torch.stack(list(flags.values())).tolist() if flags else []
+    return [name for name, is_set in zip(flags, found, strict=True) if is_set]
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -350,11 +360,9 @@ def late_refusals_of(subject: Subject) -> Iterator[None]:
 def changes_of(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return by how much at most each tensor is not what it was before; nothing of those that are."""
     changes = {}
-    for name, tensor in now.items():
-        tensor, kept = tensor.detach(), before[name].to(tensor.device)
-        if torch.equal(tensor, kept):
-            continue
-        is_now, was = tensor.double(), kept.double()
+    pairs = {name: (tensor.detach(), before[name].to(tensor.device)) for name, tensor in now.items()}
+    for name in set_among({name: (is_now != was).any() for name, (is_now, was) in pairs.items()}):  # or NaN in both
+        is_now, was = (tensor.double() for tensor in pairs[name])
         differs = (is_now != was) & ~(is_now.isnan() & was.isnan())
         if differs.any():
             changes[name] = float((is_now - was)[differs].abs().max())

@@ -1,7 +1,7 @@
 """The judgment: call a kernel on every distribution of inputs, and compare each result with the reference."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from pytest_attn.correctness.call import (
     fault_of_change,
     late_refusals_of,
     refusals,
+    set_among,
 )
 from pytest_attn.correctness.comparison import (
     Comparison,
@@ -157,9 +158,8 @@ class _Judgment:
         if self.first is None:
             kept = {name: KeptResult(t) for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}
             self.first = _Result(distribution, reference, tensors, kept)
-        limits, w, rows = limits_named(self.spec.limits), self.spec.workload, []
-        for name, tensor in tensors.items():
-            rows.append(compare_tensor(name, distribution, tensor, reference, w, limits_of(name, limits)))
+        w = self.spec.workload
+        rows = compare_all(distribution, tensors, reference, w, limits_named(self.spec.limits))
         self.rows += rows
         for row in rows:
             if not row.passed and self.failed is None:
@@ -191,7 +191,8 @@ class _Judgment:
         __tracebackhide__ = True
         assert self.first is not None
         distribution, reference, _, kept = self.first
-        unequal = {name: t for name, t in tensors.items() if not kept[name].is_same(t)}
+        doubted = set_among({name: kept[name].may_differ(t) for name, t in tensors.items()})
+        unequal = {name: tensors[name] for name in doubted if not kept[name].is_same(tensors[name])}
         for row in self._compared(distribution, reference, unequal):
             if not row.passed:
                 self.rows.append(row)
@@ -281,9 +282,7 @@ class _Judgment:
             return
         raise refused
 
-    def _compared(
-        self, distribution: str, reference: Reference, tensors: dict[str, torch.Tensor]
-    ) -> Iterator[TensorComparison]:
+    def _compared(self, distribution: str, reference: Reference, tensors: dict[str, torch.Tensor]) -> list[TensorComparison]:
         return compare_all(distribution, tensors, reference, self.spec.workload, limits_named(self.spec.limits))
 
     def _about_strides(self, row: TensorComparison, reference: Reference, pattern: StridePattern) -> tuple[Hint, ...]:
@@ -388,22 +387,54 @@ def compare_all(
     reference: Reference,
     workload: Workload,
     limits: tuple[Limits, Limits],
-) -> Iterator[TensorComparison]:
+) -> list[TensorComparison]:
     """Compare tensors by their names, native ones. limits: of out and lse, and of gradients."""
-    for name, tensor in tensors.items():
-        yield compare_tensor(name, distribution, tensor, reference, workload, limits_of(name, limits))
+    return _rows_of(
+        _measured_tensor(name, distribution, tensor, reference, workload, limits_of(name, limits))
+        for name, tensor in tensors.items()
+    )
 
 
 def compare_tensor(
     name: str, distribution: str, tensor: torch.Tensor, reference: Reference, workload: Workload, limits: Limits
 ) -> TensorComparison:
     """Compare one native tensor with the reference's tensor of the same name."""
-    expected = reference.tensors[name]
-    got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
-    return compare_rows(name, distribution, got, expected, workload, limits, unsampled_faults)
+    (row,) = _rows_of([_measured_tensor(name, distribution, tensor, reference, workload, limits)])
+    return row
 
 
 def compare_rows(
+    name: str, distribution: str, got: torch.Tensor, expected: Expected, workload: Workload, limits: Limits
+) -> TensorComparison:
+    """Compare those rows of a tensor, (batch, heads, rows, dim), that are exact."""
+    (row,) = _rows_of([_measured(name, distribution, got, expected, workload, limits)])
+    return row
+
+
+class _Measured(NamedTuple):
+    """A comparison before its numbers are read back from their device. to_row: makes the row of them."""
+
+    numbers: dict[str, torch.Tensor]
+    to_row: Callable[[Mapping[str, float]], TensorComparison]
+
+
+def _rows_of(comparisons: Iterable[_Measured]) -> list[TensorComparison]:
+    """Read the numbers of all at once: whoever reads waits, also for other processes' work on the device."""
+    measured = list(comparisons)
+    numbers = [number.double() for one in measured for number in one.numbers.values()]
+    read = iter(torch.stack(numbers).tolist() if numbers else [])
+    return [one.to_row(dict(zip(one.numbers, read, strict=False))) for one in measured]
+
+
+def _measured_tensor(
+    name: str, distribution: str, tensor: torch.Tensor, reference: Reference, workload: Workload, limits: Limits
+) -> _Measured:
+    expected = reference.tensors[name]
+    got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
+    return _measured(name, distribution, got, expected, workload, limits, unsampled_faults)
+
+
+def _measured(
     name: str,
     distribution: str,
     got: torch.Tensor,
@@ -411,12 +442,12 @@ def compare_rows(
     workload: Workload,
     limits: Limits,
     unsampled_faults: int = 0,
-) -> TensorComparison:
-    """Compare those rows of a tensor, (batch, heads, rows, dim), that are exact. unsampled_faults: not finite, in others."""
+) -> _Measured:
+    """Measure the rows that are exact. unsampled_faults: how many elements are not finite, in others."""
     if is_of_heads := is_of_parameter(name) and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
         limits = replace(limits, row=limits.element, head=limits.element)
     if name in ("lse", "max"):
-        return _compare_lse(name, distribution, got, expected)
+        return _measured_lse(name, distribution, got, expected)
     # one rounding of a query's row sum D, or of its lse, moves the gradients of all keys that it sees
     independent = min(got.shape[2], sum(workload.q_lens or (workload.q_len,))) if name in ("dk", "dv") else got.shape[2]
     if independent < FEW_ROWS:
@@ -425,36 +456,39 @@ def compare_rows(
     z = residual_over_budget(residual, expected.tau)
     magnitude, rows = z.abs(), z.square().mean(-1)
     place = torch.where(wrong, math.nan, magnitude).argmax()  # NaN counts as the largest
-    read = _read(
-        {
-            "z_element": magnitude.max(),
-            "row": rows.max(),
-            "head": rows.mean(-1).max(),
-            "exceeding": (magnitude > limits.element).sum(),
-            "wrong": wrong.sum(),
-            **_at(place, got, expected.value, expected.tau),
-            **_familiar(residual, expected.value),
-        }
-    )
-    z_element, z_row, z_head = read["z_element"], read["row"] ** 0.5, read["head"] ** 0.5
-    wrong_count, at = max(int(read["wrong"]), unsampled_faults), _unraveled(int(read["place"]), z.shape)
-    return TensorComparison(
-        name=name,
-        distribution=distribution,
-        passed=not wrong_count and limits.excess(z_element, z_row, z_head) <= 1,
-        z_element=z_element,
-        z_row=z_row,
-        z_head=z_head,
-        elements=got.numel(),
-        exceeding=int(read["exceeding"]),
-        wrong_positions=wrong_count,
-        worst=at[1:2] if is_of_heads else _true_index(at, expected),
-        found=read["found"],
-        exact=read["exact"],
-        budget=read["budget"],
-        limits=limits,
-        **_familiar_figures(read, residual.numel()),
-    )
+    shape = z.shape
+    numbers = {
+        "z_element": magnitude.max(),
+        "row": rows.max(),
+        "head": rows.mean(-1).max(),
+        "exceeding": (magnitude > limits.element).sum(),
+        "wrong": wrong.sum(),
+        **_at(place, got, expected.value, expected.tau),
+        **_familiar(residual, expected.value),
+    }
+
+    def to_row(read: Mapping[str, float]) -> TensorComparison:
+        z_element, z_row, z_head = read["z_element"], read["row"] ** 0.5, read["head"] ** 0.5
+        wrong_count, at = max(int(read["wrong"]), unsampled_faults), _unraveled(int(read["place"]), shape)
+        return TensorComparison(
+            name=name,
+            distribution=distribution,
+            passed=not wrong_count and limits.excess(z_element, z_row, z_head) <= 1,
+            z_element=z_element,
+            z_row=z_row,
+            z_head=z_head,
+            elements=shape.numel(),
+            exceeding=int(read["exceeding"]),
+            wrong_positions=wrong_count,
+            worst=at[1:2] if is_of_heads else _true_index(at, expected),
+            found=read["found"],
+            exact=read["exact"],
+            budget=read["budget"],
+            limits=limits,
+            **_familiar_figures(read, shape.numel()),
+        )
+
+    return _Measured(numbers, to_row)
 
 
 #: by how much more than the nearer of two results is from exact they may differ where both round in their own way
@@ -499,46 +533,43 @@ def _residual(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor, torc
     return torch.where(both, got.double() - value, 0.0), ~alike
 
 
-def _compare_lse(name: str, distribution: str, got: torch.Tensor, expected: Expected) -> TensorComparison:
+def _measured_lse(name: str, distribution: str, got: torch.Tensor, expected: Expected) -> _Measured:
     residual, wrong = _residual(got.double(), expected)
     finite = expected.value.isfinite()
     exact = expected.value.where(finite, expected.value.new_zeros(()))
     allowed = LSE_TOLERANCE * (1 + exact.abs()) + LSE_BUDGETS * expected.tau.to(exact.device)
     z = residual / allowed
-    magnitude = z.abs()
-    read = _read(
-        {
-            "z_element": magnitude.max(),
-            "head": z.square().mean(-1).max(),
-            "exceeding": (magnitude > 1).sum(),
-            "wrong": wrong.sum(),
-            **_at(magnitude.argmax(), got, expected.value, allowed),
-            **_familiar(residual, exact),
-        }
-    )
-    z_element, wrong_count = read["z_element"], int(read["wrong"])
-    return TensorComparison(
-        name=name,
-        distribution=distribution,
-        passed=not wrong_count and z_element <= 1,
-        z_element=z_element,
-        z_row=z_element,
-        z_head=read["head"] ** 0.5,
-        elements=got.numel(),
-        exceeding=int(read["exceeding"]),
-        wrong_positions=wrong_count,
-        worst=_true_index(_unraveled(int(read["place"]), z.shape), expected),
-        found=read["found"],
-        exact=read["exact"],
-        budget=read["budget"],
-        limits=Limits(1, 1, 1),
-        **_familiar_figures(read, residual.numel()),
-    )
+    magnitude, shape = z.abs(), z.shape
+    numbers = {
+        "z_element": magnitude.max(),
+        "head": z.square().mean(-1).max(),
+        "exceeding": (magnitude > 1).sum(),
+        "wrong": wrong.sum(),
+        **_at(magnitude.argmax(), got, expected.value, allowed),
+        **_familiar(residual, exact),
+    }
 
+    def to_row(read: Mapping[str, float]) -> TensorComparison:
+        z_element, wrong_count = read["z_element"], int(read["wrong"])
+        return TensorComparison(
+            name=name,
+            distribution=distribution,
+            passed=not wrong_count and z_element <= 1,
+            z_element=z_element,
+            z_row=z_element,
+            z_head=read["head"] ** 0.5,
+            elements=shape.numel(),
+            exceeding=int(read["exceeding"]),
+            wrong_positions=wrong_count,
+            worst=_true_index(_unraveled(int(read["place"]), shape), expected),
+            found=read["found"],
+            exact=read["exact"],
+            budget=read["budget"],
+            limits=Limits(1, 1, 1),
+            **_familiar_figures(read, shape.numel()),
+        )
 
-def _read(numbers: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Read numbers back from their device, all at once: whoever reads waits, also for other processes' work on the device."""
-    return dict(zip(numbers, torch.stack([number.double() for number in numbers.values()]).tolist(), strict=True))
+    return _Measured(numbers, to_row)
 
 
 def _at(place: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, budget: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -20,10 +20,10 @@ from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
-from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded
-from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
+from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded, set_among
+from pytest_attn.correctness.comparison import TensorComparison, limits_named
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
-from pytest_attn.correctness.judge import apart, compare_tensor
+from pytest_attn.correctness.judge import apart, compare_all
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import switches_kept
@@ -37,7 +37,8 @@ Results: TypeAlias = "Mapping[str, Tensor]"
 
 def first_difference(found: Results, expected: Results) -> str:
     """Say where `found` first differs from `expected`, bit for bit but for the sign of zeros; "" where it does not."""
-    texts = (difference(name, found[name], expected[name]) for name in expected)
+    unequal = set_among({name: (found[name] != was).any() for name, was in expected.items()})  # or NaN in both
+    texts = (difference(name, found[name], expected[name]) for name in unequal)
     return next(filter(None, texts), "")
 
 
@@ -341,15 +342,13 @@ class Probe:
 
     def misfit(self, results: Results, inputs: Inputs | None = None) -> str:
         """Say where results leave the budget of exact attention on `inputs`, "" where they do not."""
-        inputs = inputs or self.inputs
-        for name, tensor in results.items():
-            row = self._row(name, tensor, inputs)
+        for row in self._rows(results, inputs or self.inputs):
             if row.excess > _SLACK:
                 at = ", ".join(map(str, row.worst))
                 rounding = f"{z_figure(row.excess)} times what rounding explains"
                 over = "not finite where exact is" if row.wrong_positions else rounding
                 found, exact = told_apart(row.found, row.exact)
-                return f"{name}[{at}] = {found}, exact {exact} ({over})"
+                return f"{row.name}[{at}] = {found}, exact {exact} ({over})"
         return ""
 
     def change(self, found: Results, expected: Results | None = None, inputs: Inputs | None = None) -> str:
@@ -369,13 +368,13 @@ class Probe:
         changed = self.change(found, expected, inputs)
         if not changed:
             return ""
-        reference, rows = self.reference(inputs), (self._row(name, tensor, inputs) for name, tensor in found.items())
-        pairs = ((row, found[row.name], expected[row.name]) for row in rows)
+        reference = self.reference(inputs)
+        pairs = ((row, found[row.name], expected[row.name]) for row in self._rows(found, inputs))
         return changed if any(apart(*pair, reference, inputs.workload)[1] for pair in pairs) else ""
 
-    def _row(self, name: str, tensor: Tensor, inputs: Inputs) -> TensorComparison:
-        limits = limits_of(name, limits_named(self.spec.limits))
-        return compare_tensor(name, self.spec.inputs[0], tensor, self.reference(inputs), inputs.workload, limits)
+    def _rows(self, results: Results, inputs: Inputs) -> list[TensorComparison]:
+        limits = limits_named(self.spec.limits)
+        return compare_all(self.spec.inputs[0], results, self.reference(inputs), inputs.workload, limits)
 
 
 # -- what an invariant is ----------------------------------------------------------------------------------------------------

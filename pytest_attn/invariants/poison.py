@@ -11,7 +11,7 @@ from torch import Tensor
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.subject import RefusedError
-from pytest_attn.correctness.call import refusals
+from pytest_attn.correctness.call import refusals, set_among
 from pytest_attn.invariants.invariant import Invariant, Probe, Tensors, on, prefixed
 from pytest_attn.workloads.dtypes import filled, is_poison, poison_of
 from pytest_attn.workloads.inputs import Inputs
@@ -45,12 +45,13 @@ class Poison(Invariant):
             except RefusedError:  # of tensors that begin within a larger one
                 places = f"with NaN in fresh memory{filled}"
                 found = probe.call(tensors)
-        for name, band in zip(("q", "k", "v", "dout"), bands, strict=True):
-            if band.is_written:
-                return f"the kernel wrote outside {name}, whose neighboring memory is no longer NaN"
+        written = {name: band.is_written for name, band in zip(("q", "k", "v", "dout"), bands, strict=True)}
+        if outside := set_among(written):
+            return f"the kernel wrote outside {outside[0]}, whose neighboring memory is no longer NaN"
         changed = probe.change(found, clean)
         if not changed:  # the plain call's memory may have held NaN as well
-            with_nan = {name: result for name, result in found.items() if bool(result.isnan().any())}
+            are_nan = set_among({name: result.isnan().any() for name, result in found.items()})
+            with_nan = {name: found[name] for name in are_nan}
             misfit = probe.misfit(with_nan) if with_nan else ""
             changed = f"{misfit}, and so it was in the plain call" if misfit else ""
         elif filled:
@@ -131,8 +132,9 @@ class _Band:
         self.inside.copy_(tensor)
 
     @property
-    def is_written(self) -> bool:
-        return not all(bool(is_poison(band).all()) for band in (self.whole[:_BAND], self.whole[-_BAND:]))
+    def is_written(self) -> Tensor:
+        """Whether anything is no longer as it was, on its device."""
+        return ~(is_poison(self.whole[:_BAND]).all() & is_poison(self.whole[-_BAND:]).all())
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The runs in a .jsonl file: the lines of each, and the closing line that says which tests it collected, left out and ran."""
 
+import functools
 import json
 import re
 from collections.abc import Iterable
@@ -129,6 +130,11 @@ def grouped(ids: Iterable[str]) -> dict[str, list[str]]:
 def stable_id(nodeid: str) -> str:
     """Return a test's id as every host writes it: without xdist's group, and without where an installed suite lies."""
     path, colons, name = nodeid.partition("::")
-    inside = re.search(r".*(?:site|dist)-packages/(.+)", path)
     group = name.find("@", name.rfind("]") + 1)
-    return f"{inside[1] if inside else path}{colons}{name if group < 0 else name[:group]}"
+    return f"{_installed_path(path)}{colons}{name if group < 0 else name[:group]}"
+
+
+@functools.cache
+def _installed_path(path: str) -> str:
+    inside = re.search(r".*(?:site|dist)-packages/(.+)", path)
+    return inside[1] if inside else path

@@ -12,7 +12,7 @@ import pytest, pytest_attn
 from pathlib import Path
 
 ROOT = Path(pytest_attn.__file__).parent
-ENDS = {"make_case": "cases/case.py", "compare_tensor": "correctness/judge.py", "describe": "correctness/mismatch_text.py"}
+ENDS = {"make_case": "cases/case.py", "compare_all": "correctness/judge.py", "describe": "correctness/mismatch_text.py"}
 WALKED = {}
 
 def chain(frame):
