@@ -30,6 +30,7 @@ from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import labeled, taken_apart
 from pytest_attn.reports.records import new_record
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.session.cover import left_to
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.kinds import CaseParameter, kind_of, marker_of, typed_name
 from pytest_attn.session.marks import AttentionMark
@@ -93,10 +94,11 @@ class CaseRun:
         try:
             with ending_no_test(evaluator.name, calls=False), self._watched(evaluator):
                 found = evaluator.judge()
-        except (ContractError, DeadlineError, EndsTestError, RefusedError, RankRaisedError) as error:
+        except RefusedError as error:
+            found = evaluator.ended(RefusedError(self._refused_late(self.asked, str(error))))
+            self._remember(evaluator, str(error))
+        except (ContractError, DeadlineError, EndsTestError, RankRaisedError) as error:
             found = evaluator.ended(error)
-            if isinstance(error, RefusedError):
-                self._remember(evaluator, str(error))
         except Exception as error:
             self._note(evaluator, error)
             raise
@@ -287,7 +289,13 @@ class CaseRun:
             is_own = subject is not None and not is_missing and subject.declines(*asked) == obstruction
             self.skip(subject, obstruction, cause=Cause.NOT_HERE if is_missing else Cause.DECLINED if is_own else None)
         if subject is not None and (said := self.session.refused.get((subject, self.workload, asked[2], self.machine))):
-            self.skip(subject, said, cause=Cause.DECLINED)
+            self.skip(subject, self._refused_late(subject, said), cause=Cause.DECLINED)
+
+    def _refused_late(self, subject: Subject | None, reason: str) -> str:
+        """Return the reason, with what other cases have left to this one: that it is refused nobody could know."""
+        left = left_to(self.item, self.session) if subject is self.backend else {}
+        told = ", ".join(f"{question} ({number})" for question, number in sorted(left.items()))
+        return f"{reason}; other cases have left to it: {told}; --attn-thorough asks each of them" if told else reason
 
     def _missing_because(self, subject: Subject, backward: bool) -> str | None:
         """Say that it is not here, or cannot be imported, which is not tried for what it declares to refuse."""

@@ -241,6 +241,18 @@ def left_to_others(item: pytest.Item, session: AttentionSession, is_declared: bo
     return session.collected.left_to_others[key].get(item.nodeid, {})
 
 
+def left_to(item: pytest.Item, session: AttentionSession) -> dict[str, int]:
+    """Return what other cases of its file have left to this one, and how many have."""
+    parameter = parameter_of(item)
+    if parameter is None:
+        return {}
+    name, path = str(_Case(item, parameter, session)), item.nodeid.partition("::")[0]
+    left_to_others(item, session)
+    left = session.collected.left_to_others.get((str(parameter.backend), False), {})
+    of_file = (questions.items() for nodeid, questions in left.items() if nodeid.partition("::")[0] == path)
+    return dict(Counter(question for one in of_file for question, others in one if name in others.split(" and ")))
+
+
 def asked_once(item: pytest.Item, session: AttentionSession) -> tuple[str, ...]:
     """Return the invariants of which few cases of its file are asked, and this one is; none where its test does not say so.
 

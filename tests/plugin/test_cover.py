@@ -455,6 +455,40 @@ def test_a_case_with_a_known_defect_stands_for_none_and_is_asked_what_the_defect
     assert all("smoke-full" not in some.values() for some in left.values())
 
 
+LATE = """
+from honest.variants import HONEST
+
+def pytest_attn_backends(registry):
+    backend = HONEST.backend()
+    prepare = backend.prepare
+    backend.name, backend.compiles = "honest", True
+    backend.refusal_in = lambda error: "its compiler says no" if "softcap" in str(error) else None
+
+    def prepared(inputs, backward=False):
+        if inputs.workload.name == "smoke-softcap":
+            raise RuntimeError("no kernel for softcap")
+        return prepare(inputs, backward)
+
+    backend.prepare = prepared
+    registry.add(backend)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [((), "; other cases have left to it: options (4); --attn-thorough asks each of them"), (("--attn-thorough",), "")],
+    ids=["some are asked", "all are asked"],
+)
+def test_a_case_that_its_compiler_refuses_says_what_others_have_left_to_it(pytester, options, left):
+    pytester.makeconftest(LATE)
+    pytester.makepyfile(test_it=ONCE, test_more=ONCE)  # in which it is known
+    asked = "--attn-backends=honest", "--attn-workloads=smoke-full,smoke-half,smoke-softcap", "--attn-output=run.jsonl"
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", *asked, *options)
+    reasons = [record["reason"] for record in read_records(pytester.path / "run.jsonl")]
+    said = "its compiler says no"
+    assert [reason for reason in reasons if reason.startswith(said)] == [said, said + left] * 2
+
+
 #: options alone and together, in a plain batch and in a padded one
 COMBINED = """
 from pytest_attn import Workload
