@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 #: bytes of the largest workload, and of a GPU's memory for each worker: the process takes less than one of them
 _LARGEST, _MEMORY = 1 << 22, 8 << 30
+#: seconds that one kernel takes a backend, roughly, as on an H100's host whose 16 cores are busy, and that of flash-attn 4
+_SECONDS, _FLASH4 = {"flex": 2.5, "flex_flash": 4.0, "flex_decode": 6.0, "te_flash": 0.5}, 3.0  # te_flash finds flash4's
+#: how many times as long that of flex_decode takes in float32, without tensor cores
+_DECODING_FLOAT32 = 4.0
 #: the process, which gets this one's sys.path, and what is left of the cores; of a compiler's time a tenth went into gc
 _PROGRAM = """
 import gc, json, os, sys
@@ -47,7 +51,7 @@ main()
 class Compiled(NamedTuple):
     """What a case compiles: a backend's kernel for a bundled workload, or its kernels of invariants that compile more.
 
-    group: the cases that one worker runs, of which it is one.
+    group: the cases that one worker runs, of which it is one. seconds: how long it compiles, roughly.
     """
 
     group: str
@@ -55,11 +59,7 @@ class Compiled(NamedTuple):
     workload: str
     backward: bool
     invariants: tuple[str, ...]
-
-    @property
-    def kernels(self) -> int:
-        """How many it compiles, roughly."""
-        return (1 + self.backward) * (1 + len(self.invariants))
+    seconds: float = 0.0
 
     @property
     def case(self) -> tuple[str, str, bool, tuple[str, ...]]:
@@ -79,8 +79,8 @@ class Begun:
             note_in_a_run(f"{json.dumps(one.case)}{BEGUN}")
 
 
-def compile_ahead(config: pytest.Config, session: AttentionSession, items: Sequence[pytest.Item]) -> dict[str, int]:
-    """Start the process of this worker of xdist, which ends with the run; return how many kernels it compiles for which group.
+def compile_ahead(config: pytest.Config, session: AttentionSession, items: Sequence[pytest.Item]) -> dict[str, float]:
+    """Start the process of this worker of xdist, which ends with the run; return how long it compiles for which group.
 
     Not where something is timed, or where each worker's has no core, or no memory, to itself.
     """
@@ -103,22 +103,25 @@ def compile_ahead(config: pytest.Config, session: AttentionSession, items: Seque
     groups: dict[str, list[Compiled]] = {}
     for one in dict.fromkeys(by_item.values()):
         groups.setdefault(one.group, []).append(one)
-    kernels = {group: sum(one.kernels for one in cases) for group, cases in groups.items()}
-    from_the_longest = sorted(groups, key=kernels.__getitem__)[::-1]  # against the order of workers
+    seconds = {group: sum(one.seconds for one in cases) for group, cases in groups.items()}
+    from_the_longest = sorted(groups, key=seconds.__getitem__)[::-1]  # against the order of workers
     told = [(group, [one.case for one in groups[group]]) for group in from_the_longest]
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(json.dumps({"parent": os.getpid(), "device": machine.device, "groups": told}))
-    return kernels
+    return seconds
 
 
 def _compiled_by(item: pytest.Item, session: AttentionSession) -> Compiled:
     parameter = parameter_of(item)
     assert parameter is not None
     backward = asks_gradients(item) or is_called_as_in_training(item, session)
-    group = kind_of(item).made_items().group(item, parameter)
-    name, workload = str(parameter.backend), str(parameter.workload.name)
-    return Compiled(group or "", name, workload, backward, asked_once(item, session))
+    group, invariants = kind_of(item).made_items().group(item, parameter), asked_once(item, session)
+    name, workload = str(parameter.backend), parameter.workload
+    seconds = _SECONDS.get(name, _FLASH4) * (1 + backward) * (1 + len(invariants))
+    if name == "flex_decode" and workload.dtype == "float32":
+        seconds *= _DECODING_FLOAT32
+    return Compiled(group or "", name, str(workload.name), backward, invariants, seconds)
 
 
 def _is_compiled_here(item: pytest.Item, session: AttentionSession, bundled: Container[Workload]) -> bool:

@@ -131,10 +131,10 @@ def _backend_of(scope: str) -> str | None:
     return scope.rpartition(" ")[2] if scope.startswith(_BETWEEN) else None
 
 
-def tell_groups(config: pytest.Config, items: list[pytest.Item], compiled_ahead: Mapping[str, int]) -> None:
+def tell_groups(config: pytest.Config, items: list[pytest.Item], compiled_ahead: Mapping[str, float]) -> None:
     """In a worker of xdist, hand the groups of items to the controller, beside the ids, which is all that a worker sends.
 
-    compiled_ahead: how many kernels other processes compile, by group.
+    compiled_ahead: how many seconds other processes compile, by group.
     """
     interactor: Any = next((one for one in config.pluginmanager.get_plugins() if hasattr(one, "sendevent")), None)
     if interactor is None:
@@ -151,10 +151,10 @@ def tell_groups(config: pytest.Config, items: list[pytest.Item], compiled_ahead:
     interactor.sendevent = sendevent
 
 
-def _group(item: pytest.Item, compiled_ahead: Mapping[str, int]) -> tuple[str, str]:
+def _group(item: pytest.Item, compiled_ahead: Mapping[str, float]) -> tuple[str, str]:
     """Return the group of a case, "" where it has none, or one of xdist's own that this run asks for; and what it compiles.
 
-    In seconds; what another process compiles comes behind what compiles nothing, the fewest kernels of a group first.
+    In seconds; what another process compiles comes behind what compiles nothing, the group that takes least first.
     """
     parameter = parameter_of(item)
     if parameter is None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pytest_attn.backends import library
+from pytest_attn.backends.libraries.flex import FlexDecode
 from pytest_attn.backends.libraries.sdpa import Math
 from pytest_attn.invariants import ahead as process
 from pytest_attn.invariants.ahead import compile_case
@@ -71,13 +72,13 @@ class Asking:
     """A plugin that asks what is compiled ahead for the items of a run, in a worker of two, and runs none."""
 
     def __init__(self, worker):
-        self.worker, self.kernels, self.order, self.ids = worker, None, {}, []
+        self.worker, self.seconds, self.order, self.ids = worker, None, {}, []
 
     def pytest_collection_finish(self, session):
         config = session.config
         config.workerinput = {"attn_place": [self.worker, 2]}
-        self.kernels = ahead.compile_ahead(config, session_of(config), session.items)
-        self.order = {item.name: float(scheduling._group(item, self.kernels)[1]) for item in session.items}
+        self.seconds = ahead.compile_ahead(config, session_of(config), session.items)
+        self.order = {item.name: float(scheduling._group(item, self.seconds)[1]) for item in session.items}
         self.ids = [item.nodeid for item in session.items]
         del config.workerinput
         session.items[:] = []
@@ -106,7 +107,7 @@ def ask(pytester, monkeypatch):
         pytester.inline_run("--attn-backends=flex,math,mine", *options, plugins=[asking])
         told = json.loads(started[0].stdin.written) if started else None
         ask_it.order, ask_it.ids = asking.order, asking.ids
-        return told, asking.kernels
+        return told, asking.seconds
 
     return ask_it
 
@@ -116,26 +117,35 @@ def cases_of(told):
 
 
 def test_every_process_is_told_all_that_backends_compile_for_bundled_workloads(ask):
-    first, kernels = ask()
+    first, seconds = ask()
     second, _ = ask(worker=1)
     assert first == second
     assert [tuple(case[:3]) for case in cases_of(first)] == [
         ("flex", name, backward) for name in ("smoke-padded", "smoke-full") for backward in (False, True)
     ]
     assert (first["parent"], first["device"]) == (os.getpid(), "cpu")
-    assert sorted(kernels.values()) == [3, 3]
+    assert sorted(seconds.values()) == [7.5, 7.5], "of three kernels each"
 
 
-def test_processes_begin_with_the_most_kernels_and_workers_with_the_fewest(ask):
-    told, kernels = ask(more=INVARIANTS)
+def test_processes_begin_with_what_compiles_longest_and_workers_with_what_does_least(ask):
+    told, seconds = ask(more=INVARIANTS)
     assert [[case[1:] for case in cases] for _, cases in told["groups"]] == [
         [["smoke-full", False, []], ["smoke-full", True, []], ["smoke-full", False, ["layout", "equivalence"]]],
         [["smoke-padded", False, []], ["smoke-padded", True, []]],
         [["smoke-half", False, ["options"]]],
     ]
-    assert sorted(kernels.values()) == [2, 3, 6]
-    seconds = ("test_forward[smoke-full-math]", "test_invariants[smoke-half-fp16-flex]", "test_forward[smoke-full-flex]")
-    assert [ask.order[name] for name in seconds] == [0, -2, -6]
+    assert sorted(seconds.values()) == [5, 7.5, 15]
+    names = ("test_forward[smoke-full-math]", "test_invariants[smoke-half-fp16-flex]", "test_forward[smoke-full-flex]")
+    assert [ask.order[name] for name in names] == [0, -5, -15]
+
+
+def test_a_kernel_that_decodes_float32_takes_longest(ask, monkeypatch):
+    monkeypatch.setattr(FlexDecode, "unavailable_because", lambda self, machine: None)
+    marked = '@pytest.mark.attention("smoke-softcap", "smoke-single")'
+    more = f"import pytest\n\n{marked}\ndef test_decoding(attn, attn_backend): ..."
+    told, seconds = ask("--attn-backends=flex,flex_decode", "-k", "decoding", more=more)
+    assert [case[:2] for case in cases_of(told)][:2] == [["flex_decode", "smoke-single"], ["flex_decode", "smoke-softcap"]]
+    assert sorted(seconds.values()) == [2.5, 2.5, 6, 24]
 
 
 def test_what_is_called_as_in_training_compiles_nothing_of_its_own(ask):
@@ -149,7 +159,7 @@ def test_what_is_called_as_in_training_compiles_nothing_of_its_own(ask):
 
 def test_what_is_not_compiled_ahead_comes_with_what_is_in_its_group(ask):
     ask()
-    assert ask.order["test_elsewhere[smoke-full-flex]"] == ask.order["test_forward[smoke-full-flex]"] == -3
+    assert ask.order["test_elsewhere[smoke-full-flex]"] == ask.order["test_forward[smoke-full-flex]"] == -7.5
 
 
 def test_what_a_backend_declares_to_refuse_is_not_told_and_compiles_nothing(ask):

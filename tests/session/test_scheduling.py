@@ -185,7 +185,7 @@ AHEAD = {"w1 a": -4, "w1 b": -1, "w2 a": 6.0}
 IDS_AHEAD = [f"{test}[{group}]\0{group}\0{AHEAD.get(group, 0.0)}" for test in NAMES for group in GROUPS]
 
 
-def test_what_other_processes_compile_comes_last_and_of_that_the_fewest_kernels_first():
+def test_what_other_processes_compile_comes_last_and_of_that_what_takes_least_first():
     assert begun(*distributed("load", IDS_AHEAD)) == ["w2 a", "w1 c", "w2 b", "w2 c", "w1 b", "w1 a"]
 
 
