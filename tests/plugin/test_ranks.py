@@ -1,6 +1,7 @@
 """Tests with ranks in real processes over gloo: what is right passes, what fails ends with its message, the next case runs."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_attn.processes.launcher import Launcher
+from pytest_attn.processes.launcher import Launcher, Process
 from pytest_attn.ranks.pool import Pool
 
 TESTS = Path(__file__).parent.parent
@@ -120,6 +121,13 @@ def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester, monkey
         is_last = sys._getframe(1).f_locals.get("wanted") == "result"
         return 2.0 if is_last and "test_deadlock" in os.environ["PYTEST_CURRENT_TEST"] else 60.0
 
+    def send_slowly(process, number):
+        """As from a busy machine: the end of one rank must not be what another was found in."""
+        send(process, number)
+        time.sleep(0.0 if number == signal.SIGKILL else 0.3)
+
+    send = Process.send_signal
+    monkeypatch.setattr(Process, "send_signal", send_slowly)
     monkeypatch.setattr(Pool, "_seconds", property(seconds, lambda pool, given: None), raising=False)
     pytester.makepyfile(KERNELS + ENDS)
     result = pytester.runpytest("--attn-rank-timeout=60", "-W", "error", "--attn-save-failures=saved")
