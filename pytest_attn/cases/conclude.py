@@ -292,10 +292,14 @@ class CaseRun:
             self.skip(subject, self._refused_late(subject, said), cause=Cause.DECLINED)
 
     def _refused_late(self, subject: Subject | None, reason: str) -> str:
-        """Return the reason, with what other cases have left to this one: that it is refused nobody could know."""
-        left = left_to(self.item, self.session) if subject is self.backend else {}
-        told = ", ".join(f"{question} ({number})" for question, number in sorted(left.items()))
-        return f"{reason}; other cases have left to it: {told}; --attn-thorough asks each of them" if told else reason
+        """Return the reason, and which questions nobody is asked now, as other cases had left them to this one."""
+        left = left_to(self.item, self.session) if self.backend is not None and subject is self.backend else {}
+        told = ", ".join(f"{question} ({number} cases)" for question, number in sorted(left.items()))
+        return (
+            f"{reason}; not asked, as other cases left it to this one: {told}; --attn-thorough asks each case"
+            if told
+            else reason
+        )
 
     def _missing_because(self, subject: Subject, backward: bool) -> str | None:
         """Say that it is not here, or cannot be imported, which is not tried for what it declares to refuse."""

@@ -190,16 +190,11 @@ class KeptResult:
         """Whether only its fingerprint is kept."""
         return self._copy is None
 
-    def may_differ(self, tensor: Tensor) -> Tensor:
-        """Return a flag, on the tensor's device, which is set unless `is_same` without a doubt."""
-        return tensor.new_ones((), dtype=torch.bool) if self._copy is None else (tensor != self._copy).any()
-
-    def is_same(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the same elements, NaN where NaN was; for a fingerprint, the same bits."""
+    def differs(self, tensor: Tensor) -> Tensor:
+        """Return a flag, on the tensor's device: whether elements are others, as NaN always is; for a fingerprint, bits."""
         if self._copy is None:
-            return fingerprint(tensor) == self._print
-        one, other = tensor, self._copy
-        return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+            return torch.tensor(fingerprint(tensor) != self._print, device=tensor.device)
+        return (tensor != self._copy).any()
 
 
 def set_among(flags: Mapping[str, Tensor]) -> list[str]:

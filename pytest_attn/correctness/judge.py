@@ -191,9 +191,8 @@ class _Judgment:
         __tracebackhide__ = True
         assert self.first is not None
         distribution, reference, _, kept = self.first
-        doubted = set_among({name: kept[name].may_differ(t) for name, t in tensors.items()})
-        unequal = {name: tensors[name] for name in doubted if not kept[name].is_same(tensors[name])}
-        for row in self._compared(distribution, reference, unequal):
+        differing = set_among({name: kept[name].differs(tensor) for name, tensor in tensors.items()})
+        for row in self._compared(distribution, reference, {name: tensors[name] for name in differing}):
             if not row.passed:
                 self.rows.append(row)
                 if self.failed is None:
@@ -393,14 +392,6 @@ def compare_all(
         _measured_tensor(name, distribution, tensor, reference, workload, limits_of(name, limits))
         for name, tensor in tensors.items()
     )
-
-
-def compare_tensor(
-    name: str, distribution: str, tensor: torch.Tensor, reference: Reference, workload: Workload, limits: Limits
-) -> TensorComparison:
-    """Compare one native tensor with the reference's tensor of the same name."""
-    (row,) = _rows_of([_measured_tensor(name, distribution, tensor, reference, workload, limits)])
-    return row
 
 
 def compare_rows(

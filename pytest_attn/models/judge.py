@@ -24,7 +24,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Evidence, Limits, Returned, TensorComparison, limits_named
 from pytest_attn.correctness.contract import ContractError, check_contract
-from pytest_attn.correctness.judge import compare_all, compare_tensor, mismatch_of, unshown_by, untested, without_each
+from pytest_attn.correctness.judge import compare_all, mismatch_of, unshown_by, untested, without_each
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference, score_elements, with_drawn_rows
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.models.capture import AttentionCall
@@ -147,10 +147,10 @@ def with_empirical_limits(
     for kernels, deviations in (_FEW, _MANY):
         for number in range(len(honest), kernels):
             twin = _emulated_kernel(number, inputs, reference, backward=bool(failed - {"out"}))
-            levels = {
-                name: compare_tensor(name, "", twin[name], reference, inputs.workload, rows[0].limits) for name in failed
-            }
-            honest.append(levels)
+            levels = compare_all(
+                "", {name: twin[name] for name in failed}, reference, inputs.workload, (rows[0].limits, rows[0].limits)
+            )
+            honest.append({row.name: row for row in levels})
         found = tuple(
             _judged_anew(row, _raised(row.limits, [one[row.name] for one in honest], deviations))
             if row.name in failed

@@ -241,8 +241,9 @@ class Pool(RankGroup):
 
     def _give_up(self, answers: dict[int, Message], waited: list[int], seconds: float) -> NoReturn:
         """Raise RanksLostError: ranks wait for one another, or for one that has raised."""
-        for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):  # of these SIGABRT has faulthandler write the stacks
-            for rank in waited:  # which have stopped, as the end of one closes its connections, and others go on
+        # all are stopped before one ends, whose closed connections would let others go on; SIGABRT makes each write its stack
+        for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
+            for rank in waited:
                 self._processes[rank].send_signal(number)
         end = time.monotonic() + _STACK_SECONDS
         for rank in waited:

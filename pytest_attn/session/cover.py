@@ -242,15 +242,13 @@ def left_to_others(item: pytest.Item, session: AttentionSession, is_declared: bo
 
 
 def left_to(item: pytest.Item, session: AttentionSession) -> dict[str, int]:
-    """Return what other cases of its file have left to this one, and how many have."""
+    """Return the questions that other cases of its file have left to this case of a backend, and how many cases have."""
     parameter = parameter_of(item)
-    if parameter is None:
-        return {}
-    name, path = str(_Case(item, parameter, session)), item.nodeid.partition("::")[0]
-    left_to_others(item, session)
-    left = session.collected.left_to_others.get((str(parameter.backend), False), {})
-    of_file = (questions.items() for nodeid, questions in left.items() if nodeid.partition("::")[0] == path)
-    return dict(Counter(question for one in of_file for question, others in one if name in others.split(" and ")))
+    assert parameter is not None
+    name, of_file = str(_Case(item, parameter, session)), (one for one in item.session.items if one.path == item.path)
+    of_backend = (one for one in of_file if (found := parameter_of(one)) and found.backend == parameter.backend)
+    left = (question for one in of_backend for question in left_to_others(one, session).items())
+    return dict(Counter(question for question, others in left if name in others.split(" and ")))
 
 
 def asked_once(item: pytest.Item, session: AttentionSession) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_attn import Workload
 from pytest_attn.backends.precision import PRECISIONS
 from pytest_attn.correctness.comparison import limits_named
-from pytest_attn.correctness.judge import compare_tensor
+from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.reports.lines import figure
 from pytest_attn.workloads.inputs import draw_inputs
@@ -60,14 +60,14 @@ def test_the_figures_of_a_tensor_are_read_back_at_once(name):
     value = reference.tensors[name].value.clone()
     value[0, 1, 7] += 0.5
     with Reading() as reading:
-        row = compare_tensor(name, "structured", value, reference, workload, limits_named("default")[0])
+        (row,) = compare_all("structured", {name: value}, reference, workload, limits_named("default"))
     assert reading.count == 0
     assert row.worst[:3] == (0, 1, 7)
     assert row.found - row.exact == pytest.approx(0.5)
     assert row.absmax == pytest.approx(0.5)
     assert row.wrong_positions == 0
     value[0, 0, 3] = math.nan
-    row = compare_tensor(name, "structured", value, reference, workload, limits_named("default")[0])
+    (row,) = compare_all("structured", {name: value}, reference, workload, limits_named("default"))
     assert not row.passed
     assert row.wrong_positions == value[0, 0, 3].numel()
     if name != "lse":

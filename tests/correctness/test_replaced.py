@@ -44,7 +44,7 @@ PLACES = [
     *((torch.Tensor, name) for name in ("clone", "detach", "backward", "take", "tolist", "__eq__")),
     *((F, "scaled_dot_product_attention"), (torch.autograd, "grad"), (torch.cuda.Event, "elapsed_time")),
     *(
-        (judge, "compare_tensor"),
+        (judge, "compare_all"),
         (judge, "float"),
         (comparison.TensorComparison, "__init__"),
         (kernel_work.KernelWork, "verify_call"),
@@ -98,17 +98,17 @@ def test_what_everything_calls_is_back_before_it_is_called(name):
 
 
 def test_code_that_is_replaced_within_a_function_is_put_back():
-    code = judge.compare_tensor.__code__
+    code = judge.compare_all.__code__
 
     def kernel(q, k, v):
-        judge.compare_tensor.__code__ = evil.__code__
+        judge.compare_all.__code__ = evil.__code__
         return attention(q, k, v)
 
     try:
-        assert "the callable replaced the code of pytest_attn.correctness.judge.compare_tensor" in failure(kernel, SMALL)
-        assert judge.compare_tensor.__code__ is code
+        assert "the callable replaced the code of pytest_attn.correctness.judge.compare_all" in failure(kernel, SMALL)
+        assert judge.compare_all.__code__ is code
     finally:
-        judge.compare_tensor.__code__ = code
+        judge.compare_all.__code__ = code
 
 
 def test_a_kernel_that_is_registered_for_an_operator_of_torch_is_taken_back():

@@ -476,7 +476,10 @@ def pytest_attn_backends(registry):
 
 @pytest.mark.parametrize(
     ("options", "left"),
-    [((), "; other cases have left to it: options (4); --attn-thorough asks each of them"), (("--attn-thorough",), "")],
+    [
+        ((), "; not asked, as other cases left it to this one: options (4 cases); --attn-thorough asks each case"),
+        (("--attn-thorough",), ""),
+    ],
     ids=["some are asked", "all are asked"],
 )
 def test_a_case_that_its_compiler_refuses_says_what_others_have_left_to_it(pytester, options, left):

@@ -122,7 +122,7 @@ def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester, monkey
         return 2.0 if is_last and "test_deadlock" in os.environ["PYTEST_CURRENT_TEST"] else 60.0
 
     def send_slowly(process, number):
-        """As from a busy machine: the end of one rank must not be what another was found in."""
+        """As on a busy machine, where one rank may have ended before the next one gets its signal."""
         send(process, number)
         time.sleep(0.3 if number == signal.SIGABRT else 0.0)
 

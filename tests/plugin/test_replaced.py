@@ -8,7 +8,7 @@ def equal(*args):
 
 def replaces_the_judge(q, k, v):
     out = sdpa(q, k, v)
-    torch.equal, judge.compare_tensor.__code__ = equal, equal.__code__
+    torch.equal, judge.compare_all.__code__ = equal, equal.__code__
     return out
 
 def wrong(q, k, v):
@@ -27,7 +27,7 @@ def test_a_wrong_kernel_fails_after_a_test_whose_callable_replaced_the_judge(run
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [
-            "E*the callable replaced torch.equal by equal of *, the code of pytest_attn.correctness.judge.compare_tensor: *",
+            "E*the callable replaced torch.equal by equal of *, the code of pytest_attn.correctness.judge.compare_all: *",
             "E*by *replaces_the_judge on *",
             "E*reproduce *test_cheat*",
             "E*mismatch: out of wrong*",
