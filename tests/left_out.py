@@ -11,6 +11,7 @@ import os
 IS_ALL = os.environ.get("ATTN_TESTS") == "all"
 #: pages of docs/ whose blocks start ranks or other processes, time, or judge many models
 PAGES = (
-    *("howto/baselines.md", "howto/isolated.md", "howto/model.md", "howto/model-latency.md", "howto/paged-ranks.md"),
-    *("howto/ranks.md", "howto/report.md", "howto/several-gpus.md", "howto/stronger-tests.md"),
+    *("howto/backend.md", "howto/baselines.md", "howto/isolated.md", "howto/model.md", "howto/model-latency.md"),
+    *("howto/paged-ranks.md", "howto/quantized.md", "howto/ranks.md", "howto/report.md", "howto/several-gpus.md"),
+    *("howto/several-hosts.md", "howto/stronger-tests.md", "howto/without-pytest.md", "tutorial-gate.md"),
 )

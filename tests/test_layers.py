@@ -294,6 +294,7 @@ def test_only_the_registry_asks_what_kind_of_subject_it_has():
     assert [str(path.relative_to(ROOT)) for path in asking] == ["backends/registry.py"]
 
 
+@pytest.mark.slow("imports torch anew")
 def test_finding_out_what_is_installed_imports_nothing():
     ask = """
 import contextlib, sys, torch

@@ -91,6 +91,7 @@ def test_a_broken_library_is_refused_in_its_own_words(plant, sound, capfd, sourc
     assert sound.load().answer == 42
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("source", ["import time; time.sleep(60)", "import os, time; os.fork(); time.sleep(60)"])
 def test_an_import_that_hangs_is_given_up(plant, sound, monkeypatch, source):
     broken = plant(source)
@@ -277,6 +278,7 @@ def test_variables_are_set_for_the_import_only(plant, monkeypatch):
     assert "PLANTED" not in os.environ
 
 
+@pytest.mark.slow("starts processes")
 def test_the_stale_folder_of_flash_attn_2_breaks_flash_attn_4_only(monkeypatch, tmp_path):
     """flash-attn 2.8.3 overwrites flash-attn-4's flash_attn/cute with its own, which cannot be imported."""
     files = {
@@ -332,6 +334,7 @@ print(Library(("planted-broken",), "planted_broken.kernels", "").broken_because(
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("run_of", "trials"), [(lambda worker: "run", 1), (lambda worker: f"run {worker}", 3)])
 def test_the_workers_of_one_run_try_a_broken_library_once(plant, tmp_path, run_of, trials):
     log = tmp_path / "trials"

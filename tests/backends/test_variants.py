@@ -62,6 +62,7 @@ def test_a_variant_says_what_its_backend_says():
     )
 
 
+@pytest.mark.slow("compiles")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when inductor is first loaded
 @pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles")  # by torch 2.6
 def test_compiling_is_timed_and_its_graph_breaks_are_counted():

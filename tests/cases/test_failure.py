@@ -235,7 +235,7 @@ def words(error):
     return str(error.value).splitlines()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow("draws workloads")
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_workloads_fail_again_in_the_same_words(tmp_path, seed):
     hypothesis = pytest.importorskip("hypothesis")

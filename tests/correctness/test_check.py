@@ -196,7 +196,7 @@ def test_a_scale_that_is_kept_in_the_dtype_is_another_scale():
     assert "it equals attention with scale 0.3008, not 0.3" in failure(kernel, FULL.replace(scale=0.3), inputs="randn")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", SUGGESTED)
 def test_no_exact_profile_excuses_a_scale_that_is_two_percent_off(name):
     assert failure(lambda q, k, v: explicit(q, k, v, scale=1.02 / 8), FULL.replace(dtype="fp16"), precision=name)

@@ -71,6 +71,7 @@ def compiles_inside(compiler):
 WAYS = [compiled_function, compiled_module, compiles_inside]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_wrong_compiled_code_is_wrong_on_every_workload(way):
     compiler = Compiler(1.5)

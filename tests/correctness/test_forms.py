@@ -33,6 +33,7 @@ def judge(attn, kernel, is_right):
             attn.check(kernel)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_right", [True, False])
 @pytest.mark.attention(*(Workload(3, kv_lens=(20, 9), pad=pad, **DECODING) for pad in ("right", "left")))
 def test_masks_may_be_added_and_padding_may_be_a_mask_of_keys(attn, is_right):
@@ -126,6 +127,7 @@ def of_sequences(attn, heads_first, ends):
     return torch.cat(out, 2), torch.cat(lse, -1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_right", [True, False])
 @pytest.mark.attention(PACKED, backward=True, layout="bthd")
 def test_packed_rows_may_have_a_batch_dimension(attn, is_right):

@@ -45,6 +45,7 @@ def spec_of(workload, leaves, **more):
     return CheckSpec(workload, CPU, True, parameters=leaves, **more)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.id)
 def test_an_honest_kernel_is_right_and_its_gradients_are_compared(workload):
     inputs, leaves = leaves_of(workload)
@@ -53,6 +54,7 @@ def test_an_honest_kernel_is_right_and_its_gradients_are_compared(workload):
     assert {row.name for row in comparison.tensors} == {"out", "dq", "dk", "dv", *(f"d{name}" for name in leaves)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize(
     "workload",
@@ -106,7 +108,7 @@ def of_one_head_lost(grad):
     return grad
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("change", [scaled, of_one_head_lost, torch.neg])
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.id)
 def test_a_wrong_gradient_of_a_parameter_is_seen_and_named(workload, change):

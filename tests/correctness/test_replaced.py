@@ -159,7 +159,7 @@ def test_what_is_deleted_comes_back():
         time.sleep = was
 
 
-@pytest.mark.parametrize("judged", ["check", "check_invariants", "measure"])
+@pytest.mark.parametrize("judged", ["check", "check_invariants", pytest.param("measure", marks=pytest.mark.slow("times"))])
 def test_whatever_is_asked_and_where_the_kernel_raises(judged):
     replaces, was, undo = replacing(torch, "equal")
     calls = []

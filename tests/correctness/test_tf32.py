@@ -35,7 +35,7 @@ def spec(workload, precision="tf32", inputs=tuple(DISTRIBUTIONS), **more):
     return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, Declaration(precision=precision), **more)
 
 
-@pytest.mark.one_in(30)
+@pytest.mark.one_in(60)
 @pytest.mark.parametrize("variant", TF32, ids=lambda variant: variant.name)
 @pytest.mark.parametrize("workload", [w for w in WORKLOADS.values() if "edges" not in w.id], ids=lambda w: w.id)
 def test_products_in_tf32_are_excused_and_far_from_the_limits(variant, workload):
@@ -62,7 +62,7 @@ def callable_of(variant, workload):
     return lambda q, k, v: kernel(inputs, q, k, v)[0]
 
 
-@pytest.mark.one_in(48)
+@pytest.mark.one_in(192)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_no_fault_is_excused(fault):
     """A kernel with tf32 products and one fault more is wrong on a workload that reaches it."""

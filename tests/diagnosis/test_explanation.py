@@ -81,6 +81,7 @@ def test_a_truncated_out_is_no_fault_of_a_mask_that_hides_the_same():
     assert faults(truncated, Workload(200, heads=2, mask="causal")) == ()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("workload", [CAUSAL, CAUSAL.replace(heads=4, kv_heads=2, batch=2, mask=None)])
 def test_heads_that_are_taken_for_tokens_are_told(workload):
     def takes_bshd(q, k, v):
@@ -97,6 +98,7 @@ def softmax_in_float32(q, k, v):
     return ((weights / weights.sum(-1, keepdim=True)).to(q.dtype)) @ v
 
 
+@pytest.mark.slow("makes many calls")
 def test_dp_in_the_dtype_is_what_autograd_makes_of_a_cast():
     spec = CheckSpec(CAUSAL, CPU, backward=True)
     assert faults(softmax_in_float32, CAUSAL, backward=True) == ("precision-autograd",)
@@ -119,6 +121,7 @@ def told(kernel, workload):
     return [hint.words for hint in judged(kernel, CheckSpec(workload, CPU, backward=True)).mismatch.hints]
 
 
+@pytest.mark.slow("makes many calls")
 def test_a_cast_of_weights_that_autograd_sees_is_told_with_blocks_of_keys_too():
     wide, narrow = (Workload(130, heads=6, head_dim=head_dim) for head_dim in (64, 32))
     (words,) = told(split_over_keys, wide)  # passes as 'autograd', but without room
@@ -143,7 +146,7 @@ def test_noise_in_dp_is_not_told_for_its_rounding():
     assert told(noisy_dp, Workload(129, heads=4)) == []
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("times", [0.99, 0.995, 1.005, 1.01])
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_a_scale_that_is_little_off_is_no_matter_of_a_profile(times, head_dim):
@@ -152,6 +155,7 @@ def test_a_scale_that_is_little_off_is_no_matter_of_a_profile(times, head_dim):
     assert faults(scaled(1), workload) == ("precision-eager",)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "workload"),
     [

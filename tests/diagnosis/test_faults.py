@@ -39,7 +39,7 @@ SMALL = [w for w in GROUPS if not (w.dropout or w.is_quantized or w in PAIRS)]
 # -- planted faults, and mutants -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_a_planted_fault_is_found_and_named(planted):
     spec = CheckSpec(planted.workload, CPU, planted.backward, declared=Declaration(returns_lse=planted.returns_lse))
@@ -67,7 +67,7 @@ def hints_of(mutant, workload, backward):
     return None if comparison.passed else comparison.mismatch.hints
 
 
-@pytest.mark.one_in(56)
+@pytest.mark.one_in(224)
 @pytest.mark.parametrize("mutant", NAMED, ids=lambda mutant: f"{mutant.kind}-{mutant.name}")
 def test_the_fault_of_a_mutant_is_named(mutant):
     """On one of the first three workloads that show it, and nothing else is on any of them."""
@@ -93,6 +93,7 @@ HONEST_OTHERWISE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", HONEST_OTHERWISE)
 def test_another_fault_is_given_no_name(name):
     comparison = judged(HONEST_OTHERWISE[name], CheckSpec(FULL, CPU))

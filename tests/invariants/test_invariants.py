@@ -125,7 +125,7 @@ def scaled_dot_product(q, k, v):
 # -- fault-free kernels ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.id)
 @pytest.mark.parametrize("honest", [HONEST, VARIANTS[10], VARIANTS[11]], ids=lambda honest: honest.name)
 def test_every_invariant_holds_for_an_honest_kernel(honest, workload):
@@ -134,7 +134,7 @@ def test_every_invariant_holds_for_an_honest_kernel(honest, workload):
     assert_few_calls(report)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["sdpa", "math", "eager"])
 @pytest.mark.parametrize("workload", [PLAIN, CAUSAL, PADDED, BATCHED], ids=lambda w: w.id)
 def test_every_invariant_holds_for_torch(name, workload):
@@ -144,6 +144,7 @@ def test_every_invariant_holds_for_torch(name, workload):
         assert_few_calls(report)
 
 
+@pytest.mark.slow("makes many calls")
 def test_the_thorough_set_holds_for_an_honest_kernel():
     for workload in (CAUSAL, PADDED):
         report = ask(HONEST.backend(), workload, thorough=True)
@@ -183,7 +184,7 @@ def test_products_in_tf32_that_are_declared_keep_the_gradient_of_lse(name):
 # -- faults ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("invariant", "name", "workload"),
     [(invariant, name, workload) for invariant, faults in FAULTS.items() for name, workload in faults],
@@ -206,6 +207,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(Probe, "is_compiled", True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("invariant", "name", "by"), ASKED_LESS)
 def test_a_fault_of_a_compiled_kernel_is_found_though_less_is_asked(compiled, invariant, name, by):
     (workload,) = (workload for fault, workload in FAULTS[invariant] if fault == name)
@@ -213,6 +215,7 @@ def test_a_fault_of_a_compiled_kernel_is_found_though_less_is_asked(compiled, in
     assert [finding.invariant for finding in report.broken] == [by], report.findings
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.id)
 def test_what_is_asked_of_a_compiled_kernel_holds_for_an_honest_one(compiled, workload):
     report = ask(HONEST.backend(), workload, ("layout", "options", "equivalence", "batch"))
@@ -384,6 +387,7 @@ def test_a_kernel_that_is_documented_to_take_contiguous_tensors_is_asked_no_othe
     assert strides.evidence.endswith("swapped in memory: refused in its own words: a stride")
 
 
+@pytest.mark.slow("makes many calls")
 def test_one_of_a_hundred_calls_is_found_by_the_thorough_set():
     assert ask(mutant_named("nan-in-one-of-a-hundred-calls").backend(), PLAIN, thorough=True).broken
 

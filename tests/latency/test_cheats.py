@@ -48,6 +48,7 @@ def test_results_kept_by_what_does_not_tell_data_apart(key):
     refused(kernel)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("names", [("out",), ("dq",), ("dk", "dv")], ids="+".join)
 @pytest.mark.parametrize("of", [(slice(None), -1), (-1,)], ids=["head", "batch entry"])
 def test_each_look_at_a_small_result_is_at_all_of_its_heads(names, of):
@@ -72,6 +73,7 @@ def hits(kernel_of, workload=WORKLOAD):
     return counted["found"] / counted["calls"]
 
 
+@pytest.mark.slow("makes many calls")
 @pytest.mark.parametrize(
     "fingerprint",
     [
@@ -108,6 +110,7 @@ def test_probabilities_that_are_kept():
     refused(kernel)
 
 
+@pytest.mark.slow("makes many calls")
 def test_scores_of_all_the_memory_that_data_come_from():
     """It computes them once for all places where q and k may begin, and looks its own up."""
 
@@ -192,6 +195,7 @@ def test_gradients_prepared_in_the_forward_pass():
     refused(Prepared.apply, "backward")
 
 
+@pytest.mark.slow("makes many calls")
 def test_gradients_of_another_call():
     kept = []
 
@@ -203,6 +207,7 @@ def test_gradients_of_another_call():
     refused(with_gradients(keeping), "backward", "timed: its result is not")
 
 
+@pytest.mark.slow("makes many calls")
 def test_a_kernel_that_is_late_now_and_then_is_still_timed():
     def kernel(q, k, v):
         time.sleep(0.0005)
@@ -211,6 +216,7 @@ def test_a_kernel_that_is_late_now_and_then_is_still_timed():
     assert measure(kernel, CPU, workload=WORKLOAD).p50 > 0.0005
 
 
+@pytest.mark.slow("makes many calls")
 def test_idle_once_looking_at_results_has_become_too_costly(monkeypatch):
     monkeypatch.setattr(kernel_work, "_SHARE_OF_LOOKS", 0.0)
     monkeypatch.setattr(kernel_work, "_FEWEST_LOOKS", 1)
@@ -221,7 +227,7 @@ def test_idle_once_looking_at_results_has_become_too_costly(monkeypatch):
     refused(lambda q, k, v: v * 0.5 if "timed" in looks else attention(q, k, v))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("at", [1, 2], ids=["dk", "dv"])
 @pytest.mark.parametrize("direction", ["backward", "forward+backward"])
 @pytest.mark.parametrize("known", [0, 6])  # before it is timed it is called six times

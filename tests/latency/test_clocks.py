@@ -143,6 +143,7 @@ def test_a_refusal_to_unlock_is_logged_and_fails_no_test(nvml, gpu, leaving, cap
     assert leaving == []
 
 
+@pytest.mark.slow("starts processes")
 def test_a_process_that_exits_inside_the_block_unlocks_once(nvml, tmp_path):
     script = f"""
 import sys, atexit, pynvml, torch

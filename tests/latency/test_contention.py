@@ -155,6 +155,7 @@ def test_a_kernel_that_slows_the_core_itself_is_timed_all_the_same(machine):
     assert monitor.disturbance() is None
 
 
+@pytest.mark.slow("times in many processes")
 def test_short_moments_between_others_do_not_make_a_kernel_slow_by_itself(machine):
     """Each sample begins in one of them; only every thirtieth is long enough for it to end there."""
     monitor = monitor_on(machine)

@@ -247,6 +247,7 @@ def test_the_prior_of_a_file_comes_from_its_cases():
     assert policy_for("xpu") == POLICIES["cpu"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sd", [0.001, 0.002, 0.004])
 def test_suites_without_a_slowdown_alarm_in_at_most_one_of_a_hundred(sd):
     """Screen, then three fresh runs, over suites of 40 cases whose variances differ; a family-wise rate of 1 % by design."""

@@ -112,6 +112,7 @@ def test_a_gpu_whose_power_is_capped_for_good_is_timed_as_it_is(busy, monkeypatc
     assert busy.warmer._recovery_seconds > 0
 
 
+@pytest.mark.slow("times beside other work")
 def test_a_block_is_repeated_while_it_is_disturbed_and_kept_in_the_end(monkeypatch):
     stopwatch = Stopwatch(CPU)
     monkeypatch.setattr("time.sleep", lambda seconds: None)

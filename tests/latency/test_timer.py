@@ -15,7 +15,10 @@ from pytest_attn.latency.timer import HostTimer, Item
 from pytest_attn.latency.work import StaleError
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    "direction", ["forward", pytest.param("backward", marks=pytest.mark.slow("times")), "forward+backward"]
+)
 def test_every_direction_is_timed(device, direction):
     latency = measure(attention, device, direction)
     assert isinstance(latency, Latency)
@@ -64,6 +67,7 @@ def test_both_directions_take_about_as_long_as_their_sum():
     assert 0.3 * (forward + backward) < both < 3 * (forward + backward)
 
 
+@pytest.mark.slow("sleeps")
 def test_a_kernel_that_sleeps_on_the_host_is_timed_with_its_sleep(device):
     def sleeping(q, k, v):
         time.sleep(0.004)

@@ -167,6 +167,7 @@ def test_a_call_that_was_looked_at_leaves_no_graph_of_autograd_behind(device):
     assert all(one.done > 0 for one in kept)
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_known_defect_of_what_is_timed_is_not_refused():
     class Off(type(Registry()["sdpa"])):
         known = ()

@@ -111,6 +111,7 @@ def test_arguments_that_are_only_handed_on_are_harmless(modeling, implementation
 # -- autocast ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_dropped_mask_is_found_with_and_without_autocast(modeling, dtype):  # noqa: F811
     sdpa = modeling.sdpa_attention_forward
@@ -147,6 +148,7 @@ def loss_of_both(model):
     return outputs(model).logits.float().square().mean() + loss_of_weights(model)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("run", [outputs, loss_of_both, loss_of_weights])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_weights_that_a_model_returns_or_learns_from_make_no_gradient_wrong(modeling, run, dtype):  # noqa: F811

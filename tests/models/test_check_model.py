@@ -23,7 +23,7 @@ GROUPED, CPU = Workload(8, heads=4, kv_heads=2), torch.device("cpu")
 KERNELS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
     [
@@ -44,6 +44,7 @@ def test_honest_models_pass_forward_and_backward(name, dtype, kernel):
     assert not found.message
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 def test_flex_attention_is_judged_forward(dtype):
@@ -121,7 +122,7 @@ def test_a_function_of_ones_own_has_the_autocast_of_the_model():
     assert set(seen) == {True}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", [pytest.param("math", marks=pytest.mark.slow), "eager", "sdpa_flash"])
 @pytest.mark.parametrize("name", ["causal", "grouped", "window", "padded", "cross", "encoder", "folded", "shifted-windows"])
 def test_a_backend_of_the_registry_takes_the_place_of_every_call(name, backend):

@@ -84,7 +84,7 @@ def only_compiled(honest, fault):
 SEEN_IN_HALF = ("out", "mask")
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of dynamo, which instantiates an autograd.Function
 @DTYPES
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all", "one-layer"])
@@ -115,6 +115,7 @@ def _(q, k, v):
     return torch.empty_like(q)
 
 
+@pytest.mark.slow("compiles")
 def test_a_custom_op_whose_compiled_form_is_off_is_found():
     def attend(q, k, v):
         return attention_op(q, k, v) if torch.compiler.is_compiling() else F.scaled_dot_product_attention(q, k, v)
@@ -127,6 +128,7 @@ def test_a_custom_op_whose_compiled_form_is_off_is_found():
     assert found.compiled.wrong == ["output"]
 
 
+@pytest.mark.slow("compiles")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo, behind a break
 def test_graph_breaks_and_recompilations_are_told():
     turns = []
@@ -167,6 +169,7 @@ def test_a_backend_is_judged_in_the_eager_model_and_the_note_says_so():
     assert "math took the place of attention in the eager model; the compiled one was not run" in found.notes
 
 
+@pytest.mark.slow("compiles")
 def test_what_drops_at_random_is_not_compared():
     model = stack(full)
     model.head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.head)
@@ -221,6 +224,7 @@ def test_an_honest_compiled_model_whose_gradients_vanish_passes(dtype, scale):
     assert check_model(model, lambda: step() * scale, scatter=0).compiled.limits
 
 
+@pytest.mark.slow("compiles")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of dynamo, which instantiates an autograd.Function
 def test_gradients_that_are_rounding_error_alone_are_not_compared():
     """A normalized output has the same mean square whatever it is made of: all gradients before it cancel."""

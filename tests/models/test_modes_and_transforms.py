@@ -150,6 +150,7 @@ def test_a_model_that_is_called_with_other_parameters_is_judged():
     assert all(call.has_gradients for call in check_model(model, lambda: loss(others, X, model)).calls)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_calls_within_grad_are_judged_forward(dtype):
     model = stack(causal).to(dtype)

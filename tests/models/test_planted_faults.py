@@ -153,7 +153,7 @@ def test_the_planted_attention_is_right_without_a_fault(kind, dtype):
     assert found.passed, found.message
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("everywhere", "dtype"),
     [
@@ -184,6 +184,7 @@ def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
 # -- what a function is given, and does not use ------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @DTYPES
 @pytest.mark.parametrize("everywhere", [False, True], ids=["one-layer", "all"])
 def test_sinks_that_are_not_passed_are_found(monkeypatch, everywhere, dtype):
@@ -236,7 +237,7 @@ def test_a_scale_that_shows_as_the_slope_of_a_gradient_is_named():
     assert hints_of(model, step, Planted("scale", everywhere=False)) == [("dk", "scale-wrong")]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("is_additive", [False, True], ids=["boolean", "additive"])
 @pytest.mark.parametrize("kind", ["causal", "window"])
 def test_padding_that_is_ignored_is_named(kind, is_additive):

@@ -131,6 +131,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("fault", "dtype"), list(itertools.product(FAULTS, [torch.float32, torch.bfloat16])))
 def test_each_fault_breaks_what_it_is_about(fault, dtype):
     name, evidence = FAULTS[fault]
@@ -268,7 +269,7 @@ def test_experts_are_held_where_rounding_decides(dtype, monkeypatch):
         assert broken(model)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("fault", [*FAULTS, "router sees all"])
 def test_faults_of_models_with_experts_are_found(fault):
     name, _ = FAULTS.get(fault, ("future", ""))

@@ -168,7 +168,7 @@ def with_slow_ones_marked(kernels):
 # -- fault-free kernels ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("honest", with_slow_ones_marked([*VARIANTS, *EQUIVALENT]))
 def test_an_honest_kernel_is_right(honest, cache):
     backend = honest.backend()
@@ -202,6 +202,7 @@ def reaching(mutant):
     return [w for w in COVERING if any(mutant.applies(w, backward) for backward in directions(w))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mutant", with_slow_ones_marked(m for m in MUTANTS if m.condition in INPUTS))
 def test_a_mutant_is_wrong_where_it_says(mutant, cache):
     assert any(
@@ -211,7 +212,7 @@ def test_a_mutant_is_wrong_where_it_says(mutant, cache):
     )
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_right_where_it_does_not_apply(mutant, cache):
     for w in (named("edges-one-row"), named("smoke-softcap"), named("smoke-packed")):

@@ -248,7 +248,7 @@ def test_a_callable_that_never_returns_is_stopped_and_named(tell):
     tell(stories, "--attn-timeout=1")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("workers", [(), ("-n", "1", "--max-worker-restart=0")], ids=["serial", "xdist"])
 def test_a_callable_that_never_comes_back_to_python_ends_the_process(pytester, kernel_test, workers):
     """As a kernel that spins would: a mutex locked twice, in C, that no exception can interrupt."""
@@ -275,6 +275,7 @@ def spins(q, k, v):
         result.stdout.fnmatch_lines(["*worker 'gw0' crashed while running '*::test_kernel[[]h2-s32-d32[]]'*"])
 
 
+@pytest.mark.slow("starts processes")
 def test_torch_that_is_missing_or_broken_is_one_clear_error(pytester, kernel_test):
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker='"smoke-full"')
     file = next(pytester.path.glob("*.py"))

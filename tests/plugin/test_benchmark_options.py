@@ -60,7 +60,7 @@ def test_cprofile_calls_once_more_and_changes_no_sample(report):
     assert found["test_measures"]["cprofile"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "args",
     [

@@ -388,6 +388,7 @@ def test_backward(attn, attn_backend):
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("is_by_torch", "compiles"),
     [(True, True), (False, True), (False, False)],
@@ -474,6 +475,7 @@ def pytest_attn_backends(registry):
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "left"),
     [
@@ -635,6 +637,7 @@ def asked_both_ways(pytester, *options, **replaced):
     return wrong, calls
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ask", ["check", "check_invariants"])
 def test_the_kernel_of_inference_is_asked_of_as_few_cases_as_have_all_options(pytester, ask):
     wrong, calls = asked_both_ways(pytester, "-k", "right", check=ask)
@@ -656,6 +659,7 @@ def test_the_kernel_of_inference_is_asked_of_an_option_in_each_layout(pytester):
     assert {name for _, name, how in calls if how == "in inference"} == {"few-one", "few-other", "padded-both"}
 
 
+@pytest.mark.slow("makes many calls")
 def test_a_fault_of_inference_alone_is_found_where_it_is_asked(pytester):
     wrong, _ = asked_both_ways(pytester)
     by_backend = {
@@ -666,12 +670,14 @@ def test_a_fault_of_inference_alone_is_found_where_it_is_asked(pytester):
     assert {name for _, name in by_backend["inference"]} == FEW_OF_FIVE
 
 
+@pytest.mark.slow("makes many calls")
 def test_a_fault_of_training_is_none_of_inference(pytester):
     wrong, calls = asked_both_ways(pytester, "-k", "training")
     assert {direction for name, direction, _ in wrong if name == "training"} == {"forward+backward"}
     assert {name for _, name, how in calls if how == "in inference"} == set(FIVE)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "replaced",
     [
@@ -699,6 +705,7 @@ def test_a_case_with_a_known_defect_is_called_as_in_inference(pytester):
     assert {name for _, name, how in calls if how == "in inference"} == {*FEW_OF_FIVE, "smoke-half"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options", [("-k", "right and forward"), ("-k", "right", "--attn-thorough")], ids=["alone", "thorough"]
 )

@@ -42,6 +42,7 @@ def test_each_is_named_here():
     assert sorted(path.parent.name for path in ROOT.glob("docs/examples/*/pyproject.toml")) == sorted(EXAMPLES)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_it_runs_where_it_is_copied_to(example, pytester, monkeypatch):
     shutil.copytree(ROOT / "docs/examples" / example, pytester.path / example)
@@ -61,6 +62,7 @@ def test_a_fault_of_the_kernel_to_a_gate_is_found(pytester, monkeypatch):
     result.assert_outcomes(failed=2, passed=1, skipped=1)
 
 
+@pytest.mark.slow("times in many processes")
 def test_the_gate_of_a_kernel_holds_what_its_workflow_recorded(pytester, typed):
     shutil.copytree(ROOT / "docs/examples/triton_kernel", pytester.path / "mine")
     (fast,), (record,) = (steps("triton_kernel", "gpu.yml", job) for job in ("fast", "record"))

@@ -353,11 +353,13 @@ STORIES = {
 FEW = ("a right kernel", "a test may refuse a draw", "measure only checks", "nothing is judged", "a fixture asks for the case")
 
 
+@pytest.mark.slow("draws workloads")
 def test_what_is_drawn_ends_as_the_test_does_and_is_said(tell, pytester):
     stories = {name: story for name, story in STORIES.items() if name not in FEW}
     tell(stories, "--attn-fuzz=60", "-k", "fuzz", passed=3, deselected=len(stories))
 
 
+@pytest.mark.slow("draws workloads")
 def test_a_few_draws_leave_no_properties(tell, pytester):
     tell({name: STORIES[name] for name in FEW}, "--attn-fuzz=8", "-k", "fuzz", "--junitxml=junit.xml", deselected=len(FEW))
     cases = ElementTree.parse(pytester.path / "junit.xml").findall(".//testcase")

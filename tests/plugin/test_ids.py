@@ -49,6 +49,7 @@ def test_ids_of_functions_need_no_quotes():
             assert PLAIN.fullmatch(workload.id)
 
 
+@pytest.mark.slow("draws workloads")
 def test_ids_of_drawn_workloads_need_no_quotes():
     hypothesis = pytest.importorskip("hypothesis")
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from left_out import IS_ALL
 
 from pytest_attn.backends.named import offered_to
 from pytest_attn.ranks import isolated
@@ -244,11 +245,12 @@ def run(pytester, *options):
 
 
 def test_cheats_are_refused_each_by_itself(pytester):
-    pytester.makepyfile(test_it=TESTS.format(names=["attention", *REFUSED, "causal"]))
+    refused = [*REFUSED][:: 1 if IS_ALL else 3]
+    pytester.makepyfile(test_it=TESTS.format(names=["attention", *refused, "causal"]))
     result = run(pytester, "--attn-isolated", "--attn-timeout=3", "-v")
-    result.assert_outcomes(passed=2, failed=len(REFUSED))
+    result.assert_outcomes(passed=2, failed=len(refused))
     text = result.stdout.str()
-    assert {name: words for name, words in REFUSED.items() if words not in text} == {}
+    assert {name: REFUSED[name] for name in refused if REFUSED[name] not in text} == {}
     assert not (pytester.path / "bomb").exists()
     assert "kernels" not in sys.modules
 
@@ -279,6 +281,7 @@ def test_memory_that_is_given(attn):
 """
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_time_that_is_claimed_and_results_that_are_kept_are_refused(pytester):
     pytester.makepyfile(test_it=TIMES.format(names=["idles_in_a_row", "claims_a_time"]))
     result = run(pytester, "--attn-isolated", "-k", "idles_in_a_row or claims_a_time")
@@ -350,6 +353,7 @@ def test_invariants(attn):
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [(), ("--attn-isolated",)], ids=["here", "isolated"])
 def test_a_named_function_stands_wherever_a_callable_does(pytester, options):
     pytester.makepyfile(test_it=ALL_KINDS)

@@ -93,6 +93,7 @@ def test_a_time_ends_its_test_as_it_compares_and_says_why(recorded, said):
     result.stdout.fnmatch_lines(lines)
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_slower_time_is_a_failed_test_with_its_evidence(recorded, real_processes):
     result = recorded(TIMES="150")
     result.assert_outcomes(failed=1)
@@ -257,6 +258,7 @@ def test_a_fresh_process_that_cannot_run_hides_no_slowdown(recorded, pytester):
     )
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_kernel_that_hangs_later_has_no_result(project, pytester, monkeypatch):
     monkeypatch.setattr("pytest_attn.cases.measurement.WAITING_SECONDS", 1.0)
     (pytester.path / "conftest.py").unlink()

@@ -84,6 +84,7 @@ def test_a_missing_torch_is_said_in_one_line():
     assert run_without("torch", "--help").returncode == 0
 
 
+@pytest.mark.slow("imports torch anew")
 def test_it_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "pytest_attn"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -94,6 +94,7 @@ def test_a_step_with_and_without_an_optimizer_are_two_cases(timed, pytester):
     result.stdout.fnmatch_lines(["step *model in Sequential-fp32, AdamW's included: first call *"])
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_step_that_became_slower_fails_and_another_model_has_no_baseline(timed, pytester):
     own = OWN.replace("    attn_model.measure(model, step)\n", "")
     timed(own, "--attn-update-baselines=first").assert_outcomes(passed=1)

@@ -157,7 +157,7 @@ NAMES = "no-maximum-subtracted or values-summed-in-the-tensors-dtype"
 LATER = weak('Workload(300, heads=2, name="later")').replace("test_weak", "test_later")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "workload", "said", "changed", "changes"), SURVIVING, ids=[one[0] for one in SURVIVING])
 def test_a_survivor_is_found_with_the_change_that_is_named(pytester, name, workload, said, changed, changes):
     chosen = ("-k", f"{name} or honest")
@@ -184,6 +184,7 @@ def test_what_finds_survivors_is_in_every_output(pytester):
         assert "in the marker" in page
 
 
+@pytest.mark.slow("makes many calls")
 def test_nothing_is_looked_for_while_a_test_is_left_that_may_find_it(pytester, monkeypatch):
     looked_for = []
     monkeypatch.setattr(survivors.Search, "found_with", lambda self, mutant, spec: looked_for.append(spec.workload.name) or "")

@@ -128,6 +128,7 @@ def test_the_header_says_where_compiled_kernels_are_kept(run, kernel_test):
         assert sum(line.startswith("attn: compiled kernels are kept in ") for line in said) == lines
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("option", ["--attn-isolated=kernels:attention", "--attn-fuzz=2", "--attn-backends=sdpa"])
 def test_the_header_does_not_wait_for_torch(pytester, option):
     pytester.makeconftest("""
@@ -265,6 +266,7 @@ def pytest_attn_backends(registry):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_for_backends", [False, True])
 def test_options_that_no_test_asks_for_are_said_to_have_no_effect(pytester, kernel_test, is_for_backends):
     if is_for_backends:

@@ -120,6 +120,7 @@ def test_a_job_of_github_actions_gets_annotations_and_a_summary(pytester, monkey
     assert text.startswith("# Another step\n## Attention\n")
 
 
+@pytest.mark.slow("starts processes")
 def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):
     pytester.makepyfile(TESTS)
     pytester.makeconftest("""

@@ -141,6 +141,7 @@ def test_it(attn, fault, plant):
     result.assert_outcomes(passed=2, failed=2)
 
 
+@pytest.mark.slow("starts processes")
 def test_who_takes_which_backends(run):
     result = run(
         """

@@ -193,6 +193,7 @@ def test_configurations_are_checked_timed_and_written(project, pytester):
     named.assert_outcomes(passed=1, deselected=1)
 
 
+@pytest.mark.slow("times in many processes")
 def test_fresh_processes_know_the_configurations(project, pytester):
     """The default has a baseline and looks slower; its confirmation runs in processes that name it by its id."""
     recorded = project("--attn-tune=tiled", "-k", "test_both and not 48", "--attn-update-baselines=first", **TUNED)

@@ -115,6 +115,21 @@ def _kernels_are_found(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
 
 
+def test_a_rank_that_raises_declines_or_is_killed_has_its_message_and_the_next_case_runs(pytester):
+    pytester.makepyfile(test_it=KERNELS + ENDS)
+    result = pytester.runpytest("-k", "raises or (declines and one) or killed or (after_all and s34)")
+    result.assert_outcomes(passed=1, failed=3, errors=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*rank 1 of 2 raised ValueError: no such head*",
+            "*rank 1 of 2 raised NotImplementedError: no grouped heads*",
+            "*rank 1 was killed by SIGKILL while the case ran*",
+            "*after the check*",
+        ]
+    )
+
+
+@pytest.mark.slow("starts processes")
 def test_each_way_to_end_has_its_message_and_the_next_case_runs(pytester, monkeypatch):
     def seconds(pool):
         """How long ranks are waited for: only a deadlock's end is, and however busy the machine is."""

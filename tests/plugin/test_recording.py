@@ -41,6 +41,7 @@ def test_a_recording_replaces_disturbed_processes(project, baseline_file):
     assert len(case["p50_ns"]) == 3
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_recording_on_a_busy_machine_keeps_the_good_processes_until_there_are_enough(project, baseline_file):
     project("--attn-update-baselines=first", HOT_IN="0,2,3,4,5,6,7,8,9").assert_outcomes(passed=1)
     (case,) = json.loads(baseline_file().read_text())["cases"].values()
@@ -95,6 +96,7 @@ def test_factory(attn):
 """
 
 
+@pytest.mark.slow("times in many processes")
 def test_what_is_one_case_and_what_are_two(project, pytester, baseline_file):
     head, _, body = KERNEL.partition("@pytest.mark")
     pytester.makepyfile(test_mine=head + CASES.replace("@MARK", f"@pytest.mark{body.splitlines()[0]}"))
@@ -106,6 +108,7 @@ def test_what_is_one_case_and_what_are_two(project, pytester, baseline_file):
     project().assert_outcomes(passed=5)
 
 
+@pytest.mark.slow("times in many processes")
 def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester, baseline_file):
     path = pytester.path / "test_mine.py"
     path.write_text(path.read_text() + "\n" + KERNEL[KERNEL.index("@pytest.mark") :].replace("test_mine", "test_other"))
@@ -124,6 +127,7 @@ def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester, base
     result.stdout.re_match_lines([r".*\+(49|5\d)\.\d% since the first recording on .*"], consecutive=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["batched", "replay"])
 def test_recorded_anew_batches_and_replays_become_a_graph_in_every_process(recorded, mode, baseline_file):
     path = baseline_file()

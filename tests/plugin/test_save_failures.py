@@ -176,6 +176,7 @@ def test_for_a_lambda_repro_says_what_to_put_in_its_place(pytester, kernel_test,
     assert "out of lambda:" in repro(saved().folder).stderr
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["own", "own8"])
 def test_a_backend_of_a_conftest_is_judged_again_by_repro(pytester, kernel_test, saved, name, repro):
     pytester.makeconftest(OWN_BACKEND)
@@ -320,6 +321,7 @@ def test_workers_write_a_folder_for_each_case(pytester, kernel_test):
         assert case.endswith("]")  # without the group, which xdist adds to ids
 
 
+@pytest.mark.slow("draws workloads")
 def test_a_fuzzed_failure_is_saved_as_it_shrank(pytester, kernel_test, saved):
     pytest.importorskip("hypothesis")
     kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v) * (1 if q.shape[2] < 7 else 2))")

@@ -100,7 +100,7 @@ def ring(workload, shard="contiguous"):
 # -- what computes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
 @pytest.mark.parametrize(
     "workload",
@@ -213,6 +213,7 @@ def test_right_rows_of_another_rank(measured):
         measured(kernel_of)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("at", range(3), ids=["dq", "dk", "dv"])
 def test_gradients_of_another_call(measured, at):
     def kernel_of(exchange):

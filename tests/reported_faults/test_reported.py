@@ -31,7 +31,7 @@ def test_faults_say_what_they_are():
         assert fault.what.endswith(".")
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -44,7 +44,7 @@ def test_a_fault_is_found_by_the_default_groups(fault):
     assert found.by in (CHECK, INVARIANTS) or fault.name in MISSED_FOR, found
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow("makes many calls")
 @pytest.mark.parametrize("twin", dict.fromkeys(fault.twin for fault in FAULTS), ids=lambda twin: twin.__name__)
 def test_a_kernel_without_a_fault_is_right(twin):
     for w in builtin_catalog().select("smoke"):

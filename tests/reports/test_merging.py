@@ -73,6 +73,7 @@ def test_files_put_behind_one_another_are_their_runs(parts, merge):
     assert len(read_records("all.jsonl")) == 80
 
 
+@pytest.mark.slow("reads thousands of records")
 def test_a_page_and_a_summary_are_of_all_records(parts, merge):
     assert merge(out="all.md")[0] == 0
     assert (parts.folder / "all.md").read_text() == markdown_summary([one for records in parts.records for one in records])
@@ -139,6 +140,7 @@ def test_what_all_runs_chose_not_to_run_need_not_run(parts, merge):
 AGAIN = "run it again: pytest --group=3"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -297,6 +299,7 @@ def test_what_cannot_be_merged_is_a_usage_error(parts, capsys, arguments, text):
     assert sorted(os.listdir()) == before
 
 
+@pytest.mark.slow("reads thousands of records")
 def test_8_files_of_500_cases_merge_in_5_seconds(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_runs(tmp_path, 8, 500)

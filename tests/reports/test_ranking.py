@@ -75,6 +75,7 @@ def test_graphs_here_and_there_are_not_told_apart_by_where_they_lie(slow, fast, 
     assert is_slower(there._replace(mode=fast), here, "cuda", 1)
 
 
+@pytest.mark.slow("makes many calls")
 def test_the_assumed_scatter_is_that_of_the_recorded_processes():
     path = Path(__file__).parents[2] / "baselines" / "nvidia-h200.json"
     if not path.exists():

@@ -192,6 +192,7 @@ def test_what_a_run_before_had_is_in_the_caches(ask, pytester):
     assert ask() == (None, {})
 
 
+@pytest.mark.slow("starts processes")
 def test_workers_are_told_their_places_whatever_their_names(pytester):
     pytester.makepyfile("def test_place(request): print('place', request.config.workerinput['attn_place'])")
     workers = "--tx", "popen//id=left", "--tx", "popen//id=right", "--dist=each"
@@ -260,6 +261,7 @@ def test_the_process_itself_tries_what_an_import_does(monkeypatch):
     assert library.is_expendable
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("parent", "status"), [(os.getpid(), 0), (1, 1)], ids=["lives", "is gone"])
 def test_the_process_lives_as_long_as_its_worker(run, parent, status):
     ended = run([("no such backend", "smoke-full", False, ()), ("math", "smoke-full", False, ())], parent)

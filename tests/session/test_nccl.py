@@ -40,7 +40,7 @@ def shown(loading="", preload=""):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("code", "release"), [(23007, "(2, 30, 7)"), (22809, "(2, 28, 9)"), (2804, "(2, 8, 4)")])
 @pytest.mark.parametrize("name", ["libnccl.so.2", "libtorch_cuda.so"])
 def test_the_release_is_that_of_the_library_that_is_loaded(nccl, code, release, name):

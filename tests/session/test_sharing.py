@@ -212,7 +212,7 @@ def test_it(number):
 """
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     ("arguments", "crash", "wanted"),
     [

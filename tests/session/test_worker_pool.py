@@ -108,6 +108,7 @@ def said(ended):
     return message
 
 
+@pytest.mark.slow("starts processes")
 def test_a_forked_process_sees_what_a_wholly_fresh_one_sees(ask, serve):
     os.environ["ADDED_LATER"] = "yes"  # not in the server's environment
     try:
@@ -174,6 +175,7 @@ def test_a_server_that_is_not_as_good_as_new_forks_nothing(serve, planted, words
         serve(["torch"], FAKE_TORCH=planted)
 
 
+@pytest.mark.slow("starts processes")
 def test_without_a_server_all_processes_are_wholly_fresh(ask, fresh):
     saw = [said(fresh.run(ask(SELF, FAKE_TORCH=planted), 60)) for planted in ("initialized", "")]
     assert [one["parent"] for one in saw] == [os.getpid()] * 2
@@ -200,7 +202,7 @@ def test_it():
 """
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -217,6 +219,7 @@ def test_what_goes_wrong_in_a_forked_process_is_done_by_a_wholly_fresh_one(ask, 
     assert not fresh.launcher.can_fork, "nor is another one forked"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", ["the test", "the whole process"])
 def test_a_forked_process_that_times_less_than_a_wholly_fresh_one_is_not_believed(ask, fresh, what):
     """As where a library cannot be used in a fork, and its tests are skipped; or where it leaves early with 0."""
@@ -273,6 +276,7 @@ def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fr
     assert (said(fresh.run(ask(SELF), 60, is_forked))["parent"] != os.getpid()) == is_forked
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     "fault", ["os._exit(3)", pytest.param("os.kill(os.getpid(), signal.SIGKILL)", marks=pytest.mark.slow)]
 )
@@ -293,6 +297,7 @@ def test_it():
     os.kill(ended.messages[0]["pid"], signal.SIGKILL)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_forked", [True, False])
 def test_ctrl_c_ends_the_process(ask, fresh, monkeypatch, is_forked):
     """The wait for the process is interrupted, in the terminal of which it is not."""
@@ -310,6 +315,7 @@ def test_ctrl_c_ends_the_process(ask, fresh, monkeypatch, is_forked):
     wait_until(lambda: is_gone(process.pid))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_forked", [True, False])
 def test_nothing_outlives_the_process_that_waits_even_if_it_is_killed(ask, is_forked):
     command = ask(HANG)
@@ -360,6 +366,7 @@ def test_another_environment_is_another_server(ask, fresh):
     assert is_gone(first["parent"])
 
 
+@pytest.mark.slow("starts processes")
 def test_another_environment_ends_no_server_whose_workers_live_on(ask):
     launcher = Launcher(lambda: ["pytest", "torch"], keeps_server=True)
     first = launcher.start(ask(HANG))
@@ -370,6 +377,7 @@ def test_another_environment_ends_no_server_whose_workers_live_on(ask):
     wait_until(lambda: is_gone(first.pid))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("can_fork", [True, False])
 def test_nothing_is_forked_where_it_is_not_asked_for_or_not_safe(ask, fresh, monkeypatch, can_fork):
     monkeypatch.setattr(Launcher, "can_fork", can_fork)
@@ -470,6 +478,7 @@ def test_processes_that_initialize_cuda_as_they_get_ready_do_it_one_by_one(prepa
     assert {said(fresh.run(command, 60))["parent"] for command in commands} == {server}, "it was needed anew"
 
 
+@pytest.mark.slow("starts processes")
 def test_what_cannot_get_ready_is_asked_as_a_wholly_fresh_process(prepare, fresh):
     planted = "if os.getppid() != int(os.environ['TESTS']): raise RuntimeError('cannot be forked')"
     first, _ = prepare(planted, TESTS=str(os.getpid()))

@@ -143,7 +143,7 @@ SLIPS = [(option, layout) for option in OF_ONE for layout in ("padded", "left-pa
 SLIPS += [(f"places of {option}", "packed") for option in ("alibi", "score_mod", "mask_mod")]
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(36)
 @pytest.mark.parametrize(("slip", "layout"), SLIPS)
 def test_an_option_that_only_the_first_sequence_has_right_is_seen_in_every_layout(slip, layout):
     option = slip.removeprefix("places of ")
@@ -155,7 +155,7 @@ def test_an_option_that_only_the_first_sequence_has_right_is_seen_in_every_layou
     assert any(not judged(made, CheckSpec(w, CPU), REFERENCES).passed for w in having if w.batch > 1)
 
 
-@pytest.mark.one_in(36)
+@pytest.mark.one_in(108)
 @pytest.mark.parametrize("w", GROUP, ids=lambda w: w.id)
 def test_a_kernel_without_a_fault_is_right(w):
     for backward in (False, True)[: 1 if w.has_no_gradient_because else 2]:

@@ -137,7 +137,7 @@ def test_a_boolean_mask_of_the_wrong_kind_is_refused(factory, message):
     assert message in str(error.value)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", [word for kind in mask_kinds() for word in kind.kinds])
 def test_near_misses_have_identities_and_words_of_their_own_and_show_something_else(kind):
     named, seen = set(), set()

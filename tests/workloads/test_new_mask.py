@@ -89,6 +89,7 @@ def test_a_backend_says_whether_it_takes_it():
     assert only_square.row()[2] == "window, dilated, if q_len == kv_len"
 
 
+@pytest.mark.slow("draws workloads")
 def test_it_is_drawn():
     assert {w.mask for w in drawn(workloads(masks=("dilated",)))} == {Dilated(step) for step in (2, 3, 4)}
     assert "dilated" in {w.mask.kind for w in drawn(workloads(), 200) if w.mask}

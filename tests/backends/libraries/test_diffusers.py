@@ -11,6 +11,7 @@ W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 SQUARE = W.replace(kv_len=48, mask="causal")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("workload", [SQUARE, W.replace(mask="causal")], ids=lambda w: w.id)
 def test_flex_ignores_is_causal_and_that_is_known(installed, workload):
     backend = installed("diffusers:flex")
@@ -23,6 +24,7 @@ def test_flex_ignores_is_causal_and_that_is_known(installed, workload):
     assert not any(defect.applies(other, H200) for other in others)
 
 
+@pytest.mark.slow("makes many calls")
 def test_flex_that_heeds_is_causal_passes(installed):
     heeding = planted("diffusers.py", "if attn_mask is None:", "if attn_mask is None and not is_causal:")
     assert judged(installed("diffusers:flex", **heeding), SQUARE).passed

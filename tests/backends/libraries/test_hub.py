@@ -52,6 +52,7 @@ COMMON = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("source", "precision", "workload", "backward"),
     [

@@ -585,7 +585,9 @@ def named(rows, marks=()):
     ]
 
 
-@pytest.mark.parametrize(("name", "workload", "backward"), [*named(CLAIMED), *named(MANY, pytest.mark.one_in(6))])
+@pytest.mark.parametrize(
+    ("name", "workload", "backward"), [*named(CLAIMED, pytest.mark.one_in(2)), *named(MANY, pytest.mark.one_in(6))]
+)
 def test_it_says_the_workload_in_the_words_of_the_library(installed, name, workload, backward):
     backend = installed(name)
     assert backend.unsupported_because(workload, HOST, backward) == []
@@ -604,7 +606,7 @@ def test_it_is_there_on_machines_that_it_has_kernels_for(installed, name, machin
     assert installed(name).unavailable_because(machine) == reason
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("name", "file", "right", "wrong", "workload"), named(FAULTS))
 def test_another_meaning_in_the_library_is_found(installed, name, file, right, wrong, workload):
     backend = installed(name, **planted(file, right, wrong))
