@@ -1,8 +1,9 @@
 """What `make test` leaves out; `make test-all`, which sets ATTN_TESTS=all, runs it.
 
 A test, or a value of a parameter that only adds a slower way, is marked `slow`, with what takes long: what it asks, those
-beside it ask of parts, or within one process. A test that asks many cases alike is marked `one_in(n)`. Stories of tests/plugin
-are told through an xdist worker as well, which is left out but for those that are marked `twice`.
+beside it ask of parts, or within one process. A test that asks many cases alike is marked `one_in(n)`, and one that asks them
+in a single run takes a part of them. Stories of tests/plugin are told through an xdist worker as well, which is left out but
+for those that are marked `twice`.
 """
 
 import os
