@@ -281,7 +281,6 @@ def test_memory_that_is_given(attn):
 """
 
 
-@pytest.mark.slow("times in many processes")
 def test_a_time_that_is_claimed_and_results_that_are_kept_are_refused(pytester):
     pytester.makepyfile(test_it=TIMES.format(names=["idles_in_a_row", "claims_a_time"]))
     result = run(pytester, "--attn-isolated", "-k", "idles_in_a_row or claims_a_time")
@@ -354,7 +353,7 @@ def test_invariants(attn):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("options", [(), ("--attn-isolated",)], ids=["here", "isolated"])
+@pytest.mark.parametrize("options", [("--attn-isolated",), ()], ids=["isolated", "here"])
 def test_a_named_function_stands_wherever_a_callable_does(pytester, options):
     pytester.makepyfile(test_it=ALL_KINDS)
     pytester.makepyfile(kernels=HONEST if options else HONEST.replace("not in sys.modules", "in sys.modules"))

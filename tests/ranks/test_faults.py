@@ -62,7 +62,7 @@ def test_tensors_may_have_rows_before_heads():
     assert judged_over_ranks(Swapped, CAUSAL, 2, references=REFERENCES, layout="bshd").passed
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("faulty", FAULTY, ids=lambda faulty: f"{faulty.kernel.__name__}-{faulty.fault}")
 def test_a_fault_is_found_and_named(faulty):
     kernel, fault, named, workload, ranks, shard = faulty
