@@ -2,8 +2,8 @@
 
 A test, or a value of a parameter that only adds a slower way, is marked `slow`, with what takes long: what it asks, those
 beside it ask of parts, or within one process. A test that asks many cases alike is marked `one_in(n)`, and one that asks them
-in a single run takes a part of them. Stories of tests/plugin are told through an xdist worker as well, which is left out but
-for those that are marked `twice`.
+in a single run takes `one_in(n, cases)`. Stories of tests/plugin are told through an xdist worker as well, which is left out
+but for those that are marked `twice`.
 """
 
 import os
@@ -16,3 +16,8 @@ PAGES = (
     *("howto/paged-ranks.md", "howto/quantized.md", "howto/ranks.md", "howto/report.md", "howto/several-gpus.md"),
     *("howto/several-hosts.md", "howto/stronger-tests.md", "howto/without-pytest.md", "tutorial-gate.md"),
 )
+
+
+def one_in(n, cases):
+    """Return what a test asks in a single run: every n-th of its cases, as the marker says, all where nothing is left out."""
+    return list(cases)[:: 1 if IS_ALL else n]

@@ -27,7 +27,7 @@ def test_releases_before_2_10_round_the_scores(version, rounds_scores):
     assert uncompiled_flex_precision(version).rounds_scores == rounds_scores
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_torch_as_it_is_here_passes_its_own_profile(dtype):

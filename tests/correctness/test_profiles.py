@@ -38,7 +38,7 @@ def spec(workload, precision, inputs=tuple(DISTRIBUTIONS), **more):
     return CheckSpec(workload, CPU, not workload.has_no_gradient_because, inputs, Declaration(precision=precision), **more)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", ROUNDING)
 @pytest.mark.parametrize("workload", FEW)
 def test_what_a_profile_declares_is_excused_on_every_distribution(name, workload):
@@ -85,7 +85,7 @@ def test_a_profile_under_the_name_of_another_is_refused():
         precision_named(Precision("flash", rounds_scores=True))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("dtype", "length", "kv_heads"), [("float16", 128, 1), ("bfloat16", 512, 4)])
 def test_what_calls_torchs_own_kernel_on_a_cpu_has_room_by_default(dtype, length, kv_heads):
     w = Workload(length, heads=4, kv_heads=kv_heads, head_dim=64, dtype=dtype)

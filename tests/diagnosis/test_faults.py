@@ -67,7 +67,7 @@ def hints_of(mutant, workload, backward):
     return None if comparison.passed else comparison.mismatch.hints
 
 
-@pytest.mark.one_in(224)
+@pytest.mark.one_in(137)
 @pytest.mark.parametrize("mutant", NAMED, ids=lambda mutant: f"{mutant.kind}-{mutant.name}")
 def test_the_fault_of_a_mutant_is_named(mutant):
     """On one of the first three workloads that show it, and nothing else is on any of them."""

@@ -84,7 +84,7 @@ def only_compiled(honest, fault):
 SEEN_IN_HALF = ("out", "mask")
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(16)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of dynamo, which instantiates an autograd.Function
 @DTYPES
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all", "one-layer"])

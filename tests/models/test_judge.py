@@ -70,7 +70,6 @@ def kernels(call, number):
         yield {"out": out, **dict(zip(("dq", "dk", "dv"), passes.backward(out, inputs.dout), strict=False))}
 
 
-@pytest.mark.slow("makes many calls")
 def test_among_many_honest_kernels_whose_rows_share_their_errors_none_is_called_wrong():
     model, step = uniform_case(torch.bfloat16, seed=1)
     call = capture(lambda: step().backward(), model)[1]

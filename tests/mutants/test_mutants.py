@@ -168,7 +168,7 @@ def with_slow_ones_marked(kernels):
 # -- fault-free kernels ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("honest", with_slow_ones_marked([*VARIANTS, *EQUIVALENT]))
 def test_an_honest_kernel_is_right(honest, cache):
     backend = honest.backend()

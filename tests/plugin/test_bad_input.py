@@ -4,7 +4,6 @@ import sys
 import time
 
 import pytest
-from left_out import IS_ALL
 
 from pytest_attn.reports.records import read_records
 
@@ -294,7 +293,7 @@ def test_torch_that_is_missing_or_broken_is_one_clear_error(pytester, kernel_tes
     ):
         folder = pytester.mkdir(name)
         (folder / "torch.py").write_text(body)
-        for workers in ([], ["-n", "1"]) if IS_ALL or name == "missing" else ([],):
+        for workers in ([], ["-n", "1"]):
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--attn-backends=all", *workers]
             pytester._monkeypatch.setenv("PYTHONPATH", str(folder))
             result = pytester.run(*command)

@@ -277,9 +277,7 @@ def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fr
 
 
 @pytest.mark.slow("starts processes")
-@pytest.mark.parametrize(
-    "fault", ["os._exit(3)", pytest.param("os.kill(os.getpid(), signal.SIGKILL)", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("fault", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_the_end_of_a_process_is_seen_whoever_holds_its_channel(ask, fault):
     held = """
 import os, signal, subprocess

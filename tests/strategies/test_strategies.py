@@ -108,7 +108,7 @@ def test_bad_arguments_are_refused_at_once(arguments, text):
         workloads(**arguments)
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize(
     ("fault", "smallest"),
     [
