@@ -4,7 +4,7 @@ Colors of text and axes are the style sheet's, so that one drawing serves light,
 dash and shape of its series with it: a backend looks the same in every chart.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import altair as alt
 
@@ -14,7 +14,7 @@ _TIME = (
 )
 _BAD, _PLAIN = "#d2463c", "#7d848f"
 Scale = Literal["linear", "log"]
-Drawing = alt.LayerChart | alt.FacetChart  # what alt.layer returns
+Drawing: TypeAlias = alt.LayerChart | alt.FacetChart  # what alt.layer returns
 
 
 def charts() -> dict[str, dict[str, Any]]:
