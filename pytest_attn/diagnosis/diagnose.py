@@ -577,7 +577,7 @@ def fitting_profiles(name: str, profiles: Iterable[str], case: Case) -> list[Hin
     for some in ([one for one in names if one not in RARE], [one for one in names if one in RARE]):
         found = {}
         for profile in case.time.each(_PROFILES, some):
-            z = _z_under(SUGGESTED[profile], name, case) if _rounds_so(SUGGESTED[profile], name, case) else None
+            z = _z_under(SUGGESTED[profile], name, case)
             if z is not None:
                 found[profile] = z
         if found:
@@ -635,11 +635,16 @@ def _share_along(direction: torch.Tensor, left: torch.Tensor) -> float:
 
 
 def _z_under(profile: Precision, name: str, case: Case) -> float | None:
-    """Return the largest |z| of tensors of this name under another profile, None unless the whole case passes with room."""
+    """Return the largest |z| of tensors of this name under another profile.
+
+    None unless the whole case passes with room, and its roundings explain the tensor.
+    """
     is_long = score_elements(case.workload) > _AGAIN_ELEMENTS  # but for sampled rows of out
     is_of_few_rows = any(one.reference.is_sampled for one in case.returned)
     has_gradients = any(not GRADIENTS.isdisjoint(one.tensors) for one in case.returned)
     if (is_long and (has_gradients or not is_of_few_rows)) or _fails_on_one_head(profile, name, case):
+        return None
+    if not _rounds_so(profile, name, case):
         return None
     largest = 0.0
     for distribution, reference, tensors in case.returned:

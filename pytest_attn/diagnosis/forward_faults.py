@@ -187,10 +187,10 @@ class OnlineRows:
             self.by_split[tile, number] = _split_by_split(self.scores, _split_of_keys(self.scores, tile, number), number)
         return self.by_split[tile, number]
 
-    def prediction(self, out: torch.Tensor, variance: torch.Tensor) -> Prediction:
+    def prediction(self, out: torch.Tensor, variance: Callable[[], torch.Tensor]) -> Prediction:
         """Return out with what is rounded on the way to it. variance: of P v, in units squared."""
         unit = UNIT[self.scores.workload.out_dtype]
-        return Prediction(out, lambda: (self.view.std.double().square() + (variance + out.square()) * unit**2).sqrt())
+        return Prediction(out, lambda: (self.view.std.double().square() + (variance() + out.square()) * unit**2).sqrt())
 
 
 OnlineFault: TypeAlias = FaultHypothesis[OnlineRows]
@@ -213,7 +213,7 @@ def _of_tiles(tile: int) -> Iterator[OnlineFault]:
     def fault(name: str, words: str, parts: Callable[[_Sums], tuple[torch.Tensor, ...]]) -> OnlineFault:
         def predict(seen: OnlineRows) -> Prediction:
             acc, total, variance = parts(seen.sums(tile))
-            return seen.prediction(acc / total, variance / total.square())
+            return seen.prediction(acc / total, lambda: variance / total.square())
 
         return FaultHypothesis(name, f"out is that of an online softmax {words} (tiles of {tile} keys)", predict, OF_STEPS)
 
@@ -231,7 +231,7 @@ def _of_splits(tile: int, number: int) -> Iterator[OnlineFault]:
             splits = seen.splits(tile, number)
             weights = weigh(splits.lse)
             out = (weights * splits.out).sum(0) * splits.of_keys
-            return seen.prediction(out, (weights.square() * splits.variance).sum(0))
+            return seen.prediction(out, lambda: (weights.square() * splits.variance()).sum(0))
 
         return FaultHypothesis(name, f"out is that of an online softmax that {words}", predict, OF_STEPS)
 
@@ -298,7 +298,7 @@ class _Splits(NamedTuple):
 
     lse: torch.Tensor
     out: torch.Tensor
-    variance: torch.Tensor
+    variance: Callable[[], torch.Tensor]
     of_keys: torch.Tensor
 
 
@@ -327,13 +327,13 @@ def _split_by_split(part: RegionScores, splits: torch.Tensor, number: int) -> _S
     """Attend to each split of the keys alone."""
     every = [part.scores.masked_fill(splits != split, -math.inf) for split in range(number)]
     lses = torch.stack([scores.logsumexp(-1, keepdim=True) for scores in every])
-    outs, variances = [], []
-    for scores, lse in zip(every, lses, strict=True):
-        p = (scores - lse.masked_fill(lse == -math.inf, 0)).exp()
-        outs.append(over_keys(p, part.v))
-        variances.append(over_keys(p.square(), part.v.square()))
+    each_p = [(scores - lse.masked_fill(lse == -math.inf, 0)).exp() for scores, lse in zip(every, lses, strict=True)]
     of_keys = 1 / (1 + _share_of_sink(part, lses.logsumexp(0)))  # the rest is the sink's
-    return _Splits(lses, torch.stack(outs), torch.stack(variances), torch.as_tensor(of_keys))
+    outs = torch.stack([over_keys(p, part.v) for p in each_p])
+    squares = part.v.square()
+    return _Splits(
+        lses, outs, lambda: torch.stack([over_keys(p.square(), squares) for p in each_p]), torch.as_tensor(of_keys)
+    )
 
 
 # -- tiles in which a row sees nothing ---------------------------------------------------------------------------------------
