@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TypeAlias
 
 import torch
@@ -151,8 +151,9 @@ def _changed_steps(name: str, reference: Reference) -> Iterator[tuple[str, str, 
             words = f"that keeps only the last tile of {tile} rows: its share overwrites the others"
             yield "row-tiles-overwrite", words, partial(_of_last_tile, tile)
     for fault in attention_faults(w, reference.inputs):
-        yield RECOMPUTED + fault.fault, f"that recomputes P {fault.words}", partial(_with_p_of, fault)
-        yield fault.fault, f"of attention {fault.words}", partial(_of_attention, fault)
+        scores = lru_cache(1)(partial(_scores_of, fault))
+        yield RECOMPUTED + fault.fault, f"that recomputes P {fault.words}", partial(_with_p_of, scores)
+        yield fault.fault, f"of attention {fault.words}", partial(_of_attention, scores)
 
 
 def _replaced(**steps: object) -> Changed:
@@ -351,14 +352,14 @@ def _scores_of(fault: AttentionFault, seen: GradientOfRegion) -> RegionScores:
     return RegionScores(other, variant, seen.region)
 
 
-def _with_p_of(fault: AttentionFault, seen: GradientOfRegion) -> AttentionSteps:
-    part = _scores_of(fault, seen)
+def _with_p_of(scores: Callable[[GradientOfRegion], RegionScores], seen: GradientOfRegion) -> AttentionSteps:
+    part = scores(seen)
     return dataclasses.replace(seen.honest, region=part, slope=part.slope)
 
 
-def _of_attention(fault: AttentionFault, seen: GradientOfRegion) -> AttentionSteps:
+def _of_attention(scores: Callable[[GradientOfRegion], RegionScores], seen: GradientOfRegion) -> AttentionSteps:
     _require_all_keys(seen)
-    part = _scores_of(fault, seen)
+    part = scores(seen)
     p, lse = softmax(part.scores.clone(), part)
     row_sum = (part.dout * over_keys(p, part.v)).sum(-1, keepdim=True)
     return dataclasses.replace(seen.honest, region=part, slope=part.slope, lse=lse.unsqueeze(-1), row_sum=row_sum)

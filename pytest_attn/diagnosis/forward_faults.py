@@ -331,9 +331,7 @@ def _split_by_split(part: RegionScores, splits: torch.Tensor, number: int) -> _S
     of_keys = 1 / (1 + _share_of_sink(part, lses.logsumexp(0)))  # the rest is the sink's
     outs = torch.stack([over_keys(p, part.v) for p in each_p])
     squares = part.v.square()
-    return _Splits(
-        lses, outs, lambda: torch.stack([over_keys(p.square(), squares) for p in each_p]), torch.as_tensor(of_keys)
-    )
+    return _Splits(lses, outs, lambda: torch.stack([over_keys(p.square(), squares) for p in each_p]), torch.as_tensor(of_keys))
 
 
 # -- tiles in which a row sees nothing ---------------------------------------------------------------------------------------

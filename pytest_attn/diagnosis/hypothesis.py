@@ -124,10 +124,10 @@ def explains(hypothesis: FaultHypothesis[Seen], seen: Seen) -> Fit | None:
     except (RuntimeError, IndexError, ValueError):  # a fault that this workload cannot have
         return None
     view, tolerance = seen.view, hypothesis.tolerance
-    if view.got.shape != value.shape or bool((view.got.isfinite() & ~value.isfinite()).any()):
-        return None
     numbers = view.got.isfinite()
-    if not _has_enough_numbers(view, value):
+    if view.got.shape != value.shape or bool((numbers & ~value.isfinite()).any()):
+        return None
+    if not _has_enough_numbers(view, numbers, value):
         return None
     left = _left(view, value, numbers) if tolerance.left < math.inf and view.bad is not None else 0.0
     if not left <= tolerance.left:
@@ -142,18 +142,17 @@ def explains(hypothesis: FaultHypothesis[Seen], seen: Seen) -> Fit | None:
     return Fit(largest, largest if tolerance.left == math.inf else left)
 
 
-def _has_enough_numbers(view: View, value: torch.Tensor) -> bool:
+def _has_enough_numbers(view: View, numbers: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether most rows hold numbers, of those whose prediction the dtype can hold; where none can, nothing contradicts it."""
     holds = view.exact.isfinite().any(-1)
     fits = holds & (value.abs() <= torch.finfo(view.got.dtype).max).all(-1)
-    rows = view.got.isfinite().any(-1)[fits]
+    rows = numbers.any(-1)[fits]
     return bool(rows.float().mean() > 0.5) if len(rows) else bool(holds.any())
 
 
 def _left(view: View, value: torch.Tensor, numbers: torch.Tensor) -> float:
     """Return the norm of what is left unexplained in the wrong rows over that of their deviation."""
-    off, deviation = (
-        (view.got.double() - other).where(numbers & value.isfinite(), 0.0)[view.bad] for other in (value, view.exact)
-    )
+    both = numbers & value.isfinite()
+    off, deviation = ((view.got.double() - other).where(both, 0.0)[view.bad] for other in (value, view.exact))
     size = float(deviation.norm())
     return float(off.norm()) / size if size else math.inf

@@ -7,6 +7,7 @@ workloads it is all of both. lse and D come from the reference, so no region nee
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -79,6 +80,11 @@ class RegionScores(Chunk):
         """The gradient of out, (1, heads, rows, v_head_dim)."""
         return self.block.dout[:, :, self.rows].double()
 
+    @cached_property
+    def dp(self) -> torch.Tensor:
+        """The gradient of P, (1, heads, rows, keys)."""
+        return self.dropped(per_key(self.dout, self.v))
+
     def dropped(self, weights: torch.Tensor) -> torch.Tensor:
         """Return P, or dP, (1, heads, rows, keys), as dropout leaves it."""
         share = kept_share(self)
@@ -148,7 +154,7 @@ class AttentionSteps:
         """Return dq (1, heads, rows, dim), dk or dv (1, kv_heads, keys, dim) of the region."""
         if name == "dv":
             return self._over_rows(self.weigh(self.region.dropped(self.p())), self.region.dout)
-        ds = self.weigh(self._ds()[0])
+        ds = self.weigh(self._ds(self.row_sum))
         return over_keys(ds, self.region.k) if name == "dq" else self._over_rows(ds, self.region.q)
 
     def variance(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -157,7 +163,8 @@ class AttentionSteps:
         if name == "dv":
             p = self.weigh(region.dropped(self.p()))
             return (self._over_rows(p.square(), region.dout.square()) + value.square()) * unit_squared
-        ds, weight = map(self.weigh, self._ds())
+        ds = self.weigh(self._ds(self.row_sum))
+        weight = self.weigh(self._ds(self.row_sum + 1)) - ds  # how much of D's own error enters
         if name == "dq":
             drift = over_keys(weight, region.k).square() * self.row_sum_var
             return (over_keys(ds.square(), region.k.square()) + value.square() + drift) * unit_squared
@@ -169,13 +176,10 @@ class AttentionSteps:
         hidden = self.region.scores == -math.inf
         return (self.region.scores - self.lse.masked_fill(self.lse == -math.inf, 0)).exp().masked_fill(hidden, 0)
 
-    def _ds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return dS as the products take it, and how much of D's own error enters."""
-        region, p = self.region, self.p()
-        slope = region.workload.softmax_scale * (1.0 if self.slope is None else self.slope)
-        dp = region.dropped(per_key(region.dout, region.v))
-        ds = self.dscores(p, dp, self.row_sum) * slope
-        return ds, self.dscores(p, dp, self.row_sum + 1) * slope - ds
+    def _ds(self, row_sum: torch.Tensor) -> torch.Tensor:
+        """Return dS, as another D makes it, before it is weighed."""
+        slope = self.region.workload.softmax_scale * (1.0 if self.slope is None else self.slope)
+        return self.dscores(self.p(), self.region.dp, row_sum) * slope
 
     def _over_rows(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return self.summed(over_rows(a, b, b.shape[1]), self.region.workload.group)
@@ -188,6 +192,6 @@ def honest_steps(reference: Reference, region: Region) -> AttentionSteps:
     out, dout = scores.of_rows(reference.tensors["out"].value), scores.dout
     p = (scores.scores - lse.masked_fill(lse == -math.inf, 0)).exp()
     of_out = (dout * out).square().sum(-1, keepdim=True)
-    of_p = (p * scores.dropped(per_key(dout, scores.v))).square().sum(-1, keepdim=True)
+    of_p = (p * scores.dp).square().sum(-1, keepdim=True)
     row_sum = (dout * out).sum(-1, keepdim=True)
     return AttentionSteps(scores, lse, row_sum, of_out + of_p, scores.slope)
