@@ -14,7 +14,8 @@ IS_ALL = os.environ.get("ATTN_TESTS") == "all"
 PAGES = (
     *("howto/backend.md", "howto/baselines.md", "howto/isolated.md", "howto/model.md", "howto/model-latency.md"),
     *("howto/paged-ranks.md", "howto/quantized.md", "howto/ranks.md", "howto/report.md", "howto/several-gpus.md"),
-    *("howto/several-hosts.md", "howto/stronger-tests.md", "howto/without-pytest.md", "tutorial-gate.md"),
+    *("howto/several-hosts.md", "howto/signatures.md", "howto/stronger-tests.md", "howto/without-pytest.md"),
+    *("tutorial-gate.md", "tutorial-model.md"),
 )
 
 

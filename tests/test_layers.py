@@ -362,6 +362,7 @@ def test_model(attn_model, attn_backend):
     assert [word for word in loaded if word in HEAVY] == []
 
 
+@pytest.mark.slow("starts processes")
 def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path):
     (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
     loaded = loaded_after(f"import pytest\nassert pytest.main(['-q', '-p', 'no:cacheprovider', {str(tmp_path)!r}]) == 0")

@@ -44,6 +44,7 @@ def metadata_of(wheel):
     return zipfile.ZipFile(wheel).read(name).decode()
 
 
+@pytest.mark.slow("starts an environment")
 def test_the_wheel_of_a_release_links_to_its_repository(wheel):
     links = dict(re.findall(r"^Project-URL: (\w+), (\S+)$", metadata_of(wheel), re.MULTILINE))
     assert links["Repository"] == "https://example.org/attention/pytest-attn"

@@ -54,7 +54,7 @@ def forbid_children(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", raise_)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -91,7 +91,7 @@ def test_a_broken_library_is_refused_in_its_own_words(plant, sound, capfd, sourc
     assert sound.load().answer == 42
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow("waits for processes")
 @pytest.mark.parametrize("source", ["import time; time.sleep(60)", "import os, time; os.fork(); time.sleep(60)"])
 def test_an_import_that_hangs_is_given_up(plant, sound, monkeypatch, source):
     broken = plant(source)

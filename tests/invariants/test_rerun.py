@@ -68,6 +68,7 @@ def test_where_no_configuration_changed_another_first_result_is_no_tuning(autotu
     assert finding_of(Tuned()).outcome == "broken"
 
 
+@pytest.mark.slow("makes many calls")
 def test_all_objects_are_looked_through_again_only_where_kernels_came_or_went(autotuner, monkeypatch):
     looks, all_objects = [], gc.get_objects
     monkeypatch.setattr(gc, "get_objects", lambda: looks.append(1) or all_objects())

@@ -122,7 +122,7 @@ def test_a_function_of_ones_own_has_the_autocast_of_the_model():
     assert set(seen) == {True}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("backend", [pytest.param("math", marks=pytest.mark.slow), "eager", "sdpa_flash"])
 @pytest.mark.parametrize("name", ["causal", "grouped", "window", "padded", "cross", "encoder", "folded", "shifted-windows"])
 def test_a_backend_of_the_registry_takes_the_place_of_every_call(name, backend):

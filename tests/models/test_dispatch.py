@@ -68,7 +68,7 @@ def test_a_function_that_declares_where_it_rounds_is_held_to_that():
     assert check_model(model, step, eager, precision="eager").passed
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow("makes many calls")
 @pytest.mark.parametrize("times", [0.99, 1.008, 1.012])
 def test_a_scale_that_is_little_off_is_named_and_not_sold_as_rounding(times):
     model, step = case_of(stack(full), torch.bfloat16)

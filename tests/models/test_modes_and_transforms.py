@@ -25,6 +25,7 @@ def around(check, model, step, *args, **options):
         return check(model, step, *args, **options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", [inside, around])
 @pytest.mark.parametrize("backend", [None, "math", lambda q, k, v, workload: causal(q, k, v)], ids=["own", "math", "function"])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])

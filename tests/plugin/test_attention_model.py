@@ -390,6 +390,7 @@ def test_it(attn_model):
     result.assert_outcomes(**{outcome: 1})
 
 
+@pytest.mark.slow("waits")
 def test_what_stands_in_for_attention_and_hangs_is_stopped(run, pytester):
     result = run(
         """

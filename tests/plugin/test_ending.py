@@ -91,7 +91,7 @@ def in_process(pytester):
     return lambda *args: pytester.runpytest_inprocess("-p", "no:cacheprovider", *args)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("statement", ENDINGS)
 def test_what_ends_a_test_is_a_fault_of_the_kernel(in_process, kernel_test, pytester, statement):
     asked = 7 if IS_ALL or statement in (*ENDINGS,)[::4] else 3

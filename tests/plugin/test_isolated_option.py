@@ -281,6 +281,7 @@ def test_memory_that_is_given(attn):
 """
 
 
+@pytest.mark.slow("times in many processes")
 def test_a_time_that_is_claimed_and_results_that_are_kept_are_refused(pytester):
     pytester.makepyfile(test_it=TIMES.format(names=["idles_in_a_row", "claims_a_time"]))
     result = run(pytester, "--attn-isolated", "-k", "idles_in_a_row or claims_a_time")
@@ -406,6 +407,7 @@ def pytest_attn_backends(registry):
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options", [("--attn-backends=mine",), ("--attn-backends=mine", "--attn-isolated"), ("--attn-isolated=kernels:causal",)]
 )

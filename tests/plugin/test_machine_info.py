@@ -69,6 +69,7 @@ def test_machine_info_without_torch_says_none(monkeypatch):
     assert info["attn"]["torch"] is None
 
 
+@pytest.mark.slow("imports torch anew")
 def test_machine_info_reaches_the_json_without_torch_and_despite_a_deprecated_package(bench, pytester):
     deprecated = f"""
 import warnings

@@ -118,6 +118,7 @@ def test_k_may_divide_a_run(run, merge):
     assert merge("plain.jsonl", "kernel.jsonl")[0] == 0
 
 
+@pytest.mark.slow("is another way")
 def test_a_plugin_of_any_kind_may_divide_a_run(run, merge, pytester):
     """As pytest-shard does: before -k is asked, and with no options that anybody else knows."""
     pytester.makeconftest("""

@@ -203,7 +203,7 @@ def test_a_built_in_backend_is_judged_again_by_its_name(pytester, kernel_test, s
     assert saved().check("sdpa_flash").passed
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("workload", ["smoke-packed", "smoke-paged", "smoke-padded", "edges-s704-blocks", "features-mod"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_every_kind_of_workload_is_saved(pytester, kernel_test, saved, workload, dtype):

@@ -23,6 +23,7 @@ def capability_lines():
     return aligned([header, *rows])
 
 
+@pytest.mark.slow("is another view")
 def test_attn_list_prints_it(pytester):
     result = pytester.runpytest_inprocess("--attn-list", "-p", "no:cacheprovider")
     result.stdout.fnmatch_lines([line.replace("[", "[[]") for line in capability_lines()], consecutive=True)

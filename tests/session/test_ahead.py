@@ -261,7 +261,7 @@ def test_the_process_itself_tries_what_an_import_does(monkeypatch):
     assert library.is_expendable
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow("waits for processes")
 @pytest.mark.parametrize(("parent", "status"), [(os.getpid(), 0), (1, 1)], ids=["lives", "is gone"])
 def test_the_process_lives_as_long_as_its_worker(run, parent, status):
     ended = run([("no such backend", "smoke-full", False, ()), ("math", "smoke-full", False, ())], parent)

@@ -47,6 +47,7 @@ def test_the_release_is_that_of_the_library_that_is_loaded(nccl, code, release, 
     assert shown(loading=nccl(code, name)) == release
 
 
+@pytest.mark.slow("imports torch anew")
 def test_what_is_preloaded_comes_before_what_torch_brings(nccl):
     old, new = nccl(22809), nccl(23007)
     assert shown(loading=old, preload=new) == "(2, 30, 7)"

@@ -235,6 +235,7 @@ def test_workers_of_xdist_have_gpus_of_their_own(pytester, monkeypatch, argument
     assert {tuple(line.split()) for line in (pytester.path / "log").read_text().splitlines()} == wanted
 
 
+@pytest.mark.slow("starts processes")
 def test_without_a_gpu_no_worker_starts(pytester, monkeypatch):
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
         monkeypatch.delenv(name, raising=False)

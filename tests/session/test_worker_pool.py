@@ -129,6 +129,7 @@ def test_a_forked_process_sees_what_a_wholly_fresh_one_sees(ask, serve):
     assert opened.count("socket") == 1, "its channel"
 
 
+@pytest.mark.slow("starts processes")
 def test_two_forked_processes_are_two(ask, serve):
     server = serve()
     first, second = (said(forked_by(server)(ask(SELF))) for _ in range(2))
@@ -139,6 +140,7 @@ def test_two_forked_processes_are_two(ask, serve):
     assert first["random"][1] != second["random"][1]
 
 
+@pytest.mark.slow("starts processes")
 def test_a_plugin_that_is_named_may_be_imported_ahead(ask, serve):
     server = serve(["pytest", "torch", "pytest_attn.plugin"])
     command = ask("def test_it():\n    pass\n")
@@ -147,6 +149,7 @@ def test_a_plugin_that_is_named_may_be_imported_ahead(ask, serve):
     assert ended.returncode == 0, ended.output
 
 
+@pytest.mark.slow("starts processes")
 def test_a_forked_process_leaves_no_file_and_says_what_it_printed(ask, serve, tmp_path):
     server = serve()
     command = ask("import sys\ndef test_it(capfd):\n    with capfd.disabled():\n        print('here', file=sys.stderr)\n")
@@ -158,6 +161,7 @@ def test_a_forked_process_leaves_no_file_and_says_what_it_printed(ask, serve, tm
     assert after - before == {command.output}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("planted", "words"),
     [
@@ -182,6 +186,7 @@ def test_without_a_server_all_processes_are_wholly_fresh(ask, fresh):
     assert not fresh.launcher.can_fork
 
 
+@pytest.mark.slow("starts processes")
 def test_a_server_looks_at_itself_before_each_fork(ask, serve):
     server = serve(FAKE_TORCH="later")
     said(forked_by(server)(ask(SELF)))
@@ -444,6 +449,7 @@ def test_prepared_processes_get_ready_together_and_wait_for_their_turn(prepare, 
     assert fresh.launcher.can_fork
 
 
+@pytest.mark.slow("starts processes")
 def test_processes_that_find_no_room_in_memory_are_started_when_they_are_run(prepare, fresh, monkeypatch):
     monkeypatch.setattr(worker_pool, "how_many_fit", lambda process: 0)
     commands = prepare()
@@ -468,6 +474,7 @@ def test_room_is_what_a_process_takes_of_half_the_memory_that_is_left(monkeypatc
     assert worker_pool.how_many_fit(2**22 - 1) == 0, "it has ended"
 
 
+@pytest.mark.slow("starts processes")
 def test_processes_that_initialize_cuda_as_they_get_ready_do_it_one_by_one(prepare, fresh):
     """Each would be seen on the GPU while others are timed."""
     commands = prepare("if os.getppid() != int(os.environ['TESTS']): import torch; torch.planted = 'initialized'", TESTS="0")
@@ -499,6 +506,7 @@ def test_what_was_prepared_in_vain_ends_with_its_server(prepare, fresh):
     wait_until(lambda: all(map(is_gone, processes)))
 
 
+@pytest.mark.slow("starts processes")
 def test_the_plugin_waits_for_the_turn_of_its_process(tmp_path):
     (tmp_path / "test_it.py").write_text("from pathlib import Path\ndef test_it():\n    Path('ran').touch()\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

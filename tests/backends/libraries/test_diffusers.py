@@ -63,6 +63,7 @@ def test_a_missing_package_is_refused_before_it_is_called(installed):
     )
 
 
+@pytest.mark.slow("compiles")
 def test_the_active_backend_of_diffusers_comes_back(installed):
     backend = installed("diffusers:flex")
     assert backend.broken_because() is None

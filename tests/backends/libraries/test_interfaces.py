@@ -586,7 +586,7 @@ def named(rows, marks=()):
 
 
 @pytest.mark.parametrize(
-    ("name", "workload", "backward"), [*named(CLAIMED, pytest.mark.one_in(2)), *named(MANY, pytest.mark.one_in(6))]
+    ("name", "workload", "backward"), [*named(CLAIMED, pytest.mark.one_in(4)), *named(MANY, pytest.mark.one_in(12))]
 )
 def test_it_says_the_workload_in_the_words_of_the_library(installed, name, workload, backward):
     backend = installed(name)
