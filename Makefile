@@ -21,8 +21,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@echo "setting up $(VENV): about two minutes, most of them for torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --group dev --editable .
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt "$(TORCH)" --group dev --editable .
 	touch $@
 
 # what the suite's models are of, beside torch's own; only the suite needs it
