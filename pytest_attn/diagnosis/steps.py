@@ -177,7 +177,7 @@ class AttentionSteps:
         return (self.region.scores - self.lse.masked_fill(self.lse == -math.inf, 0)).exp().masked_fill(hidden, 0)
 
     def _ds(self, row_sum: torch.Tensor) -> torch.Tensor:
-        """Return dS, as another D makes it, before it is weighed."""
+        """Return dS with this D, before it is weighed."""
         slope = self.region.workload.softmax_scale * (1.0 if self.slope is None else self.slope)
         return self.dscores(self.p(), self.region.dp, row_sum) * slope
 
