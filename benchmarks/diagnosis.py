@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import math
 import re
 import statistics
 import sys
@@ -71,7 +70,8 @@ class Row(NamedTuple):
     """One failing case: the fault, on what, which tensor, what was said of it, and whether that is right.
 
     followed: what hints told to declare. let_in: those of them with which the kernel passes, faulty as it is; meant: those
-    whose declaration is what the kernel does. seconds: for which the cause was looked for.
+    whose declaration is what the kernel does. seconds: for which the cause was looked for, where that was
+    counted.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Row(NamedTuple):
     followed: list[str]
     let_in: list[str]
     meant: list[str]
-    seconds: float
+    seconds: float | None = None
 
 
 class DeclaredBackend(KernelBackend):
@@ -126,7 +126,7 @@ def rows_of(mutant: Mutant, cases: list[Case], wanted: int) -> Iterator[Row]:
 
 def row_of(kind: str, name: str, anew: Callable[[CheckSpec], Subject], spec: CheckSpec, faults: tuple[str, ...]) -> Row | None:
     """Judge one case; None where it passes. anew: returns the kernel with nothing left in it. faults: of right hints."""
-    on, tensor, seconds = spec.workload.id + ("+backward" if spec.backward else ""), "-", math.nan
+    on, tensor, seconds = spec.workload.id + ("+backward" if spec.backward else ""), "-", None
     try:
         comparison, began = judge(anew(spec), spec, CACHE), time.perf_counter()
         mismatch, seconds = diagnose(comparison).mismatch, time.perf_counter() - began
@@ -200,8 +200,7 @@ def rows_of_models(only: list[str]) -> Iterator[Row]:
         wrong = [call.comparison.mismatch for call in comparison.calls if call.comparison and call.comparison.mismatch]
         hints = list(dict.fromkeys(hint.words.splitlines()[0] for one in wrong for hint in one.hints))
         on, tensor = f"{name}, q and k times {sharper}", wrong[0].row.name if wrong else "-"
-        said = [f"{key}={value}" for key, value in followed]
-        yield Row("models", fault.name, on, tensor, hints, "-", said, let_in, [], math.nan)
+        yield Row("models", fault.name, on, tensor, hints, "-", [f"{key}={value}" for key, value in followed], let_in, [])
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------------
@@ -269,7 +268,7 @@ def report(rows: list[Row], silent: list[str], seconds: float) -> int:
     for name in sorted(followed):
         numbers = [sum(said.startswith(f"{name}=") for row in rows for said in getattr(row, field)) for field in FOLLOWING]
         print(f"{name:20} " + " ".join(f"{number:6}" for number in numbers))
-    each = [row.seconds for row in rows if not math.isnan(row.seconds)] or [0.0]
+    each = [row.seconds for row in rows if row.seconds is not None] or [0.0]
     took = f"{sum(each):.1f} s, the median {statistics.median(each):.2f}, the longest {max(each):.2f}"
     print(f"\n{seconds:.0f} s, of which looking for causes {took}")
     wrong = sum(row.verdict == "wrong" for row in rows)

@@ -10,7 +10,7 @@ import os
 
 #: whether nothing is left out
 IS_ALL = os.environ.get("ATTN_TESTS") == "all"
-#: pages of docs/ whose blocks start ranks or other processes, time, or judge many models
+#: pages of docs/ whose blocks start ranks or other processes, time, judge many models, or have a test of their own
 PAGES = (
     *("howto/backend.md", "howto/baselines.md", "howto/isolated.md", "howto/model.md", "howto/model-latency.md"),
     *("howto/paged-ranks.md", "howto/quantized.md", "howto/ranks.md", "howto/report.md", "howto/several-gpus.md"),

@@ -577,8 +577,7 @@ def fitting_profiles(name: str, profiles: Iterable[str], case: Case) -> list[Hin
     for some in ([one for one in names if one not in RARE], [one for one in names if one in RARE]):
         found = {}
         for profile in case.time.each(_PROFILES, some):
-            z = _z_under(SUGGESTED[profile], name, case)
-            if z is not None:
+            if (z := _z_under(SUGGESTED[profile], name, case)) is not None:
                 found[profile] = z
         if found:
             first = next(iter(found))

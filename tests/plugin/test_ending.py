@@ -9,7 +9,6 @@ import unittest
 
 import pytest
 import torch
-from left_out import IS_ALL
 
 import pytest_attn
 from pytest_attn import Workload
@@ -94,7 +93,6 @@ def in_process(pytester):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("statement", ENDINGS)
 def test_what_ends_a_test_is_a_fault_of_the_kernel(in_process, kernel_test, pytester, statement):
-    asked = 7 if IS_ALL or statement in (*ENDINGS,)[::4] else 3
     kernel_test(
         'getattr(attn, judgment)(fn, name="mine")',
         marker='Workload(16, heads=1, head_dim=16), device="cpu", backward=True',
@@ -102,12 +100,12 @@ def test_what_ends_a_test_is_a_fault_of_the_kernel(in_process, kernel_test, pyte
         before=f"{IMPORTS.replace('{statement}', statement)}\n"
         "asked = [('check', forward), ('check_invariants', backward), ('measure', timed), ('check', backward),\n"
         "         ('check_invariants', forward), ('check_invariants', later), ('measure', forward)]\n"
-        f"@pytest.mark.parametrize('judgment, fn', asked[:{asked}], ids=lambda one: getattr(one, '__name__', one))",
+        "@pytest.mark.parametrize('judgment, fn', asked, ids=lambda one: getattr(one, '__name__', one))",
     )
     ran = pytester.inline_run("-p", "no:cacheprovider", "--attn-timeout=20")
     reports = {report.nodeid: report for report in ran.getreports("pytest_runtest_logreport") if report.when == "call"}
     assert ran.ret == pytest.ExitCode.TESTS_FAILED
-    assert len(reports) == asked
+    assert len(reports) == 7
     for name, report in reports.items():
         assert report.failed, name
         assert ENDINGS[statement] in report.longreprtext, name
