@@ -43,9 +43,9 @@ from pytest_attn.correctness.judge import judge  # noqa: E402
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache  # noqa: E402
 from pytest_attn.diagnosis.diagnose import diagnose  # noqa: E402
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, PRECISION  # noqa: E402
-from pytest_attn.mutants import MUTANTS  # noqa: E402
-from pytest_attn.mutants.kernel import KernelBackend  # noqa: E402
-from pytest_attn.mutants.mutant import Mutant  # noqa: E402
+from pytest_attn.guests.mutants import MUTANTS  # noqa: E402
+from pytest_attn.guests.mutants.kernel import KernelBackend  # noqa: E402
+from pytest_attn.guests.mutants.mutant import Mutant  # noqa: E402
 from pytest_attn.suite.test_correctness import INPUTS  # noqa: E402
 from pytest_attn.workloads.catalog import builtin_catalog  # noqa: E402
 from pytest_attn.workloads.inputs import Inputs  # noqa: E402
@@ -180,7 +180,7 @@ def rows_of_models(only: list[str]) -> Iterator[Row]:
     """Yield what checks of models say of the faults planted in them, which have no identities. only: names of models."""
     from model_faults import FAULTS, build, ids_of
 
-    from pytest_attn.models.check import judge_model
+    from pytest_attn.guests.models.check import judge_model
 
     ids = ids_of(2)
     for sharper, fault, name in ((s, one, name) for s in (8, 1) for one in FAULTS for name in one.models.split()):

@@ -5,8 +5,8 @@
 
 What an option is, `options_of` of pytest_attn/workloads/traits.py says; OPTIONS says how each is asked for. What excludes
 what is not written down: `Workload` is asked. A kernel is what a backend's capabilities say, whether or not its library is
-there, or the emulated one of pytest_attn/mutants. Every pair that one of KERNELS can take is in a workload that it takes. The
-lines of the catalog that were written by hand come first; the others are added greedily, the same in each run. Lengths and
+there, or the emulated one of guests/mutants. Every pair that one of KERNELS can take is in a workload that it takes.
+The lines of the catalog that were written by hand come first; the others are added greedily, the same in each run. Lengths and
 values go round, so that tiles of 32, 64 and 128 tokens, and splits of 256 keys, end everywhere.
 """
 

@@ -23,8 +23,8 @@ import torch
 import transformers
 from transformers import cache_utils, masking_utils, modeling_utils
 
-from pytest_attn.models.check import judge_model
-from pytest_attn.models.token_invariants import judge_model_invariants
+from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.token_invariants import judge_model_invariants
 
 TOKENS, WINDOW, VOCABULARY = 40, 12, 64
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}

@@ -3,7 +3,7 @@
     python benchmarks/mutation.py [--kernels mutants,reported,honest,twins] [--groups smoke,edges,features]
                                   [--names NAME,...] [--judges ours,others] [--out FILE.json]
 
-mutants: those of pytest_attn/mutants. reported: those of tests/reported_faults, written from reports of other projects. Each
+mutants: those of pytest_attn/guests/mutants. reported: those of tests/reported_faults, written from others' reports. Each
 runs on every workload of the groups that reaches its fault, forward and backward, until it is found; its kernel lives through
 them all, as a library does. honest, twins: the variants of tests/honest and the reported kernels without their faults, on
 all of it: a judge that refuses one of them alarms falsely.
@@ -34,9 +34,9 @@ from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.mutant import Mutant
 from pytest_attn.invariants.check import judge_invariants
-from pytest_attn.mutants import MUTANTS
-from pytest_attn.mutants.mutant import Mutant
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads import distributions
 from pytest_attn.workloads.catalog import builtin_catalog

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from pytest_attn.cases.saved_failure import Failure, load_failure
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.correctness.contract import ContractError
+    from pytest_attn.guests.models.call_to_workload import DropoutError
+    from pytest_attn.guests.models.capture import AttentionCall, NotReadError, capture
+    from pytest_attn.guests.models.check import check_model, check_module
+    from pytest_attn.guests.models.comparison import ModelComparison
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
     from pytest_attn.latency.work import StaleError
-    from pytest_attn.models.call_to_workload import DropoutError
-    from pytest_attn.models.capture import AttentionCall, NotReadError, capture
-    from pytest_attn.models.check import check_model, check_module
-    from pytest_attn.models.comparison import ModelComparison
     from pytest_attn.version import __version__ as __version__
     from pytest_attn.workloads.inputs import Inputs, draw_inputs
     from pytest_attn.workloads.kv_layout import split_cache
@@ -75,7 +75,7 @@ __all__ = [
 
 _HOMES = {
     "__version__": "pytest_attn.version",
-    "AttentionCall": "pytest_attn.models.capture",
+    "AttentionCall": "pytest_attn.guests.models.capture",
     "AttentionCase": "pytest_attn.cases.case",
     "AttentionModel": "pytest_attn.cases.model",
     "Backend": "pytest_attn.backends.backend",
@@ -85,26 +85,26 @@ _HOMES = {
     "Comparison": "pytest_attn.correctness.comparison",
     "ContractError": "pytest_attn.correctness.contract",
     "Document": "pytest_attn.workloads.masks",
-    "DropoutError": "pytest_attn.models.call_to_workload",
+    "DropoutError": "pytest_attn.guests.models.call_to_workload",
     "Failure": "pytest_attn.cases.saved_failure",
     "Inputs": "pytest_attn.workloads.inputs",
     "InvariantReport": "pytest_attn.invariants.report",
     "KnownDefect": "pytest_attn.backends.defects",
     "Latency": "pytest_attn.latency.result",
     "Machine": "pytest_attn.backends.machine",
-    "ModelComparison": "pytest_attn.models.comparison",
+    "ModelComparison": "pytest_attn.guests.models.comparison",
     "Neighborhood": "pytest_attn.workloads.masks",
-    "NotReadError": "pytest_attn.models.capture",
+    "NotReadError": "pytest_attn.guests.models.capture",
     "Pages": "pytest_attn.workloads.pages",
     "Precision": "pytest_attn.backends.precision",
     "StaleError": "pytest_attn.latency.work",
     "Window": "pytest_attn.workloads.masks",
     "Workload": "pytest_attn.workloads.workload",
-    "capture": "pytest_attn.models.capture",
+    "capture": "pytest_attn.guests.models.capture",
     "check": "pytest_attn.cases.api",
     "check_invariants": "pytest_attn.cases.api",
-    "check_model": "pytest_attn.models.check",
-    "check_module": "pytest_attn.models.check",
+    "check_model": "pytest_attn.guests.models.check",
+    "check_module": "pytest_attn.guests.models.check",
     "draw_inputs": "pytest_attn.workloads.inputs",
     "split_cache": "pytest_attn.workloads.kv_layout",
     "load_failure": "pytest_attn.cases.saved_failure",

@@ -75,7 +75,7 @@ def _list(given: argparse.Namespace) -> int:
 
 def _capture(given: argparse.Namespace) -> int:
     """Print the workloads that a function's attention asks, as code; another FILE:FUNCTION exits with 2."""
-    from pytest_attn.models.capture import NotReadError, capture, workloads_as_code
+    from pytest_attn.guests.models.capture import NotReadError, capture, workloads_as_code
 
     path, _, name = given.function.rpartition(":")
     if not Path(path).is_file():

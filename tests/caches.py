@@ -9,7 +9,7 @@ import math
 import torch
 from rings import Kernel, grouped
 
-from pytest_attn.ranks.shards import RankCache
+from pytest_attn.guests.ranks.shards import RankCache
 
 
 class PagedRing(Kernel):

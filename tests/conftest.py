@@ -116,7 +116,7 @@ def pytest_collection_finish(session):
     Neither the collection of garbage, which took a fifth of the time, nor each interception of a model's attention, which
     looks for functions in all modules, and took a twelfth: of those loaded by now it sees our own, and those that hold one.
     """
-    from pytest_attn.models import interception
+    from pytest_attn.guests.models import interception
 
     owners, functions = interception._owners, interception.wrappers_of(lambda function, held: held)
     others = {  # whose ids they keep

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.ranks.rank_group import RankGroup, RankRaisedError
-from pytest_attn.ranks.rank_server import RankServer
+from pytest_attn.guests.ranks.rank_group import RankGroup, RankRaisedError
+from pytest_attn.guests.ranks.rank_server import RankServer
 
 
 class Threads:

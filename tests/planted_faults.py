@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Window, Workload
 from pytest_attn.diagnosis.faults import LENGTHS_MISREAD, TAIL_MISSING
-from pytest_attn.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 
 PARTLY = Workload(160, heads=2)
 PARTLY_CAUSAL = Workload(160, heads=2, mask="causal")

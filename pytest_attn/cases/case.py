@@ -30,15 +30,15 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge, judge_output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.guests.models.check import Target, module_step
+from pytest_attn.guests.models.comparison import ModelComparison
+from pytest_attn.guests.ranks.rank_server import rank_of
 from pytest_attn.invariants.check import Names, chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
+from pytest_attn.isolation.function import isolated_of
 from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import direction_of, measured_peak
-from pytest_attn.models.check import Target, module_step
-from pytest_attn.models.comparison import ModelComparison
-from pytest_attn.ranks.isolated import isolated_of
-from pytest_attn.ranks.rank_server import rank_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.cover import INFERENCE, left_to_others
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of

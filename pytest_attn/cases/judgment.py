@@ -14,7 +14,7 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.mismatch_text import describe_contract
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.ranks.rank_group import RankRaisedError
+from pytest_attn.guests.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.deadline import DeadlineError

@@ -19,6 +19,7 @@ from pytest_attn.cases.conclude import CaseRun
 from pytest_attn.cases.judgment import Evaluator, Judgment
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.pytest_benchmark import record_samples
+from pytest_attn.guests.ranks.rank_group import RankRaisedError
 from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineFile, identify
 from pytest_attn.latency.gate import FEWEST_RUNS, Decision
 from pytest_attn.latency.profiler import profile_subject
@@ -38,7 +39,6 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError, WrongResultError
-from pytest_attn.ranks.rank_group import RankRaisedError
 from pytest_attn.reports.lines import count, labeled, raised_words
 from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.verdict import Cause, Verdict

@@ -16,6 +16,11 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import require_clocks, switches_kept
+from pytest_attn.guests.ranks.communication import figures_of, topology_of
+from pytest_attn.guests.ranks.controller_timing import RankedStopwatch, RankedWork
+from pytest_attn.guests.ranks.pool import Pool
+from pytest_attn.guests.ranks.worker_timing import threads_of_rank
+from pytest_attn.isolation.function import IsolatedFunction, Recorded
 from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
 from pytest_attn.latency.kernel_work import Call, KernelWork, work_of
@@ -27,11 +32,6 @@ from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import LatencyDirection, StaleError
 from pytest_attn.processes.worker import own_processes
-from pytest_attn.ranks.communication import figures_of, topology_of
-from pytest_attn.ranks.controller_timing import RankedStopwatch, RankedWork
-from pytest_attn.ranks.isolated import IsolatedFunction, Recorded
-from pytest_attn.ranks.pool import Pool
-from pytest_attn.ranks.worker_timing import threads_of_rank
 from pytest_attn.reports.lines import count
 from pytest_attn.session.kinds import id_from_root, name_for_processes
 from pytest_attn.session.session import AttentionSession

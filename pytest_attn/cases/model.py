@@ -19,19 +19,13 @@ from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.measurement import WAITING_SECONDS, Measurement
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.invariants.check import Names
-from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
-from pytest_attn.latency.baseline_file import case_key
-from pytest_attn.latency.result import Latency
-from pytest_attn.latency.timer import Mode
-from pytest_attn.latency.work import StaleError
-from pytest_attn.models.check import Target, judge_model, module_step
-from pytest_attn.models.comparison import CallComparison, ModelComparison, headline
-from pytest_attn.models.compiled import compilations, is_compiled
-from pytest_attn.models.interception import as_functions
-from pytest_attn.models.step import untouched
-from pytest_attn.models.step_timing import StepWork, attention_share, optimizer_untouched
-from pytest_attn.models.substitution import (
+from pytest_attn.guests.models.check import Target, judge_model, module_step
+from pytest_attn.guests.models.comparison import CallComparison, ModelComparison, headline
+from pytest_attn.guests.models.compiled import compilations, is_compiled
+from pytest_attn.guests.models.interception import as_functions
+from pytest_attn.guests.models.step import untouched
+from pytest_attn.guests.models.step_timing import StepWork, attention_share, optimizer_untouched
+from pytest_attn.guests.models.substitution import (
     BackendSubstitute,
     ModelAttention,
     Substitute,
@@ -40,7 +34,13 @@ from pytest_attn.models.substitution import (
     replacement,
     substitutes_of,
 )
-from pytest_attn.models.token_invariants import judge_model_invariants
+from pytest_attn.guests.models.token_invariants import judge_model_invariants
+from pytest_attn.invariants.check import Names
+from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
+from pytest_attn.latency.baseline_file import case_key
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.timer import Mode
+from pytest_attn.latency.work import StaleError
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import CaseParameter, id_from_root
 from pytest_attn.workloads.workload import Workload

@@ -19,12 +19,12 @@ from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.guests.ranks.rank_server import Rank, RankServer
+from pytest_attn.guests.ranks.shards import RankCache, parts_of, whole_of
+from pytest_attn.guests.ranks.worker_timing import RankTiming
 from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.protocol import threads
 from pytest_attn.latency.result import Latency
-from pytest_attn.ranks.rank_server import Rank, RankServer
-from pytest_attn.ranks.shards import RankCache, parts_of, whole_of
-from pytest_attn.ranks.worker_timing import RankTiming
 from pytest_attn.session.kinds import CaseParameter
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession

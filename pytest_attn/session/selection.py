@@ -166,8 +166,8 @@ class Mutants(SelectedKernels):
     are_tested = False
 
     def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
-        from pytest_attn.mutants import MUTANTS  # few runs ask for them, and they import torch
-        from pytest_attn.mutants.kernel import HONEST_NAME, honest_backend
+        from pytest_attn.guests.mutants import MUTANTS  # few runs ask for them, and they import torch
+        from pytest_attn.guests.mutants.kernel import HONEST_NAME, honest_backend
         from pytest_attn.session.survivors import Search
 
         super().__init__(settings, registrations, machines)

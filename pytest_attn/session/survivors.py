@@ -10,9 +10,9 @@ from itertools import chain
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.guests.mutants.kernel import KernelBackend, honest_backend
+from pytest_attn.guests.mutants.mutant import Mutant
 from pytest_attn.invariants.check import judge_invariants
-from pytest_attn.mutants.kernel import KernelBackend, honest_backend
-from pytest_attn.mutants.mutant import Mutant
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.workload import Workload

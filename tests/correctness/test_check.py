@@ -18,7 +18,7 @@ from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.mutants.kernel import honest_backend
+from pytest_attn.guests.mutants.kernel import honest_backend
 
 
 def test_an_honest_kernel_passes_and_the_comparison_has_the_figures():

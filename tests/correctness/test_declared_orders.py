@@ -13,7 +13,7 @@ from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.mutants.kernel import honest_backend
+from pytest_attn.guests.mutants.kernel import honest_backend
 from pytest_attn.workloads.workload import grouped, ungrouped
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 from pytest_attn.workloads.inputs import draw_inputs

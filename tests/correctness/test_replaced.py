@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from _pytest import runner
 from _pytest.reports import TestReport
+from guests.models.zoo import TOKENS, stack
 from judging import SMALL, attention, failure
-from models.zoo import TOKENS, stack
 
 import pytest_attn
 from pytest_attn import Workload, check_model

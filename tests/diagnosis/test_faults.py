@@ -22,8 +22,8 @@ from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.attention_faults import attention_faults, near_misses
 from pytest_attn.diagnosis.faults import FAULTS, PRECISION, RECOMPUTED, is_known
-from pytest_attn.mutants import MUTANTS
-from pytest_attn.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.catalog import _pairs, builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs
@@ -221,7 +221,7 @@ def test_mutants_share_identities_with_hints_and_no_code():
     rooms = Path(pytest_attn.__file__).parent
     imported = {
         name
-        for path in (rooms / "mutants").glob("*.py")
+        for path in (rooms / "guests" / "mutants").glob("*.py")
         for name in re.findall(r"from (pytest_attn\.\S+) import", path.read_text())
     }
     assert [name for name in imported if name.startswith("pytest_attn.diagnosis")] == ["pytest_attn.diagnosis.faults"]
@@ -230,7 +230,7 @@ def test_mutants_share_identities_with_hints_and_no_code():
 
 def test_every_fault_of_the_list_stands_in_the_code_that_names_it():
     root = Path(pytest_attn.__file__).parent
-    sources = [path for room in ("diagnosis", "correctness", "workloads") for path in (root / room).rglob("*.py")]
+    sources = [path for room in ("diagnosis", "correctness", "workloads", "guests") for path in (root / room).rglob("*.py")]
     code = "\n".join(path.read_text() for path in sources if path.name != "faults.py")
     stems = re.findall(r'f"([a-z-]+)\{', code)
     unsaid = [fault for fault in FAULTS if f'"{fault}"' not in code and not fault.startswith(tuple(stems))]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.mutants.kernel import QKV, Call, Kernel, KernelBackend, Sequence, Softmax, SplitKernel, Tile
+from pytest_attn.guests.mutants.kernel import QKV, Call, Kernel, KernelBackend, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.workloads.workload import grouped
 
 if TYPE_CHECKING:

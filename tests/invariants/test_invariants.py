@@ -15,11 +15,11 @@ from pytest_attn import Window, Workload, check, check_invariants
 from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.guests.mutants import MUTANTS
 from pytest_attn.invariants.algebra import _is_merged
 from pytest_attn.invariants.check import INVARIANTS
 from pytest_attn.invariants.invariant import Probe
 from pytest_attn.invariants.report import describe_invariants as describe
-from pytest_attn.mutants import MUTANTS
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import BooleanMask, Document

@@ -10,10 +10,10 @@ from pytest_attn.backends.libraries.flash_attention import Flash3
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.guests.mutants.kernel import HONEST_NAME, Kernel, KernelBackend
 from pytest_attn.invariants import check
 from pytest_attn.invariants.check import INVARIANTS
 from pytest_attn.invariants.report import describe_invariants as describe
-from pytest_attn.mutants.kernel import HONEST_NAME, Kernel, KernelBackend
 
 PLAIN = Workload(70, 80, heads=2, head_dim=32)
 SPEC = CheckSpec(PLAIN, torch.device("cpu"), backward=True)

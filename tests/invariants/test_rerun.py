@@ -15,9 +15,9 @@ from pytest_attn import Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.invariants import rerun
 from pytest_attn.invariants.invariant import OwnDefectError, Probe, difference, first_difference
-from pytest_attn.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.inputs import draw_inputs
 
 SPEC = CheckSpec(Workload(70, 80, heads=2, head_dim=32), torch.device("cpu"), backward=True)

@@ -27,11 +27,11 @@ from pytest_attn.backends import library
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases import latency as recording
+from pytest_attn.guests.ranks import pool
 from pytest_attn.latency import gate, protocol
 from pytest_attn.processes import fork_server, launcher
 from pytest_attn.processes import worker as this_process
 from pytest_attn.processes.channel import Channel
-from pytest_attn.ranks import pool
 from pytest_attn.session import progress, worker_pool
 
 _architecture = functools.cache(platform.architecture)

@@ -353,7 +353,7 @@ SHOWN_BY = {
 KEPT = """
 from dataclasses import replace
 from honest.variants import HONEST
-from pytest_attn.mutants import MUTANTS
+from pytest_attn.guests.mutants import MUTANTS
 
 def no_last_row_alone(backend):
     prepare = backend.prepare

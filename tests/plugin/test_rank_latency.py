@@ -10,9 +10,9 @@ import torch
 from fakes.timed import CLOCK
 
 from pytest_attn.cases import measurement as ranked_measurement
+from pytest_attn.guests.ranks import communication, worker_timing
+from pytest_attn.guests.ranks.pool import PoolRegistry
 from pytest_attn.latency.disturbance import WaitingMonitor
-from pytest_attn.ranks import communication, worker_timing
-from pytest_attn.ranks.pool import PoolRegistry
 from pytest_attn.reports.records import read_records
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
@@ -44,8 +44,8 @@ def test_mine(attn):
 RANK_CLOCK = """
 import os, pathlib
 from pytest_attn.latency.disturbance import WaitingMonitor
-from pytest_attn.ranks.worker_timing import HostClock
-from pytest_attn.ranks.communication import RankTimes
+from pytest_attn.guests.ranks.worker_timing import HostClock
+from pytest_attn.guests.ranks.communication import RankTimes
 
 TIMES = pathlib.Path(__file__).parent / "times"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_attn.guests.ranks.pool import Pool
 from pytest_attn.processes.launcher import Launcher, Process
-from pytest_attn.ranks.pool import Pool
 
 TESTS = Path(__file__).parent.parent
 KERNELS = """

@@ -1,7 +1,7 @@
 """A fault-free attention kernel in plain torch, in tiles and splits, that takes every option of a workload.
 
-It is independent of `pytest_attn.mutants` and `pytest_attn.diagnosis`. Each step is a small method, so that a fault is one
-of them, written anew. Tiles of one batch entry are computed for all heads at once, in float32; P and dS are rounded to the
+It is independent of `pytest_attn.guests.mutants` and `pytest_attn.diagnosis`. Each step is a small method, so that a fault is
+one of them, written anew. Tiles of one batch entry are computed for all heads at once, in float32; P and dS are rounded to the
 dtype of out before they are multiplied.
 """
 

@@ -1,6 +1,6 @@
 """Faulty attention kernels, each written from a report of another project, as changes of one step of `kernel.Attention`.
 
-None of them is in `pytest_attn.mutants`. The twin of a fault is the class that it changes: the same kernel without it.
+None of them is in `pytest_attn.guests.mutants`. The twin of a fault is the class that it changes: the same kernel without it.
 `reaches` says whether a workload has the options that the report is about.
 """
 

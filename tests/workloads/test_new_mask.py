@@ -15,8 +15,8 @@ from pytest_attn import Capabilities, Workload, check
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.cases.fuzz import like
 from pytest_attn.cases.saved_failure import decode_workload, encode_workload
-from pytest_attn.models.capture import workload_as_code
-from pytest_attn.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.guests.models.capture import workload_as_code
+from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import as_mask, mask_kinds, register, unregister, visible_pairs
@@ -163,5 +163,5 @@ def test_few_places_ask_for_the_class_of_a_mask():
 
 def test_mutants_know_nothing_of_near_misses():
     """Else the hints, which are made of near misses, would be measured by themselves."""
-    mutants = (Path(pytest_attn.__file__).parent / "mutants").rglob("*.py")
+    mutants = (Path(pytest_attn.__file__).parent / "guests" / "mutants").rglob("*.py")
     assert [path.name for path in mutants if "near_miss" in path.read_text() or "NearMiss" in path.read_text()] == []

@@ -1,0 +1,577 @@
+"""`pytest_attn.capture`: what a model asks of its attention, call by call, with the gradients that arrive; and as code."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
+
+from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, unchanged
+from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.backends.libraries.flex import FLEX
+from pytest_attn.backends.libraries.sdpa import autocast
+from pytest_attn.backends.libraries.transformers import is_stock
+from pytest_attn.backends.precision import Precision, default_on, uncompiled_flex_precision
+from pytest_attn.backends.raised import ending_no_test
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.streams import wait
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.call import changes_of, nodes_behind
+from pytest_attn.correctness.contract import EmptyRows
+from pytest_attn.guests.models.call_to_workload import says_the_same, to_inputs, with_mask
+from pytest_attn.guests.models.handed_masks import HandedMasks, beyond_window, causal_across, forgotten, shown_by
+from pytest_attn.guests.models.interception import InterceptedCall, intercept_attention, uncompiled
+from pytest_attn.reports.lines import count, some
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.source import import_lines, write_workload
+from pytest_attn.workloads.workload import Workload
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """One call, with copies of its tensors as they were when it was made.
+
+    Args:
+        module: the qualified name of the module that made it.
+        number: which call of that module, from 1.
+        function: what it went through.
+        precision: the profile of where that rounds.
+        inputs: the workload with its tensors; dout is the gradient that arrived.
+        out: its output, in the layout of q: (batch, heads, rows, dim), or packed.
+        subject: what computed it instead; None where the model did.
+        gradients: those that arrived, by name, in the same layout.
+        has_dout: whether a gradient of out arrived.
+        is_again: it was computed once more for a backward pass, as checkpointing does.
+        order: its index among all calls.
+        empty_rows: those of out that see no key; None where nobody asked for them.
+        kernel: what computed it, where that is known: "SDPA flash", or the name of a library's function.
+        changes: those of q, k and v that it changed in place, and by how much at most.
+        missing: gradients that it gives none of, though they are needed.
+        is_detached: it gives no gradient at all, though one is needed.
+        misled: what its layer should have asked: which mask it does not keep of those that the layer was handed.
+        is_narrower: its mask hides keys that the masks of the model's configuration show.
+        is_awaited: its gradients are waited for.
+        memory: a digest of the other sequence that its module was handed; "" for none.
+        dsinks: the gradient of its sinks, (heads,), where it arrived.
+    """
+
+    module: str
+    number: int
+    function: str
+    precision: str | Precision
+    inputs: Inputs
+    out: torch.Tensor
+    subject: Subject | None = None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    has_dout: bool = False
+    is_again: bool = False
+    order: int = 0
+    empty_rows: EmptyRows | None = None
+    kernel: str = ""
+    changes: dict[str, float] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    is_detached: bool = False
+    misled: str = ""
+    is_narrower: bool = False
+    is_awaited: bool = False
+    memory: str = ""
+    dsinks: torch.Tensor | None = None
+
+    @property
+    def fills_empty_rows(self) -> bool:
+        """Whether rows that see no key hold something else than 0, as the mean of all v where a mask is the lowest number."""
+        bias = self.inputs.bias
+        if bias is not None and bool((bias <= torch.finfo(bias.dtype).min / 2).all(-1).any()):
+            return True
+        if self.empty_rows is None or not self.empty_rows.are_there:
+            return False
+        out = self.out.to(self.inputs.device)
+        return bool((out != self.empty_rows.blanked(out)).any())
+
+    @property
+    def workload(self) -> Workload:
+        """The attention problem."""
+        return self.inputs.workload
+
+    @property
+    def q(self) -> torch.Tensor:
+        """Queries, (batch, heads, q_len, head_dim), or packed (tokens, heads, head_dim)."""
+        return self.inputs.q
+
+    @property
+    def k(self) -> torch.Tensor:
+        """Keys in the same layout, with kv_heads and kv_len."""
+        return self.inputs.k
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Values in the same layout, with v_head_dim."""
+        return self.inputs.v
+
+    @property
+    def dout(self) -> torch.Tensor | None:
+        """The gradient of out that arrived, None where none did."""
+        return self.inputs.dout if self.has_dout else None
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The additive bias, broadcastable to (batch, heads, q_len, kv_len)."""
+        return self.inputs.bias
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """One logit per head, (heads,)."""
+        return self.inputs.sinks
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The mask with padding, boolean, True = visible, broadcastable; None where all is visible, or packed."""
+        return None if self.workload.is_packed else boolean_mask(self.inputs)
+
+    @property
+    def label(self) -> str:
+        """What reports call it: its module, and which of its calls where it made more than one."""
+        return f"{self.module or 'outside any module'}{f', call {self.number}' if self.number > 1 else ''}"
+
+    def receive(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep a gradient that arrived: dout, dq, dk, dv or dsinks."""
+        if name == "dsinks":
+            self.dsinks = gradient.flatten()
+        elif name == "dout":
+            self.inputs, self.has_dout = dataclasses.replace(self.inputs, dout=gradient), True
+        else:
+            self.gradients[name] = gradient
+
+    def complete_inputs(self) -> Inputs:
+        """Return the inputs on their device, with zeros for a gradient that did not arrive."""
+        tensors: dict[str, Any] = {
+            f.name: value.to(self.inputs.device)
+            for f in dataclasses.fields(self.inputs)
+            if isinstance(value := getattr(self.inputs, f.name), torch.Tensor)
+        }
+        if not self.has_dout:
+            tensors["dout"] = torch.zeros_like(self.out, device=self.inputs.device)
+        return dataclasses.replace(self.inputs, **tensors)
+
+
+# -- while a model runs ------------------------------------------------------------------------------------------------------
+
+
+#: bytes of copies that are kept on a device until their call is judged; what is more is kept in the host's memory
+KEPT_BYTES = 4 << 30
+#: of q, k and v
+GRADIENTS = ("dq", "dk", "dv")
+
+
+class Unread(NamedTuple):
+    """A call that was intercepted and could not be judged, or not be replaced, and why."""
+
+    module: str
+    function: str
+    reason: str
+
+
+class Expected(NamedTuple):
+    """What the configuration of a model of transformers says of a call, found by a run in which every mask is built in full.
+
+    visible: what its mask shows then, (batch, 1 or heads, q_len, kv_len), if it has one. handed: see `InterceptedCall`.
+    """
+
+    visible: torch.Tensor | None
+    handed: tuple[HandedMasks, ...]
+
+
+class Computed(NamedTuple):
+    """What a call gave: the function's result, the precision profile of who computed it, and who that was if not the model."""
+
+    result: Any
+    precision: str | Precision
+    subject: Subject | None
+
+
+def precision_of(intercepted: InterceptedCall, registry: Registry, kind: str) -> str | Precision:
+    """Return the precision profile of the function that a model called, on a kind of device."""
+    if intercepted.function is FLEX and uncompiled(intercepted.original) is None:
+        return uncompiled_flex_precision(torch.__version__)
+    profile = intercepted.function.ran() or intercepted.function.profile
+    return registry[profile].precision_on(kind) if profile else default_on(kind)
+
+
+def _believed(intercepted: InterceptedCall, visible: torch.Tensor | None) -> tuple[AttentionArguments, bool]:
+    """Return what a call asks, by its own mask or by the one that the configuration says; and whether its own hides more.
+
+    An implementation of transformers is believed where it was handed a mask of pairs, which a sparse model makes of its own.
+    visible: what the configuration says. Raises UnreadableError.
+    """
+    arguments = intercepted.read()
+    rows, keys = arguments.q.shape[-2], arguments.k.shape[-2]
+    if visible is None or arguments.cu_seqlens is not None or visible.shape[-2:] != (rows, keys):
+        return arguments, False
+    if is_stock(intercepted.function) and getattr(intercepted.arguments.get("attention_mask"), "ndim", 4) == 4:
+        shown = shown_by(arguments)
+        return arguments, bool((visible & ~shown & shown.any(-1, keepdim=True)).any())
+    return arguments if says_the_same(arguments, visible) else with_mask(arguments, visible), False
+
+
+#: bytes of a tensor of which a digest is made
+_DIGESTED = 1 << 28
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return what tells tensors apart, with shape and whether they need a gradient; "" of one too large, or not at hand."""
+    if tensor.nbytes > _DIGESTED:
+        return ""
+    held = bare(tensor).cpu().contiguous()
+    try:
+        at = held.data_ptr()
+    except RuntimeError:  # of a tensor that stands for others
+        return ""
+    content = hashlib.blake2b(ctypes.string_at(at, held.nbytes) if at else b"", digest_size=8).hexdigest()
+    return f"{tuple(tensor.shape)} {tensor.requires_grad} {content}"
+
+
+def other_sinks(asked: AttentionArguments, intercepted: InterceptedCall) -> str:
+    """Say that a call asks for other sinks than those of its module of transformers, "" where it does not."""
+    own = getattr(intercepted.arguments.get("module"), "sinks", None)
+    if asked.sinks is None or not isinstance(own, torch.Tensor) or own.numel() != asked.sinks.numel():
+        return ""
+    own = own.detach().flatten().to(asked.sinks)
+    return "" if torch.equal(own, asked.sinks.detach().flatten()) else "its sinks are not those of its module"
+
+
+class Recorder:
+    """Handles calls as the model makes them: as it is, and with copies of all tensors.
+
+    done: is given each call once all its gradients have arrived, or at the end. backward: whether to wait for these.
+    expected: what the model's configuration says, by module and number of the call. judges: calls are to be judged, so no
+    gradient of out arrives in rows that see no key: what these hold is not checked.
+    precision: where the model's functions round, where that is said; else what is known of them.
+    """
+
+    def __init__(
+        self,
+        done: Callable[[AttentionCall], None],
+        backward: bool = True,
+        expected: Mapping[tuple[str, int], Expected] | None = None,
+        kept_bytes: int = KEPT_BYTES,
+        judges: bool = False,
+        precision: str | Precision | None = None,
+    ) -> None:
+        self.unread_calls: list[Unread] = []
+        #: where the functions are of which the step uses more than out, as weights or lse
+        self.beside: set[tuple[str, str]] = set()
+        #: is given each call as it is made
+        self.made: Callable[[AttentionCall], None] = lambda call: None
+        self._done, self._backward, self._expected = done, backward, expected or {}
+        self._numbers: Counter[tuple[str, bool]] = Counter()
+        self._waiting: dict[int, tuple[AttentionCall, set[str]]] = {}
+        #: whether the call whose dout arrived last is in its backward pass, and no checkpoint of the model computes it again
+        self._is_going_back = False
+        self._kept, self._kept_bytes, self._judges = 0, kept_bytes, judges
+        self._registry, self._precision = Registry(), precision
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Note a call that asks for what no workload can say."""
+        self.unread_calls.append(Unread(module, function, reason))
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        """Compute a call on aliases of its tensors, which are this call's alone, and record it."""
+        if self._is_going_back and intercepted.is_again and not intercepted.module:
+            return intercepted.compute()  # a backward pass that computes its forward pass again, which is not checked
+        aliases = [alias(t) for t in intercepted.tensors]
+        intercepted, sinks = _with_own_sinks(intercepted.with_tensors(*aliases))
+        of = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
+        self._numbers[of] += 1
+        number = self._numbers[of]
+        expected = self._expected.get((intercepted.module, number), Expected(None, ()))
+        try:
+            arguments, is_narrower = _believed(intercepted, expected.visible)
+            inputs = to_inputs(arguments)
+        except UnreadableError as error:
+            self.unread(intercepted.module, intercepted.function.shown, str(error))
+            return intercepted.compute()
+        wrong = ""
+        if self._judges and not intercepted.is_again:
+            mask = forgotten(arguments, intercepted.handed) or forgotten(arguments, expected.handed)
+            said = intercepted.handed[-1].masks.values() if intercepted.handed else ()
+            is_asked = any(one.dim() > 2 for one in said)  # of pairs: the test's own word, whatever window the layer has
+            window = "" if is_asked else beyond_window(arguments, intercepted.arguments.get("sliding_window"))
+            wrong = f"a mask was forgotten: {mask}" if mask else window or other_sinks(arguments, intercepted)
+            wrong = wrong or causal_across(arguments, intercepted.handed)
+        return self.record(intercepted, arguments, inputs, number, aliases, wrong, is_narrower, sinks)
+
+    def record(
+        self,
+        intercepted: InterceptedCall,
+        arguments: AttentionArguments,
+        inputs: Inputs,
+        number: int,
+        aliases: list[torch.Tensor],
+        wrong: str,
+        is_narrower: bool,
+        sinks: torch.Tensor | None = None,
+    ) -> Any:
+        """Compute a call that was read, and record it. wrong: what its layer should have asked. sinks: an alias of them."""
+        pristine = self._copies(inputs)
+        needs_gradient = self._backward and torch.is_grad_enabled()
+        expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
+        nodes, versions = [t.grad_fn for t in aliases], [_version_of(t) for t in aliases]
+        result, precision, subject = self.computed(intercepted, arguments, inputs)
+        raw = arguments.take_out(result)
+        if self._judges and isinstance(result, tuple | list):
+            result = self._apart(intercepted.function, result)
+        out = self._keep(arguments.out_to_native(bare(raw)))
+        call = AttentionCall(intercepted.module, number, intercepted.function.shown, precision, pristine, out, subject)
+        call.is_again, call.order = intercepted.is_again, self._numbers.total()
+        call.misled, call.is_narrower = wrong, is_narrower
+        if self._judges and intercepted.handed and intercepted.handed[0].memory is not None:
+            call.memory = digest_of(intercepted.handed[0].memory)
+        call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, intercepted.kernel
+        if not intercepted.is_again:
+            self.made(call)
+        if subject is not None:
+            before = {"q": pristine.q, "k": pristine.k, "v": pristine.v}
+            call.changes = changes_of({"q": arguments.q, "k": arguments.k, "v": arguments.v}, before)
+        elif expected and (changed := [n for n, t, v in zip("qkv", aliases, versions, strict=True) if v != _version_of(t)]):
+            reason = f"it changes its {changed[0]} in place, which hides the gradient; let it work on a copy"
+            self.unread(intercepted.module, intercepted.function.shown, reason)
+            return result
+        if raw.requires_grad or subject is not None:
+            reached = set(nodes_behind(raw, nodes))
+            call.missing = [n for n, node in zip(GRADIENTS, nodes, strict=True) if n in expected and node not in reached]
+        call.is_detached = bool(expected) and not raw.requires_grad
+        if not (raw.requires_grad and expected.difference(call.missing)):
+            self._finish(call)
+            return result
+        expected.difference_update(call.missing)
+        waiting = {name: (t, arguments.to_native) for name, t in zip(GRADIENTS, aliases, strict=True) if name in expected}
+        if sinks is not None and sinks.requires_grad and sinks.grad_fn in set(nodes_behind(raw, [*nodes, sinks.grad_fn])):
+            waiting["dsinks"] = sinks, unchanged
+        self._await(call, waiting, arguments, raw)
+        return result
+
+    def computed(self, intercepted: InterceptedCall, arguments: AttentionArguments, inputs: Inputs) -> Computed:
+        """Return what the model is given, and what computed it."""
+        del arguments
+        result = intercepted.compute()
+        return Computed(result, self._precision or precision_of(intercepted, self._registry, inputs.device.type), None)
+
+    def finish(self) -> None:
+        """Hand on the calls whose gradients did not all arrive."""
+        for call, _ in list(self._waiting.values()):
+            self._finish(call)
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _copies(self, inputs: Inputs) -> Inputs:
+        tensors = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
+        kept: dict[str, Any] = {name: self._keep(bare(t)) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        return dataclasses.replace(inputs, **kept)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor: on its device, or beyond the bound into the host's memory."""
+        if self._kept + tensor.nbytes > self._kept_bytes and tensor.device.type != "cpu":
+            return tensor.to("cpu")
+        self._kept += tensor.nbytes
+        return tensor.clone()
+
+    def _apart(self, function: AttentionFunction, result: Any) -> Any:
+        """Return a result with no way for a gradient through what stands beside out: exact attention knows of out alone."""
+
+        def used(_: Any = None) -> None:
+            self.beside.add(function.place)
+
+        def apart(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:  # whether it is used cannot be seen
+                used()
+                return tensor
+            return without_gradient(tensor, used)
+
+        if not function.profile:  # a user's, of which only a call tells what it returns
+            used()
+        return result[0], *tree_map_only(torch.Tensor, apart, tuple(result[1:]))
+
+    def _await(
+        self,
+        call: AttentionCall,
+        waiting: Mapping[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]],
+        arguments: AttentionArguments,
+        raw: Any,
+    ) -> None:
+        awaited, is_checkpointed = {"dout", *waiting}, in_checkpoint()
+        self._waiting[id(call)] = call, awaited
+        call.is_awaited = True
+
+        def arrives(name: str, to_native: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
+            def hook(gradient: torch.Tensor | None) -> None:
+                self._is_going_back = call.is_again or not is_checkpointed
+                if name not in awaited or (gradient is None and not call.has_dout):
+                    return  # where only another result of the function, as lse, has a gradient, there is no dout
+                if gradient is None and name in GRADIENTS:
+                    call.missing.append(name)
+                elif gradient is None:
+                    pass
+                else:
+                    call.receive(name, self._keep(to_native(bare(gradient))))
+                awaited.discard(name)
+                if not awaited:
+                    self._is_going_back = False
+                    self._finish(call)
+
+            return hook
+
+        if call.empty_rows is not None and call.empty_rows.are_there:
+            counts = torch.ones(raw.shape, dtype=torch.bool, device=raw.device)
+            native = arguments.out_to_native(counts)  # a view
+            native.copy_(call.empty_rows.blanked(native))
+            raw.register_hook(lambda gradient: gradient.masked_fill(~counts, 0))
+        raw.register_hook(arrives("dout", arguments.out_to_native))
+        for name, (tensor, to_native) in waiting.items():
+            hooked: Any = tensor
+            hooked.register_hook(arrives(name, to_native))
+
+    def _finish(self, call: AttentionCall) -> None:
+        self._waiting.pop(id(call), None)
+        held = (call.q, call.k, call.v, call.out, *call.gradients.values())
+        self._kept -= min(self._kept, sum(t.nbytes for t in held if t.device == call.inputs.device))
+        if call.is_again and not call.has_dout and not call.missing:
+            return  # the first one has been judged, or will be
+        if self._judges:  # its tensors came on the streams of their hooks
+            wait(call.inputs.device)
+        with torch.no_grad():
+            self._done(call)
+
+
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a tensor holds, as a plain one: models have subclasses of their own, whose code is not asked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.detach(tensor)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values as a tensor of its own, whose gradient is one call's; in autocast's dtype where it casts."""
+    cast = autocast(tensor)
+    return tensor.view_as(tensor) if cast is tensor else cast
+
+
+def _with_own_sinks(intercepted: InterceptedCall) -> tuple[InterceptedCall, torch.Tensor | None]:
+    """Return a call with an alias of its sinks, and that; None where it has none."""
+    name = next((name for name in ("s_aux", "learnable_sink") if intercepted.arguments.get(name) is not None), None)
+    if name is None:
+        return intercepted, None
+    given: torch.Tensor = intercepted.arguments[name]
+    own = given.view_as(given)
+    return dataclasses.replace(intercepted, arguments={**intercepted.arguments, name: own}), own
+
+
+def without_gradient(tensor: torch.Tensor, used: Callable[[torch.Tensor], None] = lambda gradient: None) -> torch.Tensor:
+    """Return a tensor through which zeros go back in place of its gradient. used: is given that, where one arrives."""
+    if not tensor.requires_grad:
+        return tensor
+    apart = tensor.view_as(tensor)  # out may be computed from the tensor itself, as from weights
+    hooked: Any = apart
+
+    def stop(gradient: torch.Tensor) -> torch.Tensor:
+        used(gradient)
+        return torch.zeros_like(gradient)
+
+    hooked.register_hook(stop)
+    return apart
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; those of inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def in_checkpoint() -> bool:
+    """Whether the model runs a part that it may compute again for the backward pass."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+# -- `pytest_attn.capture` ---------------------------------------------------------------------------------------------------
+
+
+class NotReadError(ValueError):
+    """An intercepted call that no workload can express."""
+
+
+def capture(
+    step: Callable[[], Any], model: torch.nn.Module | None = None, functions: Iterable[Callable[..., Any] | str] = ()
+) -> list[AttentionCall]:
+    """Run `step` once, and copy the attention calls that it makes.
+
+    Each call holds its own copies of its tensors; they take as much memory as the model's activations of q, k, v and out.
+
+    Args:
+        step: a function without arguments. Where it runs a backward pass, each call has its gradients.
+        model: names the calling modules; without it, names begin at the outermost module that runs.
+        functions: attention of your own: functions of (q, k, v, ...), by themselves or as "package.module.function";
+            tensors (batch, heads, rows, dim).
+
+    Returns:
+        The calls, in the order in which they are made.
+
+    Raises:
+        NotReadError: no workload can say a call.
+        DropoutError: a call drops probabilities.
+    """
+    calls: list[AttentionCall] = []
+    recorder = Recorder(lambda call: None)
+    recorder.made = calls.append
+    with ending_no_test("the step"), intercept_attention(recorder, model, functions):
+        step()
+    recorder.finish()
+    if recorder.unread_calls:
+        module, function, reason = recorder.unread_calls[0]
+        raise NotReadError(f"{module or 'a call'}: {function} is not read: {reason}")
+    return calls
+
+
+# -- workloads as code -------------------------------------------------------------------------------------------------------
+
+
+#: modules that a comment names
+_NAMES = 2
+
+
+def workloads_as_code(calls: Iterable[AttentionCall]) -> str:
+    """Return the distinct workloads of calls as Python, each with the number of its calls and who makes them.
+
+    A mask that is a tensor, or a function of the model, cannot be code: it is left out, with a comment that says so.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    makers: dict[tuple[str, str], dict[str, None]] = {}
+    imports = {("pytest_attn", "Workload")}
+    for call in calls:
+        text, needed, missing = workload_as_code(call.workload)
+        counts[text, missing] += 1
+        makers.setdefault((text, missing), {})[call.module] = None
+        imports |= needed
+    lines = [*import_lines(imports), "", "WORKLOADS = ["]
+    for (text, missing), number in counts.most_common():
+        modules = list(makers[text, missing])
+        note = f"; {missing}" if missing else ""
+        lines.append(f"    {text},  # {count(number, 'call')} of {some(modules, _NAMES) or 'no module'}{note}")
+    return "\n".join([*lines, "]"])
+
+
+def workload_as_code(workload: Workload) -> tuple[str, set[tuple[str, str]], str]:
+    """Return the expression that makes a workload, what it must import, and a comment on what it cannot say."""
+    mask, score_mod = workload.plain_mask, workload.score_mod
+    own = {"mask": mask is not None and mask.function is not None, "score_mod": score_mod is not None}
+    left_out = [name for name, is_of_model in own.items() if is_of_model]
+    text, imports = write_workload(workload.replace(**dict.fromkeys(left_out)))
+    return text, imports, "; ".join(f"its {name} is the model's own" for name in left_out)

@@ -1,0 +1,404 @@
+"""`pytest_attn.check_model`: compare every attention call of a model, or a layer, with exact attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from pytest_attn.backends.contexts import eager_because, unlimited_recompiles
+from pytest_attn.backends.machine import Machine, machine_of
+from pytest_attn.backends.precision import Precision, precision_named
+from pytest_attn.backends.raised import ending_no_test
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.tripwire import functions_kept
+from pytest_attn.guests.models.call_to_workload import DropoutError
+from pytest_attn.guests.models.capture import AttentionCall, Expected, Recorder
+from pytest_attn.guests.models.comparison import CallComparison, ModelComparison, describe
+from pytest_attn.guests.models.compiled import judge_compiled, runs_compiled
+from pytest_attn.guests.models.interception import (
+    InterceptedCall,
+    Tracker,
+    as_functions,
+    intercept_attention,
+    is_of_transformers,
+    lacks_masks,
+    never_called,
+    outside_inference,
+)
+from pytest_attn.guests.models.judge import judge_call, known_defect_of
+from pytest_attn.guests.models.ratios import ratios_of
+from pytest_attn.guests.models.siblings import traits_of, with_strangers
+from pytest_attn.guests.models.step import StepResult, device_of, refuse_scripted, require_arguments, run_step, untouched
+from pytest_attn.guests.models.substitution import Replacer, replacement
+from pytest_attn.reports.lines import some
+from pytest_attn.workloads.distributions import Draw
+
+#: what computes a model's attention instead of what it calls itself
+Target = Callable[..., Any] | Subject | str
+
+
+def check_model(
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    backend: Target | None = None,
+    backward: bool = True,
+    *,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    inline: Iterable[str] | str = (),
+    limits: str = "default",
+    scatter: int = 4,
+    precision: str | Precision | None = None,
+) -> ModelComparison:
+    """Run `step`, and compare every attention call that the model makes with exact attention on its own tensors.
+
+    The model is left as it was: parameters, gradients, buffers, training mode, random numbers.
+
+    Args:
+        model: the module whose calls are judged.
+        step: a function without arguments that can be repeated; returns a tensor, a mapping of tensors or a model's
+            output. Its loss, "loss" or a scalar that needs a gradient, is where the backward pass begins, unless the step
+            runs that itself.
+        backend: a backend, its name, or a function of (q, k, v, workload=...) that computes every call; by default the
+            model's own attention is judged.
+        backward: gradients, too; a step in torch.inference_mode() has none, and a note says so.
+        functions: attention of your own, as for `capture`.
+        inline: names of modules that write attention out, as "blocks.0.attn" or "blocks.*.attn": not judged, and no failure.
+        limits: "default" or "strict".
+        scatter: runs with exact attention and random rounding, which are the unit of `ratios`; 0 for none. These say how far
+            outputs, loss and gradients of a model in half precision are from exact.
+        precision: where a function of yours says it rounds ("flash", "eager", ..., or a `Precision`): what `backend` or
+            `functions` name, else the model's own. A backend says it itself.
+
+    Returns:
+        The comparison of a model that is right.
+
+    Raises:
+        AssertionError: a call is wrong, was not read, or was not replaced, or none was caught, or none of a function that
+            is named, or attention is written out in a module that `inline` does not name; the text has the calls.
+        DropoutError: attention drops probabilities.
+        TypeError: `model` is not a module, or torch.jit made it, or `step` is not a function.
+        ValueError: the backend or the precision is unknown.
+    """
+    __tracebackhide__ = True
+    options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
+    with functions_kept(type(model).__name__):
+        comparison = judge_model(model, step, backend, backward, **options)
+    if not comparison.passed:
+        raise AssertionError(comparison.message)
+    return comparison
+
+
+def judge_model(
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    backend: Target | None = None,
+    backward: bool = True,
+    *,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    inline: Iterable[str] | str = (),
+    limits: str = "default",
+    scatter: int = 4,
+    precision: str | Precision | None = None,
+    compiled: bool = True,
+    deadline: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> ModelComparison:
+    """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`.
+
+    compiled: judge the run of a compiled model, too. deadline: makes a context that surrounds the run whose calls are judged.
+    """
+    require_arguments(model, step)
+    refuse_scripted(model)
+    if torch.is_inference_mode_enabled():  # the step alone runs in it
+        step = torch.inference_mode()(step)
+    subject = None if backend is None else replacement(backend, precision=precision)
+    functions, inline = as_functions(functions), (inline,) if isinstance(inline, str) else tuple(inline)
+    if precision is not None:
+        precision_named(precision)  # raises for an unknown one
+    machine = machine_of(device_of(model))
+    name = subject.name if subject else "the step"
+    with outside_inference(), ending_no_test(name), unlimited_recompiles(), untouched(model) as again:
+        masks, note = expected_masks(step, model) if subject is None else ({}, "")
+        again()
+        judged = _Judged(limits, machine)
+        recorder: Recorder
+        if subject is None:
+            recorder = Recorder(judged.judge, backward, masks, judges=True, precision=precision)
+        else:
+            recorder = Replacer(subject, machine, judged.judge, backward)
+        replaces = subject is not None and lacks_masks(model, is_replaced=True)
+        calling = subject.calling() if subject else nullcontext()
+        with deadline(), intercept_attention(recorder, model, functions, replaces) as tracker, calling:
+            try:
+                result = run_step(step, model, backward)
+            except Exception as error:
+                if not recorder.unread_calls:  # which are to be told first
+                    raise
+                result, note = StepResult({}, None), f"the step did not end: {type(error).__name__}: {error}"
+                scatter, compiled = 0, False
+        recorder.finish()
+        calls = tuple(with_strangers(sorted(judged.calls, key=lambda call: call.order), tracker))
+        if infers := backward and result.infers and not result.gradients:
+            backward = False
+        is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)
+        ratios = {}
+        options: Any = {"backward": backward, "functions": functions, "precision": precision, "beside": recorder.beside}
+        if scatter and is_half and not (subject and subject.is_approximate) and not judged.fills_empty_rows:
+            ratios = ratios_of(result, model, step, subject, again, runs=scatter, **options)
+        run, about = None, ""
+        if compiled and runs_compiled(model, step):
+            if subject is None:
+                run = judge_compiled(model, step, again, **options)
+                about = eager_because()
+                if judged.has_empty_rows and run.wrong:
+                    run = run.not_compared("what the compiled model holds in rows that see no key is not checked")
+            else:
+                about = f"{subject.name} took the place of attention in the eager model; the compiled one was not run"
+    left_out = [name for name in (*tracker.written_out, *tracker.silent) if any(fnmatchcase(name, one) for one in inline)]
+    skipped = f"not judged, because inline= names them: {some(list(dict.fromkeys(left_out)))}" if left_out else ""
+    comparison = ModelComparison(
+        subject="" if subject is None else subject.name,
+        calls=calls,
+        unread=tuple(recorder.unread_calls),
+        refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
+        silent=tuple(tracker.silent),
+        unseen=() if replaces else never_called(functions, tracker.functions),
+        with_softmax=tuple(tracker.with_softmax),
+        written_out=tracker.written_out,
+        inline=inline,
+        backward=backward,
+        ratios=ratios,
+        compiled=run,
+        notes=tuple(filter(None, (note, skipped, _INFERS if infers else "", *judged.notes(model, tracker), about))),
+    )
+    return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
+
+
+_INFERS = "the step runs in inference mode, where nothing has a gradient: forward passes alone were judged"
+
+
+class _Judged:
+    """Judges each call once it is complete, and keeps the judgment only."""
+
+    def __init__(self, limits: str, machine: Machine) -> None:
+        self.calls: list[CallComparison] = []
+        self.fills_empty_rows, self.has_empty_rows = False, False
+        self._diverged: list[tuple[int, str]] = []
+        self._detached: list[tuple[int, str]] = []
+        self._narrower: list[tuple[int, str]] = []
+        self._limits, self._machine = limits, machine
+
+    def notes(self, model: torch.nn.Module, tracker: Tracker) -> Iterator[str]:
+        """Say what cannot be seen, and what was not judged."""
+        if self._diverged:
+            yield self._about(
+                self._diverged, "hold NaN or infinite elements in q, k or v: results that depend on these mean nothing"
+            )
+        if self._detached:
+            yield self._about(self._detached, "give no gradient, though q, k or v need one: none was compared there")
+        if self._narrower:
+            hide = "hide keys that the masks of the model's configuration show, as sparse attention does: judged by their own"
+            yield self._about(self._narrower, hide)
+        if raised := self._with_raised_limits():
+            yield (
+                f"small faults cannot be seen in {len(raised)} of {len(self.calls)} calls ({some(raised)}): attention is"
+                " almost uniform there, and honest rounding adds up; use trained weights, or enlarge the projections of"
+                " q and k"
+            )
+        if self.fills_empty_rows:
+            yield (
+                "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not reported"
+            )
+        layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.MultiheadAttention)]
+        if (layers and not self.calls) or not tracker.written_out.keys().isdisjoint(layers):
+            yield "torch.nn.MultiheadAttention computes attention inline when it returns its weights: pass need_weights=False"
+        if silent := [name for name in tracker.silent if name not in {**tracker.written_out, **tracker.with_softmax}]:
+            yield f"not judged: {some(silent)} made no attention call, while others of its kind made one"
+
+    def _about(self, calls: list[tuple[int, str]], what: str) -> str:
+        return f"{len(calls)} of {len(self.calls)} calls {what} ({some([label for _, label in sorted(calls)])})"
+
+    def _with_raised_limits(self) -> list[str]:
+        """Return the calls in which fault-free kernels are further from exact than the limits allow."""
+        both = limits_named(self._limits)
+
+        def is_raised(row: TensorComparison) -> bool:
+            usual = limits_of(row.name, both)
+            is_of_few_rows = row.limits.head == usual.row
+            return row.limits.row > usual.row or (row.limits.head > 2 * usual.head and not is_of_few_rows)
+
+        return [call.label for call in self.calls if call.comparison and any(map(is_raised, call.comparison.tensors))]
+
+    def judge(self, call: AttentionCall) -> None:
+        """Hold a call against exact attention."""
+        is_replaced = call.subject is not None
+        facts = call.module, call.label, call.function, call.workload
+        more: Any = {"is_replaced": is_replaced, "order": call.order, "kernel": call.kernel, "traits": traits_of(call)}
+        found = CallComparison(*facts, None, bool(call.gradients), misled=call.misled, **more)
+        self.fills_empty_rows |= call.fills_empty_rows
+        self.has_empty_rows |= call.empty_rows is not None and call.empty_rows.are_there
+        if not all(bool(t.isfinite().all()) for t in (call.q, call.k, call.v)):
+            self._diverged.append((call.order, call.label))
+        if call.is_detached:
+            self._detached.append((call.order, call.label))
+        if call.is_narrower:
+            self._narrower.append((call.order, call.label))
+        try:
+            comparison = judge_call(call, self._limits)
+            known = known_defect_of(call, comparison, self._machine)
+            self.calls.append(dataclasses.replace(found, comparison=comparison, known=known))
+        except ContractError as error:
+            self.calls.append(dataclasses.replace(found, fault=str(error)))
+
+
+# -- the masks that a model of transformers expects --------------------------------------------------------------------------
+
+
+class ExpectedMasks:
+    """Notes what each call may see, by module and number of its call."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, int], Expected] = {}
+        self._numbers: Counter[str] = Counter()
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        """Note the masks, and let the call be computed."""
+        if intercepted.is_again:
+            return intercepted.compute()
+        self._numbers[intercepted.module] += 1
+        mask, visible = intercepted.arguments.get("attention_mask"), None
+        if mask is not None and getattr(mask, "ndim", 0) == 4 and str(mask.dtype) == "torch.bool":
+            visible = mask[..., : intercepted.tensors[1].shape[-2]]
+        self.found[intercepted.module, self._numbers[intercepted.module]] = Expected(visible, intercepted.handed)
+        return intercepted.compute()
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Count the call."""
+        self._numbers[module] += 1
+
+
+def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tuple[dict[tuple[str, int], Expected], str]:
+    """Run a step with every mask built in full, and return these; "" or why there are none.
+
+    A name that is registered with the functions of transformers but not with its masks gets none: the model asks for a mask
+    all the same, and here it is.
+    """
+    if not is_of_transformers(model):
+        return {}, ""
+    expected = ExpectedMasks()
+    try:
+        with intercept_attention(expected, model, replaces=True):
+            step()
+    except DropoutError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        return {}, f"the masks of the model's configuration could not be built ({said}); each call is judged by its own mask"
+    return expected.found, ""
+
+
+# -- one layer ---------------------------------------------------------------------------------------------------------------
+
+
+#: batch entries and tokens of drawn hidden states
+_SHAPE = (2, 64)
+#: hidden states are so large that freshly initialized projections give attention that is far from uniform
+_SPREAD = 3.0
+
+
+def check_module(
+    module: torch.nn.Module,
+    inputs: Any = None,
+    backend: Target | None = None,
+    backward: bool = True,
+    *,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    inline: Iterable[str] | str = (),
+    limits: str = "default",
+    scatter: int = 4,
+    precision: str | Precision | None = None,
+) -> ModelComparison:
+    """Call an attention layer, and compare its attention with exact attention on the same tensors.
+
+    Projections and rotary embeddings are the module's own.
+
+    Args:
+        module: the layer, such as torch.nn.MultiheadAttention or one of transformers or timm.
+        inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments. By default hidden states are
+            drawn for torch.nn.MultiheadAttention and its layers, and for a module whose forward takes them alone.
+        backend: a backend, its name, or a function of (q, k, v, workload=...), in place of the layer's own attention.
+        backward: gradients, too.
+        functions: attention of your own, as for `capture`.
+        inline: as for `check_model`.
+        limits: "default" or "strict".
+        scatter: as for `check_model`.
+        precision: as for `check_model`.
+
+    Returns:
+        The comparison of a layer that is right.
+
+    Raises:
+        AssertionError: a call is wrong, was not read, or was not replaced, or none was caught; the text has the calls.
+        DropoutError: attention drops probabilities.
+        ValueError: no inputs can be drawn for this module, or the backend is unknown.
+    """
+    __tracebackhide__ = True
+    step = module_step(module, inputs)
+    options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
+    return check_model(module, step, backend, backward, **options)
+
+
+def module_step(module: torch.nn.Module, inputs: Any = None, shape: tuple[int, int] = _SHAPE) -> Callable[[], Any]:
+    """Return a step that calls the module. shape: batch entries and tokens of hidden states that are drawn."""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    if inputs is None:
+        args, kwargs = _drawn(module, shape)
+    elif isinstance(inputs, Mapping):
+        kwargs = inputs
+    elif isinstance(inputs, torch.Tensor):
+        args = (inputs,)
+    elif isinstance(inputs, tuple | list):
+        args = tuple(inputs)
+    else:
+        raise ValueError(f"inputs must be a tensor, a tuple or a mapping of arguments, got {type(inputs).__name__}")
+    return lambda: module(*args, **kwargs)
+
+
+def _drawn(module: torch.nn.Module, shape: tuple[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments for a module that takes hidden states, as far as it says how wide they are."""
+    if isinstance(module, torch.nn.MultiheadAttention):
+        query, key, value = (
+            _hidden(module, name, shape, width, module.batch_first)
+            for name, width in (("query", module.embed_dim), ("key", module.kdim), ("value", module.vdim))
+        )
+        is_self = module.kdim == module.vdim == module.embed_dim
+        return (query, query, query) if is_self else (query, key, value), {"need_weights": False}
+    if isinstance(module, torch.nn.TransformerEncoderLayer):
+        attention = module.self_attn
+        return (_hidden(module, "src", shape, attention.embed_dim, attention.batch_first),), {}
+    taken = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+    plain = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    projection = next((m for m in module.modules() if isinstance(m, torch.nn.Linear)), None)
+    if len(plain) != 1 or projection is None:
+        names = ", ".join(p.name for p in plain) or "nothing"
+        raise ValueError(
+            f"no inputs can be drawn for {type(module).__name__}, whose forward takes {names};"
+            " say inputs=(hidden_states, ...) or inputs={'hidden_states': ...}"
+        )
+    return (_hidden(module, plain[0].name, shape, projection.in_features, True),), {}
+
+
+def _hidden(module: torch.nn.Module, name: str, shape: tuple[int, int], width: int, is_batch_first: bool) -> torch.Tensor:
+    """Draw hidden states in the dtype and on the device of the module's first parameter."""
+    like = next(module.parameters())
+    drawn = Draw(f"{type(module).__name__}/0", like.dtype, like.device).normal(name, (*shape, width), _SPREAD)
+    return drawn if is_batch_first else drawn.transpose(0, 1)

@@ -1,0 +1,141 @@
+"""How far a whole model is from what exact attention would give it, in units of what honest rounding does to the same model.
+
+For each output, the loss and the gradient of each parameter: |T - T_exact| over the root mean square of |T_k - T_exact|, with
+T_k from runs in which attention is exact but rounded at random where the precision profile says that kernels round. About 1
+is what a fault-free kernel gives. A fault hidden by the rounding of the rest is not seen here: the calls decide the verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from pytest_attn.backends.attention_args import UnreadableError
+from pytest_attn.backends.precision import Precision, precision_named
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.subject import Subject
+from pytest_attn.guests.models.call_to_workload import to_inputs
+from pytest_attn.guests.models.capture import alias, precision_of, without_gradient
+from pytest_attn.guests.models.exact import Dithered, Rounding, Scatter, SeededGenerators, exact_attention, exact_weights
+from pytest_attn.guests.models.interception import InterceptedCall, intercept_attention, lacks_masks
+from pytest_attn.guests.models.step import StepResult, run_step
+
+
+class Exact:
+    """Computes every call exactly. seed: of random rounding where kernels round, None for none; subject: whose profile.
+
+    precision: the profile of the model's own functions, where that is said. beside: where the functions are of which the step
+    uses more than out; it gets that as well. is_whole: with its gradient, as where nothing is judged.
+    """
+
+    def __init__(
+        self,
+        subject: Subject | None = None,
+        seed: int | None = None,
+        precision: str | Precision | None = None,
+        beside: Collection[tuple[str, str]] = (),
+        is_whole: bool = False,
+    ) -> None:
+        self._subject, self._precision = subject, precision
+        self._beside, self._is_whole = beside, is_whole
+        self._generators = None if seed is None else SeededGenerators(seed)
+        self._registry = Registry()
+        #: of q, call by call
+        self.dtypes: list[torch.dtype] = []
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        """Return exact attention in the place of a call; an unread call stays the model's own."""
+        intercepted = intercepted.with_tensors(*map(alias, intercepted.tensors))
+        self.dtypes.append(intercepted.tensors[0].dtype)
+        try:
+            arguments = intercepted.read()
+            inputs = to_inputs(arguments)
+            out = exact_attention(inputs, self._rounding(intercepted, inputs.device))
+        except UnreadableError:
+            return intercepted.compute()
+        if not (arguments.asks_more or intercepted.function.place in self._beside):
+            return arguments.to_result(out)
+        result = (out, exact_weights(inputs)) if intercepted.is_of_ours else intercepted.compute()
+        if not self._is_whole:
+            result = tree_map_only(torch.Tensor, without_gradient, result)
+        return arguments.with_out(result, out)
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Leave it to the model."""
+
+    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding | None:
+        generators = self._generators
+        return None if generators is None else Scatter(self._profile(intercepted, device), generators[device])
+
+    def _profile(self, intercepted: InterceptedCall, device: torch.device) -> Precision:
+        if self._subject is not None:
+            return precision_named(self._subject.precision_on(device.type))
+        return precision_named(self._precision or precision_of(intercepted, self._registry, device.type))
+
+
+class Nearest(Exact):
+    """Computes every call exactly but for what kernels round, which it rounds to nearest, as they do.
+
+    dtypes: in which each call is given its tensors, whatever the run that it belongs to computes in.
+    """
+
+    def __init__(self, dtypes: Iterable[torch.dtype], **options: Any) -> None:
+        super().__init__(**options)
+        self._dtypes = iter(tuple(dtypes))
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        dtype = next(self._dtypes)
+        return super().handle(intercepted.with_tensors(*(t.double().to(dtype) for t in intercepted.tensors)))
+
+    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding:
+        return Dithered(self._profile(intercepted, device), 1.0)
+
+
+def ratios_of(
+    result: StepResult,
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    subject: Subject | None,
+    again: Callable[[], None],
+    *,
+    backward: bool,
+    functions: Iterable[Callable[..., Any] | str],
+    runs: int,
+    precision: str | Precision | None = None,
+    beside: Collection[tuple[str, str]] = (),
+) -> dict[str, float]:
+    """Return the deviation of each tensor of a run, in units of honest scatter. again: makes the model what it was."""
+    functions = tuple(functions)
+    replaces = lacks_masks(model, is_replaced=subject is not None)
+
+    def run(seed: int | None) -> dict[str, torch.Tensor]:
+        again()
+        with intercept_attention(Exact(subject, seed, precision, beside), model, functions, replaces=replaces):
+            return tensors_of(run_step(step, model, backward))
+
+    exact = run(None)
+    scatter = scatter_of(map(run, range(runs)), exact)
+    return {name: far / scatter[name] for name, far in distances(tensors_of(result), exact).items() if scatter[name] > 0}
+
+
+def tensors_of(result: StepResult) -> dict[str, torch.Tensor]:
+    """Name all that a run gave: outputs, loss, gradients."""
+    loss = {} if result.loss is None else {"loss": result.loss}
+    return {**result.outputs, **loss, **{f"gradient of {name}": t for name, t in result.gradients.items()}}
+
+
+def scatter_of(runs: Iterable[Mapping[str, torch.Tensor]], exact: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return by how much rounding moves each tensor: the root mean square of its distances from exact attention."""
+    found = [distances(one, exact) for one in runs]
+    return {name: math.sqrt(sum(one.get(name, 0.0) ** 2 for one in found) / len(found)) for name in exact}
+
+
+def distances(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return the Euclidean distance of the tensors that both have; those that are not finite have none."""
+    both = {name: (t, other[name]) for name, t in one.items() if name in other and t.shape == other[name].shape}
+    distances = {name: float((a.double() - b.double()).norm()) for name, (a, b) in both.items()}
+    return {name: distance for name, distance in distances.items() if math.isfinite(distance)}

@@ -1,0 +1,353 @@
+"""What layers that are built alike do alike: a scale, a window, how heads share keys, what learns; and who does not.
+
+A call that asks for something else than it should is right for what it asks. But layers that are built alike ask alike, or
+differ on purpose: from layer to layer, or half of them. One that differs from all others in what nobody means is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from inspect import isroutine
+from typing import Any
+
+import torch
+
+from pytest_attn.guests.models.capture import AttentionCall, digest_of
+from pytest_attn.guests.models.comparison import CallComparison, Traits
+from pytest_attn.guests.models.handed_masks import HIDES
+from pytest_attn.guests.models.interception import PROJECTS_KEYS, Tracker, build_of, is_setting
+from pytest_attn.workloads.dtypes import dtype_name
+from pytest_attn.workloads.workload import Workload
+
+
+def traits_of(call: AttentionCall) -> Traits:
+    """Return what is read from the tensors of a call."""
+    gradients = frozenset(call.gradients) if call.is_awaited else None
+    if call.workload.is_packed:
+        return Traits(gradients=gradients)
+    shown, heads, w = _shown(call), call.workload.heads, call.workload
+    seen = "" if shown is None or bool(shown.all()) else digest_of(_alike_dropped(shown.expand(-1, -1, w.q_len, w.kv_len)))
+    shares = _shares(call.k, heads), _shares(call.v, heads)
+    has_bias = call.bias is not None and bool(((call.bias > HIDES) & (call.bias != 0)).any())
+    shape = w.q_len, w.kv_len
+    return Traits(_reach(call, shown), *shares, gradients, _held(call), (shape, seen), has_bias, call.memory)
+
+
+def _shown(call: AttentionCall) -> torch.Tensor | None:
+    if call.bias is None:
+        return call.mask
+    shown = call.bias > HIDES
+    return shown if call.mask is None else shown & call.mask.to(shown.device)
+
+
+def _alike_dropped(shown: torch.Tensor) -> torch.Tensor:
+    """Return a mask without batch entries and heads that are all alike."""
+    for dim in (0, 1):
+        first = shown.narrow(dim, 0, 1)
+        shown = first if bool((shown == first).all()) else shown
+    return shown
+
+
+def _held(call: AttentionCall) -> str:
+    dtype = call.workload.dtype
+    if dtype != "float32":
+        return dtype
+    for narrow in (torch.bfloat16, torch.float16):
+        if any(bool(t.any()) and torch.equal(t, t.to(narrow).float()) for t in (call.q, call.k, call.v)):
+            return dtype_name(narrow)
+    return dtype
+
+
+def _reach(call: AttentionCall, shown: torch.Tensor | None) -> tuple[int, int] | None:
+    rows, keys = call.workload.q_len, call.workload.kv_len
+    if shown is None or rows != keys:
+        return None
+    shown = shown.expand(-1, -1, rows, keys)
+    counts = shown.any(-1) & ~shown.all(-1)  # rows of padding may show nothing, or all
+    at = torch.arange(rows, device=shown.device)
+    seen = shown.to(torch.uint8)
+    first, last = seen.argmax(-1), keys - 1 - seen.flip(-1).argmax(-1)
+    scattered = (shown.sum(-1) != last - first + 1) & counts  # rows of padding may see themselves and a part of a window
+    if 4 * int(scattered.sum()) > int(counts.sum()):
+        return None  # keys that are chosen one by one
+    back, ahead = (int(torch.where(counts, reach, -1).max()) for reach in (at - first, last - at))
+    whole = torch.where(counts, at, -1).amax(-1) - torch.where(counts, first, keys).amin(-1)
+    return (back, ahead) if 0 <= back < int(whole.max()) and ahead in (0, back) else None
+
+
+def _shares(tensor: torch.Tensor, of: int) -> tuple[int, ...] | None:
+    """Return of each head the first with the same content, as `Traits` has it. of: heads of q.
+
+    A head that holds the same for every key, as one without weights does, counts as one of its own.
+    """
+    heads = tensor.unbind(1)
+    group, rest = divmod(of, len(heads))  # which the function repeats, each for heads that follow each other
+    if rest:
+        return None
+    some = tensor[:, :, [0, -1]].transpose(0, 1).flatten(1).contiguous().cpu().view(torch.uint8)  # tells most apart
+    firsts: dict[bytes, list[int]] = {}
+    found = []
+    for at, part in enumerate(some):
+        alike = firsts.setdefault(bytes(part.tolist()), [])
+        is_constant = torch.equal(heads[at], heads[at][:, :1].expand_as(heads[at]))
+        found.append(next((one for one in alike if not is_constant and torch.equal(heads[one], heads[at])), at))
+        alike += [at] if found[-1] == at else []
+    return tuple(group * one for one in found for _ in range(group))
+
+
+def with_strangers(calls: Sequence[CallComparison], tracker: Tracker) -> Iterator[CallComparison]:
+    """Yield the calls, where one asks for something else than modules built alike with what is wrong about it.
+
+    tracker: of the step, whose gradients the parameters still have.
+    """
+    alike: dict[object, list[CallComparison]] = {}
+    places: dict[object, list[CallComparison]] = {}
+    for call in calls:
+        if module := tracker.callers.get(call.module):
+            alike.setdefault((build_of(module), call.workload.head_dim), []).append(call)
+            places.setdefault(_place(call.module, module), []).append(call)
+    strange: dict[int, str] = {}
+    for find, groups in ((_strange, alike), (_strange_of_place, places)):
+        for group in groups.values():
+            for order, words in find(group, tracker):
+                strange.setdefault(order, words)
+    callers = tracker.callers.items()
+    used = {(*_place(at, one), name) for at, one in callers for name, part in one.named_children() if _learns(part)}
+    for call in calls:
+        module = tracker.callers.get(call.module)
+        own = _mixed(call.traits) or _loses_sinks(call, module) or _leaves_out_norm(call, module, used)
+        yield replace(call, misled=call.misled or own or strange.get(call.order, ""))
+
+
+def _place(name: str, module: torch.nn.Module) -> tuple[type, str]:
+    return type(module), re.sub(r"\b\d+\b", "*", name)
+
+
+def _strange_of_place(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str]]:
+    """Yield what `_strange` does, of modules that stand at the same place of layers, whatever parameters they have."""
+    settings = [_settings(tracker.callers[call.module]) for call in group]
+    biases, memories = [call.traits.has_bias for call in group], [call.traits.memory or None for call in group]
+    for at, _ in _lone(biases, is_odd=lambda has_bias: not has_bias):
+        if sibling := next(
+            (other for has, own, other in zip(biases, settings, group, strict=True) if has and own == settings[at]), None
+        ):
+            yield group[at].order, _as_in("nothing is added to its scores, and a bias is", sibling)
+    for at, sibling_at in _lone(memories, is_odd=bool):
+        yield group[at].order, _as_in("it does not attend to the sequence that is attended to", group[sibling_at])
+
+
+def _as_in(what: str, sibling: CallComparison) -> str:
+    return f"{what} in {sibling.label}, which is the same kind of module"
+
+
+def _strange(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str]]:
+    """Yield the orders of calls that ask for something else than the others of modules built alike, and what that is."""
+
+    def said(at: int, what: str, sibling: int) -> tuple[int, str]:
+        return group[at].order, _as_in(what, group[sibling])
+
+    modules, traits = [tracker.callers[call.module] for call in group], [call.traits for call in group]
+    gives = [{**_arrived(call, tracker), **_gives_gradients(call, tracker)} for call in group]
+    for name in dict.fromkeys(name for one in gives for name in one):
+        for at, sibling in _lone([one.get(name) for one in gives], is_odd=lambda given: not given):
+            yield said(at, f"its {name} gets no gradient, and {name} gets one", sibling)
+    for at, sibling in _lone([one.held for one in traits], is_odd=lambda held: held != "float32"):
+        if _dtypes(modules[at]) == _dtypes(modules[sibling]):
+            yield said(at, f"its q, k or v was rounded to {traits[at].held}, and none was", sibling)
+    yield from ((group[at].order, _as_in(what, group[sibling])) for at, what, sibling in _other_masks(group, tracker))
+    windows = [one.reach for one in traits]
+    found = [window for window in {*windows} if window is not None]
+    if len(found) == 2 and abs(found[0][0] - found[1][0]) == 1 and len({*map(bool, (found[0][1], found[1][1]))}) == 1:
+        for at, sibling in _others(windows):
+            own_keys, keys = (sum(windows[one] or ()) + 1 for one in (at, sibling))
+            yield said(at, f"its window is {own_keys} keys, and {keys}", sibling)
+    orders = [one.keys for one in traits]
+    many = [None if order is None else len({*order}) for order in orders]
+    odd = _lone(many, is_odd=lambda number: number < max(filter(None, many))) if len({*many} - {None}) > 1 else _others(orders)
+    for at, sibling in odd if len({*orders} - {None}) == 2 else ():
+        if _shapes(modules[at]) == _shapes(modules[sibling]):
+            yield said(at, f"its heads share keys as {_listed(orders[at])}, and as {_listed(orders[sibling])}", sibling)
+    for at, (scale, sibling) in odd_scales([call.workload for call in group], modules[0]).items():
+        own = group[at].workload.softmax_scale
+        yield said(at, f"its scale is {own:.6g}, and {scale:.6g}", sibling)
+
+
+def _other_masks(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str, int]]:
+    """Yield which call has a mask of its own among those of one shape whose modules were told the same, how, and a sibling."""
+    told = [(_settings(tracker.callers[call.module]), tracker.told[call.module]) for call in group]
+    kinds = [call.traits.seen and (told.index(one), call.traits.seen[0]) for one, call in zip(told, group, strict=True)]
+    for kind in dict.fromkeys(filter(None, kinds)):
+        seen = [
+            call.traits.seen[1] if call.traits.seen and one == kind else None for one, call in zip(kinds, group, strict=True)
+        ]
+        for at, sibling in _lone(seen, is_odd=lambda _: True, others=4):
+            what = (
+                "its mask shows other keys than those that are shown" if seen[at] else "it hides no key, and keys are hidden"
+            )
+            yield at, what if seen[sibling] else "its mask hides keys, and no key is hidden", sibling
+
+
+def _arrived(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
+    """Return which of q, k and v got a gradient. Where a module made several calls, the loss may depend on some only."""
+    arrived = call.traits.gradients
+    if arrived is None or (not arrived and len(tracker.before.get(call.module, [])) != 1):
+        return {}
+    return {name: f"d{name}" in arrived for name in "qkv"}
+
+
+def _settings(module: torch.nn.Module) -> dict[str, object]:
+    """Return the settings of a module, but for which layer it is, and of what computes attention for it."""
+    computing = {name: value for name, value in vars(module).items() if callable(value) and name != "forward"}
+    told = {name: value if isroutine(value) else (type(value), _plain(value)) for name, value in computing.items()}
+    kinds, at = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[at] if isinstance(kinds, list | tuple) and isinstance(at, int) and at < len(kinds) else None
+    return {**_plain(module), **told, "layer_types": kind}
+
+
+def _plain(of: object) -> dict[str, object]:
+    is_place = re.compile("idx|index|layer|^_").search
+    return {name: value for name, value in getattr(of, "__dict__", {}).items() if is_setting(value) and not is_place(name)}
+
+
+def _dtypes(module: torch.nn.Module) -> list[torch.dtype]:
+    return [parameter.dtype for parameter in module.parameters()]
+
+
+def _shapes(module: torch.nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in module.parameters()]
+
+
+def _lone(values: Sequence[Any], is_odd: Callable[[Any], bool], others: int = 2) -> Iterator[tuple[int, int]]:
+    """Yield which value is odd where at least so many others are all alike, and one of these; None counts for nothing.
+
+    The first one and the last may differ on purpose.
+    """
+    known = [at for at, value in enumerate(values) if value is not None]
+    counts = Counter(values[at] for at in known).most_common()
+    if len(counts) == 2 and counts[0][1] >= others and counts[1][1] == 1 and is_odd(counts[1][0]):
+        at = values.index(counts[1][0])
+        if at not in (known[0], known[-1]):
+            yield at, values.index(counts[0][0])
+
+
+def _gives_gradients(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
+    """Return which parameters behind a call have a gradient, by name; nothing where the loss does not depend on the call.
+
+    Parts with a number are left out: of experts only those have a gradient that are chosen.
+    """
+    module, before = tracker.callers[call.module], tracker.before.get(call.module, [])
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if len(before) != 1 or not (call.has_gradients or any(parameter.grad is not None for parameter in named.values())):
+        return {}
+    behind = {id(one) for part in before[0] for one in part.parameters()} | {
+        id(one) for one in module.parameters(recurse=False)
+    }
+    return {
+        name: parameter.grad is not None
+        for name, parameter in named.items()
+        if id(parameter) in behind and not any(part.isdigit() for part in name.split("."))
+    }
+
+
+def _loses_sinks(call: CallComparison, module: torch.nn.Module | None) -> str:
+    """Say that the sinks of a module get no gradient from its own call, which has them; "" where they do."""
+    own = getattr(module, "sinks", None)
+    is_asked = call.workload.sinks and call.has_gradients and not call.is_replaced
+    lost = is_asked and isinstance(own, torch.nn.Parameter) and own.requires_grad and own.grad is None
+    return "its sinks get no gradient, and q, k or v get one" if lost else ""
+
+
+_NORM = re.compile(r"(q|k|query|key)_?(layer_?)?norm|norm_?(q|k|query|key)").fullmatch
+
+
+def _learns(part: torch.nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in part.parameters())
+
+
+def _leaves_out_norm(call: CallComparison, module: torch.nn.Module | None, used: set[tuple[type, str, str]]) -> str:
+    """Say which norm of q or k no module at this place of layers uses, though what projects keys learns; "" for none.
+
+    Some layers may have keys of others, or of a cache. used: parts that learn, by class, place and name.
+    """
+    if module is None or not call.has_gradients:
+        return ""
+    parts = dict(module.named_children())
+    projects = [part for name, part in parts.items() if PROJECTS_KEYS(name) or "qkv" in name.lower()]
+    for name, part in parts.items() if any(map(_learns, projects)) else ():
+        learns = any(parameter.requires_grad for parameter in part.parameters())
+        if _NORM(name.lower()) and learns and (*_place(call.module, module), name) not in used:
+            return f"its module has {name}, and does not use it: its weights get no gradient, and q, k or v get one"
+    return ""
+
+
+def _listed(heads: tuple[int, ...] | None) -> str:
+    return "-".join(map(str, heads or ()))
+
+
+def _mixed(traits: Traits) -> str:
+    """Say how heads share values in another order than keys, "" where they do not."""
+    keys, values = traits.keys, traits.values
+    is_other = keys and values and keys != values and len({*keys}) == len({*values})
+    return f"its heads share keys as {_listed(keys)}, and values as {_listed(values)}" if is_other else ""
+
+
+def _others(values: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+    """Yield which have another value than most of the same kind, or than the first of two, and one of the others."""
+    counts = Counter(value for value in values if value is not None)
+    usual, times = counts.most_common(1)[0]
+    if counts.total() > 2 and 2 * (counts.total() - times) > times:
+        return
+    yield from ((at, values.index(usual)) for at, value in enumerate(values) if value not in (None, usual))
+
+
+#: how near to a sibling's a scale is that is taken for a mistake where only two layers say what is right
+_ALIKE = (0.6, 1.6)
+
+
+def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) -> dict[int, tuple[float, int]]:
+    """Return which calls of modules built like this one have a scale of their own by mistake: the right one, and who has it.
+
+    What is right: 1 / sqrt(head_dim), what the module's configuration says, or what at least two siblings and twice as many as
+    have another agree on. Where siblings have three scales, or as many have one as the other, that is meant. So is a large
+    difference, but where siblings agree on 1 / sqrt(head_dim), and in models of transformers, which have no such layers unless
+    their configuration says so.
+    """
+    own = [w.softmax_scale for w in workloads]
+    scales = Counter(own)
+    usual, times = scales.most_common(1)[0]
+    if len(scales) != 2 or 2 < len(own) == 2 * times:
+        return {}
+    default = workloads[0].replace(scale=None).softmax_scale
+    agree = times > 1 and 2 * (len(own) - times) <= times
+    right = [default, *_configured_scales(module), *([usual] if agree else [])]
+    is_stock = _is_of_transformers(module)
+    right = [scale for scale in right if any(_is_alike(scale, one) for one in scales)] or [1.0] * (is_stock and 1.0 in scales)
+    # 1 says that q is scaled or normalized already
+    counts_all = (agree and _is_alike(usual, default) and 1.0 not in scales) or is_stock
+    found = {}
+    for at, scale in enumerate(own):
+        near = [one for one in right if counts_all or _ALIKE[0] < scale / one < _ALIKE[1]]
+        if near and not any(_is_alike(scale, one) for one in right):
+            found[at] = near[0], next(number for number, one in enumerate(own) if _is_alike(one, near[0]))
+    return found
+
+
+def _is_of_transformers(module: torch.nn.Module | None) -> bool:
+    if getattr(getattr(module, "config", None), "scale_attn_by_inverse_layer_idx", False):
+        return False
+    return type(module).__module__.startswith("transformers.")
+
+
+def _is_alike(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-4)
+
+
+def _configured_scales(module: torch.nn.Module | None) -> list[float]:
+    config = getattr(module, "config", None)
+    scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
+    scales = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier]
+    return [float(scale) for scale in scales if isinstance(scale, int | float) and scale > 0]

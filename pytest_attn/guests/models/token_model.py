@@ -1,0 +1,449 @@
+"""A model that is compared with itself: its runs, what they say it is, and how far rounding moves them.
+
+One of token ids: (batch, tokens), of a decoder its own where it has an encoder. Of any other, as of images, nothing is known
+but which entries its batch has: they stand in for ids, one for each entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from pytest_attn.guests.models.call_to_workload import DropoutError
+from pytest_attn.guests.models.capture import Recorder
+from pytest_attn.guests.models.compiled import is_compiled
+from pytest_attn.guests.models.exact import SeededGenerators
+from pytest_attn.guests.models.interception import intercept_attention, is_of_transformers
+from pytest_attn.guests.models.routing import Routing
+from pytest_attn.guests.models.step import named_tensors
+from pytest_attn.workloads.workload import Workload
+
+#: stochastic roundings that honest scatter is the root mean square of, and by how many units in the last place they move
+_RUNS = 4
+#: how far honest arithmetic may move a row of the output, in units of the typical row's scatter: the largest of many rows,
+#: whose sums ran in another order in every layer
+LIMIT = 4.0
+#: what transformers calls a cache, in its versions
+_CACHES = ("cache", "past_key_values")
+#: kinds of layers that mix tokens by attention, or not at all
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+#: kinds that mix them otherwise, and with a cache as without; others may see more of a prompt, or rounding chooses their keys
+_OTHERS = {"linear_attention", "hybrid", "hybrid_sliding", "conv", "attention", "mamba", "recurrent"}
+_CONVOLUTIONS = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
+
+
+class Asked(NamedTuple):
+    """What a model asked for in one run.
+
+    calls: module and workload of each attention call. masks: functions of transformers that it had make its masks.
+    tells_documents: whether it handed them position_ids, which tell documents of one row apart. parts: modules that ran.
+    """
+
+    calls: list[tuple[str, Workload]]
+    masks: set[str]
+    tells_documents: bool
+    parts: list[torch.nn.Module]
+
+
+class TokenModel:
+    """A model that is compared with itself.
+
+    ids: (batch, tokens), without padding, cut to the shortest sequence of the batch; of a model that takes no token ids the
+    numbers of the entries, (batch, 1). causal: whether a token may see only those before it; None for what the model says.
+    """
+
+    def __init__(self, model: torch.nn.Module, batch: Any, causal: bool | None = None) -> None:
+        self.model, self._causal = model, causal
+        self._inner: Any = getattr(model, "_orig_mod", model)
+        parameters = inspect.signature(self._inner.forward).parameters
+        self._parameters = frozenset(parameters)
+        given = _named(batch, takes_ids="input_ids" in parameters)
+        #: whether its tokens are those of a decoder, which attends to what an encoder makes of the rest
+        self.is_decoder = "decoder_input_ids" in given
+        #: whether its batch has token ids
+        self.has_tokens = self._name_of("input_ids") in given
+        ids: Any = given.pop(self._name_of("input_ids")) if self.has_tokens else _entries(given)
+        if not hasattr(ids, "dim") or ids.dim() != 2 or ids.is_floating_point():
+            raise TypeError(
+                "check_invariants: batch must be a tensor of token ids (batch, tokens), a tensor of other inputs whose first"
+                " dimension is the batch, or a mapping of such tensors"
+            )
+        takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        self._takes_use_cache = "use_cache" in parameters or (takes_more and bool(self.cache_name))
+        mask = given.pop(self._name_of("attention_mask"), None) if self.has_tokens else None
+        is_seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
+        length = int(is_seen.sum(1).min())
+
+        def cut(of_tokens: torch.Tensor) -> torch.Tensor:
+            return torch.stack([row[seen][:length] for row, seen in zip(of_tokens, is_seen.to(of_tokens.device), strict=True)])
+
+        dropped = {self._name_of("position_ids"), "labels", "use_cache", *_CACHES}
+        kept = {name: value for name, value in given.items() if name not in dropped}
+        is_of_tokens = {
+            name: self.has_tokens
+            and isinstance(v, torch.Tensor)
+            and v.shape[:2] == ids.shape
+            and name.startswith("decoder_" if self.is_decoder else "")
+            for name, v in kept.items()
+        }
+        self._per_token = {name: cut(value) for name, value in kept.items() if is_of_tokens[name]}
+        rest = {name: value for name, value in kept.items() if not is_of_tokens[name]}
+        is_of_sequences = {
+            name: isinstance(v, torch.Tensor) and v.dim() > 0 and len(v) == len(ids) for name, v in rest.items()
+        }
+        self._per_sequence = {name: value for name, value in rest.items() if is_of_sequences[name]}
+        self._given = {name: value for name, value in rest.items() if not is_of_sequences[name]}
+        self.ids = cut(ids)
+        if self.has_tokens and length < 8:
+            raise ValueError(f"check_invariants: sequences of {length} tokens say little; give at least 8")
+        self.length = length
+        #: of each token, which one it is
+        self.places = torch.arange(self.ids.numel(), device=ids.device).view_as(self.ids)
+        self.routing = Routing(self.ids.numel(), LIMIT)
+        #: what is worth knowing of the invariant that is tried
+        self.note = ""
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The configuration of its text part, None where it has none."""
+        config = getattr(self._inner, "config", None)
+        get = getattr(config, "get_text_config", None)
+        return get() if callable(get) else config
+
+    @property
+    def cache_name(self) -> str:
+        """What its forward pass calls a cache of keys and values, "" where it takes none."""
+        return next((name for name in _CACHES if self.takes(name)), "") if is_of_transformers(self.model) else ""
+
+    def says(self, name: str) -> Any:
+        """Return a field of its configuration, None where it has none, or one per layer."""
+        with contextlib.suppress(Exception):  # transformers has an error of its own for the latter
+            return getattr(self.config, name, None)
+        return None
+
+    @property
+    def window(self) -> int | None:
+        """The window of its configuration in tokens, the token itself included, None for none."""
+        found = self.says("sliding_window")
+        return found if isinstance(found, int) and found > 0 else None
+
+    def takes(self, name: str) -> bool:
+        """Whether the forward pass names an argument, of those of tokens the decoder's where it has one."""
+        return self._name_of(name) in self._parameters
+
+    def _name_of(self, name: str) -> str:
+        is_of_tokens = name in ("input_ids", "attention_mask", "position_ids")
+        return f"decoder_{name}" if self.is_decoder and is_of_tokens else name
+
+    @property
+    def with_padded_source(self) -> TokenModel | None:
+        """The same decoder whose encoder is given padding on the right; None where that takes no tokens and mask."""
+        source = self._per_sequence.get("input_ids") if self.is_decoder else None
+        if source is None or source.is_floating_point() or "attention_mask" not in self._parameters:
+            return None
+        mask = self._per_sequence.get("attention_mask", torch.ones_like(source))
+        one = copy.copy(self)
+        more = source.new_full((len(source), 7), self.pad_id or 0), mask.new_zeros(len(source), 7)
+        padded = {"input_ids": torch.cat([source, more[0]], 1), "attention_mask": torch.cat([mask, more[1]], 1)}
+        one._per_sequence = {**self._per_sequence, **padded}
+        one.__dict__.update(rows=self.rows, scatter=self.scatter)
+        return one
+
+    @cached_property
+    def pad_id(self) -> int | None:
+        """The token that its configuration, or its embedding, says is padding."""
+        found = self.says("pad_token_id")
+        embeddings = [part for part in self.model.modules() if isinstance(part, torch.nn.Embedding)]
+        if not isinstance(found, int):
+            found = next((part.padding_idx for part in embeddings), None)
+        size = max((part.num_embeddings for part in embeddings), default=0)
+        return found if isinstance(found, int) and 0 <= found < size else None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether its batch has more than tokens, as images, of which a part of the tokens may stand for none."""
+        held = (*self._per_token.values(), *self._per_sequence.values(), *self._given.values())
+        return self.has_tokens and any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in held)
+
+    @cached_property
+    def _stands_for_more(self) -> torch.Tensor:
+        """The tokens that stand for images and the like, as its configuration names them."""
+        says = vars(getattr(self._inner, "config", None) or object) if self.has_more else {}
+        ids = [
+            value for name, value in says.items() if isinstance(value, int) and re.search("(image|video|audio).*token_", name)
+        ]
+        return self.ids.new_tensor(ids)
+
+    @cached_property
+    def asked(self) -> Asked:
+        """What its attention calls ask for, in a run of all tokens."""
+        calls: list[tuple[str, Workload]] = []
+        recorder = Recorder(lambda call: None, backward=False)
+        recorder.made = lambda call: calls.append((call.module, call.workload))
+        with _masks_watched(self.model) as masks, intercept_attention(recorder, self.model) as tracker:
+            self.rows_of(self.ids, self.places)
+        recorder.finish()
+        return Asked(calls, set(masks), any(masks.values()), list(tracker.ran.values()))
+
+    @property
+    def mixes_otherwise(self) -> bool:
+        """Whether it mixes tokens by more than attention: by convolutions, or by a state that goes from token to token."""
+        # the weights of those of one dimension may be used where the module itself does not run
+        parts = (part for part in self.model.modules() if isinstance(part, _CONVOLUTIONS))
+        ran = set(map(id, self.asked.parts))
+        is_convolving = any({*p.kernel_size} != {1} and (id(p) in ran or len(p.kernel_size) == 1) for p in parts)
+        kinds = set(self.says("layer_types") or ())
+        return is_convolving or not kinds <= _ATTENTION or "create_recurrent_attention_mask" in self.asked.masks
+
+    @property
+    def unknown_kinds(self) -> list[str]:
+        """Kinds of its layers, as its configuration names them, that may give something else with a cache."""
+        return sorted({str(kind) for kind in self.says("layer_types") or ()} - _ATTENTION - _OTHERS)
+
+    @cached_property
+    def is_named_causal(self) -> bool | None:
+        """Whether a token may see only those before it, as the test or the model says; None where neither does.
+
+        A model says so by is_decoder of its configuration, by is_causal of each module that calls attention, by the functions
+        of transformers that make its masks, or by each of its calls.
+        """
+        if self._causal is not None:
+            return self._causal
+        if self.is_decoder:
+            return True if any("causal" in name for name in self.asked.masks) else None
+        if getattr(getattr(self._inner, "config", None), "is_encoder_decoder", False):
+            return None
+        calls, masks, *_ = self.asked
+        parts = dict(self._inner.named_modules())
+        callers = [parts[name] for name, _ in calls if name in parts] or list(parts.values())
+        flags = {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)}
+        bands = [w.mask.band if w.mask is not None else None for _, w in calls if w.q_len == w.kv_len]
+        if self.says("use_bidirectional_attention") or self.says("is_causal") is False:
+            return None  # functions that make causal masks make others then
+        if (
+            self.says("is_decoder") is True
+            or flags == {True}
+            or (any("causal" in name for name in masks) and not any("bidirectional" in name for name in masks))
+            or (bands and all(band is not None and band.right == 0 for band in bands))
+        ):
+            return True
+        return None
+
+    @cached_property
+    def seeing(self) -> str:
+        """Say which token is seen by those before it, "" for none."""
+        tokens = self.ids.shape[1]
+        for at in sorted({tokens // 3, tokens // 2 + 1, tokens - 1}):
+            if evidence := self.moved(
+                self.rows_with_another_token(at), slice(0, at), f"another token at {at} changes rows before it"
+            ):
+                return evidence
+        return ""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is named causal, or is: where it is not named so, by whether rows see what comes after them."""
+        return not self.seeing if self.is_named_causal is None else self.is_named_causal
+
+    # -- its runs -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The rows of the batch as it is."""
+        return self.rows_of(self.ids, self.places)
+
+    def rows_of(self, ids: torch.Tensor, places: torch.Tensor, **more: Any) -> torch.Tensor:
+        """Return the logits, or the last hidden state, (batch, tokens, features); (batch, 1, numbers) without tokens.
+
+        places: of each id, which token of the batch it is, -1 for any other.
+        """
+        return self.run(ids, places, **more)[0]
+
+    def run(self, ids: torch.Tensor, places: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Any]:
+        """Return the rows, and all that the forward pass returned."""
+        more = {self._name_of(name): value for name, value in more.items()}
+        if self._takes_use_cache:
+            more.setdefault("use_cache", False)
+        for name, values in self._per_token.items():
+            flat, at = values.flatten(0, 1), places.to(values.device)
+            more[name] = torch.where(at.view(*at.shape, *[1] * (flat.dim() - 1)) >= 0, flat[at.clamp(min=0)], 0)
+        sequences = places.amax(1).clamp(min=0) // self.length  # of a row, which one it is of
+        more |= {name: values[sequences.to(values.device)] for name, values in self._per_sequence.items()}
+        with torch.no_grad(), self.routing.held(places):
+            named = {self._name_of("input_ids"): ids} if self.has_tokens and self.takes("input_ids") else {}
+            first = [more.pop("")] if "" in more else [ids] if self.has_tokens and not named else []
+            returned = self.model(*first, **named, **self._given, **more)
+        outputs = named_tensors(returned).outputs
+        rows = next(
+            (t for t in map(self._rows_of_output, outputs.values()) if t.dim() == 3 and t.shape[:2] == ids.shape), None
+        )
+        if rows is None:
+            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in outputs.items())
+            raise TypeError(f"check_invariants: the model returned {shapes}; expected a tensor (batch, tokens, features)")
+        return rows, returned
+
+    def _rows_of_output(self, output: torch.Tensor) -> torch.Tensor:
+        """Return an output as it is; where there are no tokens, all of an entry as its row, but of scores between entries."""
+        is_of_pairs = output.dim() == 2 and len({*output.shape}) == 1
+        return output if self.has_tokens or is_of_pairs or output.dim() < 2 else output.flatten(1)[:, None]
+
+    def rows_with_another_token(self, at: int) -> torch.Tensor:
+        """Return the rows after the token at one position became another one of the batch, in every sequence."""
+        known: torch.Tensor = torch.unique(self.ids)
+        known, own = known[~torch.isin(known, self._stands_for_more)], self.ids[:, at].contiguous()
+        if not len(known):
+            return self.rows
+        order = torch.searchsorted(known, own)
+        ids, places = self.ids.clone(), self.places.clone()
+        ids[:, at] = torch.where(torch.isin(own, self._stands_for_more), own, known[(order + 1) % len(known)])
+        places[:, at] = -1
+        return self.rows_of(ids, places)
+
+    def part(self, columns: slice) -> TokenModel:
+        """Return the same model with some tokens of its first sequence."""
+        one = copy.copy(self)
+        one._per_token = {name: values[:1, columns] for name, values in self._per_token.items()}
+        one.ids = self.ids[:1, columns]
+        one.places = torch.arange(one.ids.numel(), device=one.ids.device)[None]
+        one.__dict__.pop("rows", None)
+        if self.routing:
+            one.routing = Routing(one.ids.numel(), LIMIT)
+            one.__dict__.pop("scatter", None)
+            one.prepare()
+        return one
+
+    def prepare(self) -> None:
+        """Note its routers' choices. Raises DropoutError where two runs on the same tokens differ by more than rounding."""
+        if is_compiled(self.model):
+            self._refuse_compiled_experts()
+            watched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        else:
+            watched = self.routing.first()
+        torch.manual_seed(0)
+        with watched:
+            one = self.rows_of(self.ids, self.places)
+        torch.manual_seed(1)
+        other = self.rows_of(self.ids, self.places)
+        if not torch.equal(one, other) and float((one.double() - other.double()).norm() / one.double().norm()) > 1e-3:
+            raise DropoutError("the model gives something else each time it runs: set dropout to 0, or call model.eval()")
+        if self.routing:
+            _ = self.scatter  # whose runs say how far rounding moves scores
+
+    def _refuse_compiled_experts(self) -> None:
+        """Raise ValueError for experts that torch.compile hides: nobody can hold their choice."""
+        routed = next((name for name, _ in self.model.named_modules() if name.rpartition(".")[2] == "experts"), "")
+        if routed:
+            raise ValueError(
+                f"check_invariants: {routed} is a mixture of experts, whose choice cannot be held where torch.compile made the"
+                " model; give check_invariants the model before it is compiled"
+            )
+
+    # -- how far rows are from each other -----------------------------------------------------------------------------
+
+    def moved(self, found: torch.Tensor, rows: slice, what: str) -> str:
+        """Say which rows are not what they were, "" for none.
+
+        Bit for bit where the same sums run. Experts sum over as many tokens as go to them, so there as far as rounding does.
+        """
+        if self.routing:
+            return self.far_rows(found[:, rows], self.rows[:, rows], what, rows.start)
+        moved = (found[:, rows] != self.rows[:, rows]).any(-1)
+        seeing = moved.any(0).nonzero().flatten().tolist()
+        return f"{what}: {len(seeing)} of {moved.shape[1]}, the last is {seeing[-1] + rows.start}" if seeing else ""
+
+    def far_rows(self, found: torch.Tensor, expected: torch.Tensor, what: str, first: int = 0) -> str:
+        """Say which rows are further off than honest rounding explains, "" for none. first: number of the first row."""
+        distances = (found.double() - expected.double()).norm(dim=-1).nan_to_num(torch.inf) / self.scatter
+        is_far = distances > LIMIT
+        if not bool(is_far.any()):
+            return ""
+        row = int(distances.flatten().argmax()) % distances.shape[-1] + first
+        return (
+            f"{what}: {int(is_far.sum())} of {distances.numel()} rows differ, row {row} by {float(distances.max()):.3g} times"
+            f" what honest rounding does (limit {LIMIT:g})"
+        )
+
+    @cached_property
+    def scatter(self) -> float:
+        """The typical distance of a row from itself under honest rounding.
+
+        The root mean square over rows and runs. In each run the output of every innermost module moves at random by up to a
+        unit in the last place. Another order of sums, or another kernel, would move it so.
+        """
+        exact = self.rows.double()
+        total = 0.0
+        for seed in range(_RUNS):
+            with _rounded_otherwise(self.model, seed), self.routing.measuring():
+                total += float((self.rows_of(self.ids, self.places).double() - exact).square().sum(-1).mean())
+        return max(float((total / _RUNS) ** 0.5), 1e-30)
+
+
+def _named(batch: Any, takes_ids: bool) -> dict[str, Any]:
+    """Return a batch by name, "" of a tensor of numbers for a model that does not take ids."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    has_none = isinstance(batch, torch.Tensor) and batch.is_floating_point() and not takes_ids
+    return {"" if has_none else "input_ids": batch}
+
+
+def _entries(given: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the numbers of the entries, which tensors hold in their first dimension, (batch, 1); None where these differ."""
+    tensors = [t for t in given.values() if isinstance(t, torch.Tensor) and t.dim() > 0]
+    lengths = {len(t) for t in tensors if t.dim() > 2}
+    return torch.arange(*lengths, device=tensors[0].device)[:, None] if len(lengths) == 1 else None
+
+
+@contextlib.contextmanager
+def _rounded_otherwise(model: torch.nn.Module, seed: int) -> Iterator[None]:
+    """Move every floating-point output of the model's innermost modules by random fractions of a unit in the last place."""
+
+    def moved(_module: Any, _args: Any, out: Any) -> Any:
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point():
+            return out
+        ulp = torch.finfo(out.dtype).eps * (1.0 if out.element_size() <= 2 else 4.0)
+        noise = torch.rand(out.shape, generator=generators[out.device], device=out.device, dtype=torch.float32) * 2 - 1
+        return (out.double() * (1 + ulp * noise.double())).to(out.dtype)
+
+    generators = SeededGenerators(seed)
+    hooks = [part.register_forward_hook(moved) for part in model.modules() if not any(True for _ in part.children())]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _masks_watched(model: torch.nn.Module) -> Iterator[dict[str, bool]]:
+    """Yield the functions of transformers that a model's code has make its masks: name -> whether given position_ids."""
+    seen: dict[str, bool] = {}
+    modules = {type(part).__module__ for part in model.modules()}
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def watched(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen[name] = seen.get(name, False) or kwargs.get("position_ids") is not None
+            return function(*args, **kwargs)
+
+        return call
+
+    for module in filter(None, map(sys.modules.get, modules)):
+        for name, function in list(vars(module).items()):
+            if name.startswith("create_") and getattr(function, "__module__", "") == "transformers.masking_utils":
+                replaced.append((module, name, function))
+                setattr(module, name, watched(name, function))
+    try:
+        yield seen
+    finally:
+        for module, name, function in replaced:
+            setattr(module, name, function)

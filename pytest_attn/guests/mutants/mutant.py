@@ -1,0 +1,97 @@
+"""What a mutant is: a faulty kernel, named after the defect of a real library that it models, and how a diagnosis names it."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
+
+from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.workloads.workload import Workload
+
+#: Whether a workload reaches the faulty step.
+Applies: TypeAlias = Callable[[Workload], bool]
+AnyKernel = TypeVar("AnyKernel", bound=type[Kernel])
+
+#: What it takes to see a mutant, beside a workload where it applies.
+Condition: TypeAlias = Literal[
+    "call",  # nothing: one call with the default inputs shows it
+    "magnitude",  # inputs with large scores, such as the distributions outlier and large
+    "poison",  # NaN in padding and in unused parts of pages
+    "layout",  # tensors with other strides than contiguous ones
+    "strides",  # tensors with strides, or at addresses, that no model passes
+    "layouts",  # calls whose tensors have different strides, with one kernel
+    "calls",  # calls with different values, with one kernel
+    "workloads",  # calls with workloads that differ in one option or length, with one kernel
+    "held",  # a result, or a graph not yet run backward, that is held across another call
+    "repeats",  # many calls
+    "lse-gradient",  # a gradient with respect to lse
+]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One faulty kernel.
+
+    name: after the defect, in kebab-case. kind: the class of defects. summary: the defect in one sentence.
+    references: issues, pull requests ("FA#1133") and commits ("FA@a4f148b6") of the defects that it models; FA is
+    Dao-AILab/flash-attention, FI flashinfer-ai/flashinfer, PT pytorch/pytorch, TE NVIDIA/TransformerEngine, xf
+    facebookresearch/xformers. reaches: whether a workload reaches the faulty step, at the default tile size. in_backward: that
+    is one of the backward pass alone. condition: what else it takes to see it. faults: the identities by which a diagnosis may
+    name its fault; none where it has no name.
+    """
+
+    name: str
+    kind: str
+    summary: str
+    references: tuple[str, ...]
+    kernel: type[Kernel]
+    reaches: Applies
+    in_backward: bool = False
+    condition: Condition = "call"
+    faults: tuple[str, ...] = ()
+
+    def applies(self, workload: Workload, backward: bool) -> bool:
+        """Whether a workload, called with or without backward, reaches its faulty step."""
+        return (backward or not self.in_backward) and self.reaches(workload)
+
+    def is_reached_by(self, workload: Workload, backward: bool) -> bool:
+        """Whether a workload runs its faulty step: none drops, dequantizes, reads v from k, or has gradients of pages."""
+        is_refused = workload.dropout or workload.is_quantized or workload.v_in_k
+        no_gradient = backward and workload.has_no_gradient_because
+        return not (is_refused or no_gradient) and self.applies(workload, backward)
+
+    def backend(self) -> KernelBackend:
+        """Return a new backend, whose kernel has kept nothing yet."""
+        return KernelBackend(self.name, self.kernel())
+
+
+class Defects:
+    """The mutants of one class of defects, in the order in which they are declared. backward: all are of that pass."""
+
+    def __init__(self, kind: str, backward: bool = False) -> None:
+        self.kind, self.backward = kind, backward
+        self._mutants: list[Mutant] = []
+
+    def __iter__(self) -> Iterator[Mutant]:
+        return iter(self._mutants)
+
+    def __call__(
+        self,
+        *references: str,
+        applies: Applies = lambda w: True,
+        backward: bool = False,
+        condition: Condition = "call",
+        faults: tuple[str, ...] = (),
+    ) -> Callable[[AnyKernel], AnyKernel]:
+        """Declare the decorated kernel a mutant; its docstring is the summary, its own name in kebab-case the name."""
+
+        def declare(kernel: AnyKernel) -> AnyKernel:
+            summary = " ".join((inspect.getdoc(kernel) or "").split())
+            words = re.sub(r"(?<!^)(?=[A-Z])|(?<=[a-z])(?=[0-9])", "-", kernel.__name__.lstrip("_")).lower()
+            name = re.sub(r"(float|fp|tf|log)-(?=[0-9])", r"\1", words)  # float16 is one word
+            reached = kernel, applies, backward or self.backward
+            self._mutants.append(Mutant(name, self.kind, summary, references, *reached, condition, faults))
+            return kernel
+
+        return declare

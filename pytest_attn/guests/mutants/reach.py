@@ -1,0 +1,254 @@
+"""Which workloads reach a step of the kernel, by their fields and by what their masks show of its tiles."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from pytest_attn.guests.mutants.kernel import TILE
+from pytest_attn.guests.mutants.mutant import Applies
+from pytest_attn.workloads.masks import interval
+from pytest_attn.workloads.traits import traits_of
+from pytest_attn.workloads.workload import Workload, sequence_lengths
+
+
+def all_of(*conditions: Applies) -> Applies:
+    """Return whether all conditions hold."""
+    return lambda w: all(condition(w) for condition in conditions)
+
+
+def any_of(*conditions: Applies) -> Applies:
+    """Return whether one of the conditions holds."""
+    return lambda w: any(condition(w) for condition in conditions)
+
+
+def has(trait: str) -> Applies:
+    """Return whether the workload has a trait, in the words of `traits_of`."""
+    return lambda w: trait in traits_of(w)
+
+
+# -- lengths ---------------------------------------------------------------------------------------------------------------
+
+
+def is_packed(w: Workload) -> bool:
+    """Several sequences end to end, keys too."""
+    return w.packs_keys and len(w.q_lens or ()) > 1
+
+
+def is_padded(w: Workload) -> bool:
+    """Keys that no row may see, dense or in pages."""
+    return not w.packs_keys and any(kv_len < w.kv_len for kv_len in w.kv_lens or ())
+
+
+is_paged = has("paged")
+
+
+def is_dense(w: Workload) -> bool:
+    """Keys as (batch, kv_heads, kv_len, head_dim)."""
+    return not w.is_packed and w.kv_pages is None
+
+
+def has_several_key_tiles(w: Workload) -> bool:
+    """More keys than fit a tile."""
+    return any(kv_len > TILE for _, kv_len in sequence_lengths(w))
+
+
+def has_several_row_tiles(w: Workload) -> bool:
+    """More rows than fit a tile."""
+    return any(q_len > TILE for q_len, _ in sequence_lengths(w))
+
+
+def has_row_tail(w: Workload) -> bool:
+    """A last tile of rows that is not full."""
+    return any(q_len % TILE for q_len, _ in sequence_lengths(w))
+
+
+def has_other_lengths(w: Workload) -> bool:
+    """A sequence with more keys than queries, or fewer."""
+    return any(q_len != kv_len for q_len, kv_len in sequence_lengths(w))
+
+
+# -- heads and dtypes ------------------------------------------------------------------------------------------------------
+
+
+is_grouped = has("grouped heads")
+
+
+def is_grouped_twice(w: Workload) -> bool:
+    """Several key heads, each shared by query heads."""
+    return w.group > 1 and w.kv_heads > 1
+
+
+def has_several_heads(w: Workload) -> bool:
+    """More than one query head."""
+    return w.heads > 1
+
+
+def is_half(w: Workload) -> bool:
+    """float16 or bfloat16."""
+    return w.dtype != "float32"
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------------
+
+
+def is_band(w: Workload) -> bool:
+    """A causal mask or a window."""
+    return w.mask is not None and w.band is not None
+
+
+def is_custom(w: Workload) -> bool:
+    """A mask that only its own predicate knows."""
+    return w.band is None and not w.documents
+
+
+def is_causal(w: Workload) -> bool:
+    """A causal mask."""
+    return is_band(w) and w.mask.is_causal
+
+
+def is_window(w: Workload) -> bool:
+    """A sliding window."""
+    return is_band(w) and not w.mask.is_causal
+
+
+def is_document(w: Workload) -> bool:
+    """Several documents in one sequence."""
+    return len(w.documents) > 1
+
+
+def is_top_left(w: Workload) -> bool:
+    """A causal mask aligned to the first key, where that makes a difference."""
+    return w.band is not None and w.band.top_left and has_other_lengths(w)
+
+
+def is_bottom_right(w: Workload) -> bool:
+    """A causal mask or window aligned to the last key, where that makes a difference."""
+    return is_band(w) and not is_top_left(w) and has_other_lengths(w)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The keys `first` to `end - 1` that a row sees."""
+
+    first: int
+    end: int
+
+    @property
+    def is_empty(self) -> bool:
+        return self.first >= self.end
+
+
+@dataclass(frozen=True)
+class _RowTile:
+    """A tile of rows, with what each row sees, of a sequence with kv_len keys."""
+
+    spans: tuple[_Span, ...]
+    kv_len: int
+
+    @cached_property
+    def visited(self) -> range:
+        """The starts of the tiles of keys that it visits."""
+        seen = [span for span in self.spans if not span.is_empty]
+        if not seen:
+            return range(0)
+        return range(min(s.first for s in seen) // TILE * TILE, max(s.end for s in seen), TILE)
+
+
+@lru_cache(maxsize=256)
+def _row_tiles(w: Workload) -> tuple[_RowTile, ...]:
+    """List all tiles of rows, where the mask shows each row an interval of keys; none elsewhere."""
+    tiles = []
+    for q_len, kv_len in sequence_lengths(w):
+        seen = [interval(w.plain_mask, row, q_len, kv_len) for row in range(q_len)]
+        spans = [_Span(min(span[0], kv_len), min(span[1], kv_len)) for span in seen if span is not None]
+        tiles += [_RowTile(tuple(spans[start : start + TILE]), kv_len) for start in range(0, len(spans), TILE)]
+    return tuple(tiles)
+
+
+def has_key_tail(w: Workload) -> bool:
+    """A last tile of keys that is not full, and is visited."""
+    if not is_band(w):
+        return any(q_len and kv_len % TILE for q_len, kv_len in sequence_lengths(w))
+    return any(tile.visited and tile.visited[-1] + TILE > tile.kv_len for tile in _row_tiles(w))
+
+
+def has_odd_tiles(w: Workload) -> bool:
+    """A tile of rows that visits an odd number of tiles of keys."""
+    if not is_band(w):
+        return any(-(-kv_len // TILE) % 2 for _, kv_len in sequence_lengths(w))
+    return any(len(tile.visited) % 2 for tile in _row_tiles(w))
+
+
+def hides_keys(w: Workload) -> bool:
+    """A mask, or a last tile of keys that is not full."""
+    return w.mask is not None or has_key_tail(w)
+
+
+def has_right_edge(w: Workload) -> bool:
+    """A causal mask or window that ends before the keys do."""
+    return is_band(w) and any(s.end < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
+
+
+def has_left_edge(w: Workload) -> bool:
+    """A window that begins after the keys do."""
+    return is_band(w) and any(0 < s.first < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
+
+
+def cuts_keys(w: Workload) -> bool:
+    """A mask that hides some key from some row."""
+    edges = has_left_edge(w) or has_right_edge(w)
+    return edges or is_custom(w) or is_document(w)
+
+
+def has_edge_before_last_tile(w: Workload) -> bool:
+    """A causal mask or window that cuts another tile of keys than the last that a tile of rows visits."""
+    if not is_band(w):
+        return False
+    return any(
+        s.first > tile.visited[0] or s.end < tile.visited[-1]
+        for tile in _row_tiles(w)
+        if len(tile.visited) > 1
+        for s in tile.spans
+    )
+
+
+def has_unaligned_left_edge(w: Workload) -> bool:
+    """A window that begins inside a tile, for the first row of a tile."""
+    return is_band(w) and any(tile.visited and tile.spans[0].first % TILE for tile in _row_tiles(w))
+
+
+def shows_tail(w: Workload) -> bool:
+    """A last tile of keys that is not full, and that only the sequence's end cuts."""
+    if is_window(w) and not w.mask.right:
+        return False
+    if is_causal(w):
+        return is_top_left(w) and any(q_len > kv_len and kv_len % TILE for q_len, kv_len in sequence_lengths(w))
+    return has_key_tail(w)
+
+
+def has_tile_of_one_key(w: Workload) -> bool:
+    """A tile of rows of whose last tile of keys one key is seen."""
+    return any(max(s.end for s in tile.spans) % TILE == 1 for tile in _row_tiles(w) if tile.visited)
+
+
+def has_fully_masked_rows(w: Workload) -> bool:
+    """Rows that see no key, and no sink."""
+    return not w.sinks and any(s.is_empty for tile in _row_tiles(w) for s in tile.spans)
+
+
+def has_row_fully_masked_in_first_tile(w: Workload) -> bool:
+    """A row that sees nothing of the first tile of keys that its tile of rows visits."""
+    if is_custom(w) or is_document(w):
+        return True
+    return any(s.is_empty or s.first >= tile.visited[0] + TILE for tile in _row_tiles(w) if tile.visited for s in tile.spans)
+
+
+def has_row_fully_masked_in_last_tile(w: Workload) -> bool:
+    """A row that sees nothing of the last tile of keys that its tile of rows visits."""
+    if is_custom(w) or is_document(w):
+        return has_several_key_tiles(w)
+    return any(s.end <= tile.visited[-1] for tile in _row_tiles(w) if tile.visited for s in tile.spans)
+
+
+def has_fully_masked_row_in_visited_tile(w: Workload) -> bool:
+    """A row that sees no key, in a tile with one that does, and no sink."""
+    return not w.sinks and any(s.is_empty for tile in _row_tiles(w) if tile.visited for s in tile.spans)

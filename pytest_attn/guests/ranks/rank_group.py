@@ -1,0 +1,133 @@
+"""The ranks that compute one callable, as the judge sees them: how tensors reach them, and what may become of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from pytest_attn.guests.ranks.communication import last_collective
+from pytest_attn.processes.channel import Message
+from pytest_attn.processes.last_words import ending, last_words, stack_of
+from pytest_attn.session.deadline import DeadlineError
+
+#: tensors by name: q, k, v or dout; out, lse, dq, dk, dv
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+
+class RankRaisedError(RuntimeError):
+    """The callable raised an exception on a rank, which the text names."""
+
+
+class RanksLostError(DeadlineError):
+    """Ranks do not answer any more: one ended, or they wait for one another. The text says which, and for what.
+
+    No `except Exception` of a judgment takes it for an answer of the kernel.
+    """
+
+
+class RankGroup(ABC):
+    """Ranks with a callable each. Whole tensors go in, in the test's layout; each rank's shards come back, by rank.
+
+    Raises RankRaisedError where the callable raised, ContractError where it returned something else than a result,
+    RanksLostError.
+    """
+
+    @abstractmethod
+    def forward(self, number: int, tensors: Tensors, backward: bool) -> list[Tensors]:
+        """Call the callable on the shards of q, k and v. backward: whether `backward` may follow for this number."""
+
+    @abstractmethod
+    def backward(self, number: int, dout: torch.Tensor) -> list[Tensors]:
+        """Return dq, dk and dv of the call of this number."""
+
+
+def write_tensors(path: Path, tensors: Tensors) -> None:
+    """Write tensors as they lie in memory, from whatever device."""
+    torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, path)
+
+
+def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read tensors that `write_tensors` wrote, onto the CPU."""
+    found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return found
+
+
+#: what a rank leaves in the folder of its pool
+STACK, COLLECTIVE, OUTPUT = "stack-{}", "collective-{}", "output-{}"
+#: frames that are the user's are shown; those of the machinery end the stack
+_OWN = tuple(f"pytest_attn/{name}.py" for name in ("guests/ranks/rank", "guests/ranks/worker_timing", "latency/kernel_work"))
+#: frames that tell nothing
+_WRAPPERS = ("pytest_attn/guests/ranks/communication.py", "c10d_logger.py", "<frozen importlib")
+
+
+class RankPostMortem(NamedTuple):
+    """What a rank has left: its last collective, its stack, the last line that it printed, how it ended."""
+
+    collective: str
+    stack: tuple[str, ...]
+    printed: str
+    returncode: int | None = None
+
+    @classmethod
+    def of(cls, folder: Path, rank: int) -> RankPostMortem:
+        """Read what a rank has left in the folder of its pool."""
+        stack, output = (_text(folder / name.format(rank)) for name in (STACK, OUTPUT))
+        frames = stack_of(stack, partial(_is_any_of, _OWN), partial(_is_any_of, _WRAPPERS))
+        return cls(last_collective(folder / COLLECTIVE.format(rank)), frames, last_words(output, silence=""))
+
+
+def describe_ended(
+    rank: int, seen: RankPostMortem, when: str = "while the case ran", others: Mapping[int, str] | None = None
+) -> str:
+    """Say that a rank has ended by itself, or was killed. others: the last collectives of the other ranks."""
+    lines = [f"rank {rank} {ending(seen.returncode)} {when}"]
+    collectives = {rank: seen.collective, **(others or {})}
+    lines += [f"  rank {one}: {collectives[one]}" for one in sorted(collectives) if collectives[one]]
+    if seen.printed:
+        lines.append(f"  its last words: {seen.printed}")
+    return "\n".join(lines)
+
+
+def describe_wrong(rank: int, ranks: int, answer: Message) -> str:
+    """Say what a rank has answered instead of a result: what the callable raised there, or what is wrong with what it did."""
+    if "raised" in answer:
+        return f"rank {rank} of {ranks} raised {answer['raised']}\n{answer['text']}"
+    return str(answer.get("contract") or f"rank {rank}: {answer.get('stale')}")
+
+
+def describe_hang(
+    ranks: int,
+    seconds: float,
+    seen: Mapping[int, RankPostMortem],
+    raised: Mapping[int, Message],
+    answered: Mapping[int, Message],
+) -> str:
+    """Say which ranks wait for what, with their stacks. raised: what other ranks have raised, for which these wait."""
+    if raised:
+        rank, answer = next(iter(sorted(raised.items())))
+        first = f"{describe_wrong(rank, ranks, answer)}\nwhile others wait:"
+    else:
+        first = f"the ranks gave no result within {seconds:g} s (--attn-rank-timeout):"
+    lines = [first]
+    for rank in range(ranks):
+        if rank in seen:
+            lines.append(f"  rank {rank}: {seen[rank].collective or 'was in no collective yet'}")
+        elif rank not in raised and rank in answered:
+            lines.append(f"  rank {rank}: has returned its result")
+    for rank, one in seen.items():
+        if one.stack:
+            lines += [f"stack of rank {rank}, the innermost call first:", *(f"  {frame}" for frame in one.stack)]
+    return "\n".join(lines)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _is_any_of(files: Sequence[str], file: str) -> bool:
+    return any(one in file for one in files)

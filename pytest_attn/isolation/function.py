@@ -1,0 +1,543 @@
+"""A callable in a process of its own, as the process sees it that judges: it hands over copies, and believes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pickle
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+from pytest_attn.backends.named import OFFERED, NamedFunction
+from pytest_attn.backends.raised import EndsTestError
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.contract import ContractError, elements
+from pytest_attn.guests.ranks.rank_group import RankRaisedError
+from pytest_attn.isolation.wire import GarbageError, Line, pickled, put, read_bytes, released, shared_memory
+from pytest_attn.latency.disturbance import process_waited
+from pytest_attn.latency.work import WrongResultError
+from pytest_attn.processes.fork_server import Command, ServerError
+from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
+from pytest_attn.processes.last_words import ending, last_words
+from pytest_attn.processes.launcher import Launcher
+from pytest_attn.session.deadline import DeadlineError
+from pytest_attn.session.worker_pool import worker_environment
+from pytest_attn.workloads.inputs import Inputs
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: seconds that a call may take where --attn-timeout says nothing
+SECONDS = 300.0
+#: those that a process may take to start, to import a module, beyond those of a call, and to end
+_START_SECONDS, _IMPORT_SECONDS, _END_SECONDS = 300.0, 60.0, 5.0
+#: those that a measurement may pause, and take
+_PAUSE_SECONDS, _MEASURE_SECONDS = 60.0, 1800.0
+#: bytes of an answer, characters of a text in it, and tensors and dimensions in a result
+_LONGEST, _TEXT, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 24, 20_000, 64, 16
+#: bytes that a result may have: so many, and so many times those that were given
+_BYTES, _TIMES = 1 << 30, 32
+#: dtypes that a result may have, by their names
+_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+class IsolatedRaisedError(RankRaisedError):
+    """The callable raised an exception in its process, or cannot be imported there; the text says it."""
+
+
+class IsolatedLostError(DeadlineError):
+    """The process of a callable has ended, does not answer in time, or answers nothing that can be read; the text says it.
+
+    No `except Exception` of a judgment takes it for an answer of the kernel.
+    """
+
+
+class IsolatedProcess:
+    """The process of one function. seconds: how long a call may take.
+
+    wanted: what the function is handed beside q, k and v. Raises IsolatedRaisedError where it cannot be imported,
+    IsolatedLostError.
+    """
+
+    def __init__(self, name: str, seconds: float, launcher: Launcher, is_forked: bool) -> None:
+        self.name, self._seconds, self.is_forked = name, seconds, is_forked
+        self._sent, self._returned = shared_memory(), shared_memory()
+        self._folder = tempfile.TemporaryDirectory(prefix="pytest-attn-")
+        output, told = Path(self._folder.name) / "output", {"path": sys.path}
+        command = Command([], worker_environment(), Path.cwd(), output, told, "pytest_attn.isolation.worker")
+        self._process = launcher.start(command, is_forked)
+        end = socket.socket(fileno=os.dup(self._process.channel.fileno()))
+        self._line = Line(end)
+        with suppress(OSError):  # it has ended, as is soon heard
+            socket.send_fds(end, [b"m"], [self._sent, self._returned])
+        self._is_closed = False
+        self._heard("while it started", _START_SECONDS)
+        said = self._asked(name.encode(), "while its module was imported", self._seconds + _IMPORT_SECONDS)
+        if "unimportable" in said:
+            self.close()
+            raise IsolatedRaisedError(_text(said["unimportable"]))
+        self.wanted = tuple(one for one in OFFERED if one in _list(said.get("wanted"), len(OFFERED)))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can be called."""
+        return not self._is_closed and not self._has_ended()
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def ask(self, text: bytes, tensors: Sequence[Tensor], seconds: float = 0.0) -> tuple[dict[str, Any], list[Tensor]]:
+        """Have it do what `pickled` has written; return its answer, and the storages of the tensors as bytes.
+
+        seconds: that it may take where it says meanwhile that it lives, 0 for those of a call.
+        Raises ContractError, EndsTestError, NotImplementedError where the function declines, IsolatedRaisedError,
+        IsolatedLostError.
+        """
+        released(self._sent)
+        parcel, storages = put(self._sent, tensors)
+        said = self._asked(pickle.dumps((parcel, text)), "while it was called")
+        end = time.monotonic() + seconds
+        while seconds and said.get("alive") is True:
+            if time.monotonic() > end:
+                self.give_up(f"no time after {seconds:g} s")
+            said = self._heard("while it was timed", self._seconds + _PAUSE_SECONDS)
+        if "contract" in said:
+            raise ContractError(_text(said["contract"]))
+        if "stale" in said:
+            raise WrongResultError(_text(said["stale"]))
+        if "ends" in said:
+            raise EndsTestError(_text(said["ends"]), _text(said.get("where", "")))
+        if "declined" in said:
+            raise NotImplementedError(_text(said["declined"]))
+        if "raised" in said:
+            raise IsolatedRaisedError(f"{self.name} raised {_text(said['raised'])}\n{_text(said.get('text', ''))}".rstrip())
+        return said, storages
+
+    def go(self, chosen: bytes) -> float:
+        """Have it make the calls for which it is ready; return the seconds that these take by the clock of this process.
+
+        chosen: what it could not know before.
+        """
+        begun = time.perf_counter()
+        said = self._asked(chosen, "while it was called in a row")
+        seconds = time.perf_counter() - begun
+        if said.get("done") is not True:
+            self.give_up("its process did not make the calls that were asked for")
+        return seconds
+
+    def read(self, lengths: Sequence[int]) -> list[Tensor]:
+        """Return copies of bytes that it has returned."""
+        try:
+            return read_bytes(self._returned, lengths)
+        except (GarbageError, OSError, RuntimeError, MemoryError) as error:
+            self.give_up(f"its process returned {error}")
+
+    def give_up(self, what: str) -> NoReturn:
+        """End it, and raise IsolatedLostError."""
+        self._close()
+        printed = last_words(self._process.command.output.read_text(errors="replace")[-_TEXT:], silence="")
+        self._folder.cleanup()
+        raise IsolatedLostError(f"{self.name}: {what}{printed and f'; its last words: {_text(printed)}'}")
+
+    def close(self) -> None:
+        """End it, with what it has started."""
+        self._close()
+        self._folder.cleanup()
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._line.close()
+        self._process.kill()
+        os.close(self._sent)
+        os.close(self._returned)
+
+    def _has_ended(self, seconds: float = 0.0) -> bool:
+        try:
+            return self._process.returncode(seconds) is not None
+        except ServerError:
+            return True
+
+    def _asked(self, frame: bytes, when: str, seconds: float = 0.0) -> dict[str, Any]:
+        with suppress(OSError):  # it has ended, as is soon heard
+            self._line.send(frame, self._seconds)
+        return self._heard(when, seconds or self._seconds)
+
+    def _heard(self, when: str, seconds: float) -> dict[str, Any]:
+        """Return what it says next."""
+        try:
+            frame = self._line.receive(time.monotonic() + seconds, _LONGEST, self._has_ended)
+        except TimeoutError:
+            self.give_up(f"no result after {seconds:g} s (--attn-timeout), {when}")
+        except (GarbageError, OSError) as error:
+            self.give_up(f"its process sent garbage, {when}: {error}")
+        except BaseException:
+            self.close()
+            raise
+        if frame is None:
+            self.give_up(f"its process {self._end()} {when}")
+        try:
+            said = json.loads(frame)
+        except (ValueError, RecursionError):
+            said = None
+        if not isinstance(said, dict):
+            self.give_up(f"its process sent garbage, {when}: {len(frame):,} bytes")
+        return said
+
+    def _end(self) -> str:
+        """Say how it has ended."""
+        if not self._has_ended(_END_SECONDS):
+            return "has closed its channel"
+        try:
+            return ending(self._process.returncode())
+        except ServerError:
+            return ending(None)
+
+
+# -- the function ------------------------------------------------------------------------------------------------------------
+
+
+class IsolatedFunction(NamedFunction):
+    """A function whose calls go to a process of its own, which a call that it does not survive replaces by another one."""
+
+    is_isolated = True
+    _numbers = itertools.count(1)
+
+    def __init__(self, name: str, seconds: float, launcher: Launcher) -> None:
+        super().__init__(name)
+        self._seconds, self._launcher = seconds, launcher
+        self._process: IsolatedProcess | None = None
+        self._recorded: list[Recorded] | None = None
+        self._replayed: Recorded | None = None
+
+    def start(self) -> IsolatedProcess:
+        """Return its process, a new one where the last has ended.
+
+        Raises IsolatedRaisedError where it cannot be imported, or is in this process as well; IsolatedLostError.
+        """
+        if self._process is None or not self._process.is_usable:
+            _require_absent(self.name)
+            if self._process is not None:
+                self._process.close()
+            self._process = IsolatedProcess(self.name, self._seconds, self._launcher, is_forked=True)
+        return self._process
+
+    def close(self) -> None:
+        """End its process."""
+        if self._process is not None:
+            self._process.close()
+
+    @property
+    def wanted(self) -> Sequence[str]:
+        return self.start().wanted
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+        """Hand copies over; return a copy of what it returns, and put what it has changed into what was given."""
+        return self._called((q, k, v), given, None)
+
+    def on(self, inputs: Inputs) -> Callable[..., Any]:
+        """Return it with what it takes of some inputs; where probabilities are dropped, under torch's seed."""
+
+        def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+            offered = {name: getattr(inputs, name) for name in self.wanted}
+            return self._called((q, k, v), {**offered, **given}, torch.initial_seed() if inputs.workload.dropout else None)
+
+        return call
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Recorded]]:
+        """Collect the calls that are made within."""
+        found: list[Recorded] = []
+        self._recorded = found
+        try:
+            yield found
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def replaying(self, recorded: Recorded) -> Iterator[None]:
+        """Have calls return what is recorded."""
+        self._replayed = recorded
+        try:
+            yield
+        finally:
+            self._replayed = None
+
+    def measured(self, **order: Any) -> dict[str, Any]:
+        """Have it time itself; return what it says."""
+        said, _ = self.start().ask(*pickled({"do": "measure", **order}), _MEASURE_SECONDS)
+        claimed = said.get("latency")
+        if not isinstance(claimed, dict):
+            self.start().give_up("its process returned garbage")
+        return claimed
+
+    def in_a_row(
+        self, calls: Sequence[Recorded], direction: str, chosen: Sequence[Sequence[int]]
+    ) -> tuple[float, float | None]:
+        """Have it make calls, one after the other: each on other data in the memory of a recorded one.
+
+        chosen: of each call which it is like, by how many elements its q, k and v begin further on, and whose dout it has. The
+        process learns that when the time begins: it cannot have the results ready. Returns the seconds of all by the clock of
+        this process, and those for which its threads waited for a core, None where the system does not say.
+        """
+        process = self.start()
+        order = {"do": "repeat", "calls": [one.order for one in calls], "direction": direction, "number": len(chosen)}
+        said, _ = process.ask(*pickled({**order, "threads": torch.get_num_threads()}))
+        if said.get("ready") is not True:
+            process.give_up("its process returned garbage")
+        waited = process_waited(process.pid)
+        seconds = process.go(array("q", itertools.chain.from_iterable(chosen)).tobytes())
+        waited = process_waited(process.pid) - waited
+        is_seen = Path(f"/proc/{process.pid}/schedstat").exists()
+        return seconds, waited if is_seen else None
+
+    def _called(self, given: tuple[Tensor, ...], keywords: dict[str, Any], seed: int | None) -> Any:
+        if self._replayed is not None:
+            result = self._replayed.again(given)
+            return keywords["out"].copy_(result) if "out" in keywords else result
+        grad = torch.is_grad_enabled()
+        threads = torch.get_num_threads()
+        order = {"do": "call", "given": given, "keywords": keywords, "seed": seed, "grad": grad, "threads": threads}
+        call = Call(self.start(), {**order, "number": next(self._numbers)})
+        if self._recorded is not None:
+            self._recorded.append(Recorded(given, keywords, call))
+        if grad and any(tensor.requires_grad for tensor in call.tensors):
+            return call.built(_Differentiable.apply(call, *call.tensors))  # type: ignore[no-untyped-call]
+        return call.built(call.forward())
+
+
+class _Differentiable(torch.autograd.Function):
+    """One call, and its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *_: Tensor) -> Any:
+        ctx.call = call
+        results = call.forward()
+        ctx.mark_non_differentiable(*(one for one, needs in zip(results, call.needs_grad, strict=True) if not needs))
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor | None) -> Any:
+        return None, *ctx.call.backward(douts)
+
+
+class Call:
+    """One call. tensors: all that it is given. needs_grad: which of the tensors that it returns need a gradient."""
+
+    def __init__(self, process: IsolatedProcess, order: dict[str, Any]) -> None:
+        self._process, self._number = process, order["number"]
+        try:
+            self._text, self.tensors = pickled(order)
+        except Exception as error:
+            raise IsolatedRaisedError(
+                f"{process.name}: its process cannot be told of this workload: {error}; define masks and score_mods at the top"
+                " of a module"
+            ) from None
+        self.needs_grad: list[bool] = []
+        self.douts: Sequence[Tensor | None] = ()
+        self.known: Sequence[Tensor | None] | None = None  # gradients that a replay returns
+        self._storages: list[Tensor] = []
+        self._structure: Any = None
+
+    def forward(self) -> list[Tensor]:
+        """Return the tensors that it returns."""
+        said, self._storages = self._process.ask(self._text, self.tensors)
+        return self._results(said)
+
+    def backward(self, douts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the gradients of all that was given, None where there is none."""
+        if self.known is not None:
+            return self.known
+        self.douts = douts
+        text, tensors = pickled({"do": "backward", "number": self._number, "douts": list(douts)})
+        said, _ = self._process.ask(text, tensors)
+        gradients: Sequence[Tensor | None] = self.built(self._results(said))
+        if not isinstance(gradients, list) or len(gradients) != len(self.tensors):
+            self._process.give_up("its process returned other gradients than were asked for")
+        return gradients
+
+    def fetched(self, number: int) -> Any:
+        """Return the result of one of the calls that were made in a row."""
+        text, tensors = pickled({"do": "result", "number": number})
+        said, _ = self._process.ask(text, tensors)
+        return self.built(self._results(said))
+
+    def built(self, results: Sequence[Tensor]) -> Any:
+        """Return what the function has returned. results: the tensors in it."""
+        try:
+            return _built(self._structure, results, self.tensors)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            self.give_up()
+
+    def give_up(self) -> NoReturn:
+        """End the process, which returns garbage."""
+        self._process.give_up("its process returned garbage")
+
+    def _results(self, said: dict[str, Any]) -> list[Tensor]:
+        """Return copies of the tensors of an answer, and put what was changed into what was given."""
+        most = _BYTES + _TIMES * sum(one.numel() for one in self._storages)
+        try:
+            described = [_described(one) for one in _list(said["tensors"], _MOST_TENSORS)]
+            changed = [self._storages[at] for at in dict.fromkeys(_list(said["changed"], len(self._storages)))]
+            lengths = [math.prod(size) * dtype.itemsize for dtype, size, _, _ in described]
+            if sum(lengths) > most:
+                raise ValueError(f"{sum(lengths):,} bytes; at most {most:,} are taken")
+        except (LookupError, TypeError, ValueError) as error:
+            self._process.give_up(f"its process returned garbage: {_text(error)}")
+        read = self._process.read([*lengths, *(one.numel() for one in changed)])
+        for given, now in zip(changed, read[len(lengths) :], strict=True):
+            given.copy_(now)
+        self._structure, self.needs_grad = said.get("result"), [needs_grad for *_, needs_grad in described]
+        device = self.tensors[0].device
+        results = []
+        for (dtype, size, is_host, _), one in zip(described, read, strict=False):
+            made = one.view(dtype).view(size) if one.numel() else torch.empty(size, dtype=dtype)
+            results.append(made if is_host else made.to(device))
+        return results
+
+
+class Recorded:
+    """A call that was made once, with what it was given. result, gradients: in their place when it is made again."""
+
+    def __init__(self, given: tuple[Tensor, ...], keywords: dict[str, Any], call: Call) -> None:
+        self.given, self.keywords, self.call = given, keywords, call
+        self.result: Any = None
+        self.gradients: list[Tensor | None] = []
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """What a process needs to make it."""
+        return self.given, self.keywords, list(self.call.douts)
+
+    def keep(self, fetched: Any, direction: str) -> None:
+        """Keep what it has returned in a direction: of both, a list of the result and the gradients."""
+        if direction == "forward":
+            self.result = fetched
+            return
+        try:
+            self.result, gradients = fetched if direction == "forward+backward" else (None, fetched)
+            self.gradients = [*gradients]
+        except (TypeError, ValueError):
+            self.call.give_up()
+        self.call.known = [*self.gradients, *[None] * (len(self.call.tensors) - len(self.given))]
+
+    def again(self, given: tuple[Tensor, ...]) -> Any:
+        """Return the result, which has the gradients that are kept."""
+        if not self.call.douts:
+            return self.result
+        at, dout = next((at, dout) for at, dout in enumerate(self.call.douts) if dout is not None)
+        several = elements(self.result)
+        parts = [self.result] if several is None else [*several]
+        places = [place for place, one in enumerate(parts) if isinstance(one, Tensor)]
+        if at >= len(places) or parts[places[at]].shape != dout.shape:
+            self.call.give_up()
+        parts[places[at]] = _Replayed.apply(self, parts[places[at]], *given)  # type: ignore[no-untyped-call]
+        return parts[0] if several is None else tuple(parts)
+
+
+class _Replayed(torch.autograd.Function):
+    """A result whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: Recorded, result: Tensor, *given: Tensor) -> Tensor:
+        ctx.recorded = recorded
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, None, *ctx.recorded.gradients
+
+
+def _described(one: Any) -> tuple[torch.dtype, tuple[int, ...], bool, bool]:
+    """Return what was said of a tensor: dtype, size, whether it is the host's, and whether it needs a gradient."""
+    size = tuple(_list(one["size"], _MOST_DIMENSIONS))
+    if not all(type(length) is int and 0 <= length < 1 << 48 for length in size):
+        raise ValueError(f"a size of {size}")
+    return _DTYPES[one["dtype"]], size, one["device"] == "cpu", one["needs_grad"] is True
+
+
+def _built(structure: Any, results: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+    """Return what a structure of JSON stands for."""
+    ((kind, value),) = [(kind, value) for kind, value in structure.items() if kind != "has_shape"]
+    if kind == "tensor":
+        return results[value]
+    if kind == "given":
+        return given[value]
+    if kind in ("tuple", "list"):
+        parts = [_built(one, results, given) for one in _list(value, _MOST_TENSORS)]
+        return tuple(parts) if kind == "tuple" else parts
+    if kind == "plain":
+        return value
+    module, name = map(_text, _list(value, 2))
+    shape = {"shape": ()} if structure["has_shape"] else {}
+    return type(name, (), {"__module__": module, **shape})()  # what messages describe in its place
+
+
+def _list(value: Any, most: int) -> list[Any]:
+    """Return a list of at most so many elements. Raises ValueError for anything else."""
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError(f"no list of at most {most}")
+    return value
+
+
+def _text(value: object) -> str:
+    """Return text that a terminal can show."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in str(value)[:_TEXT])
+
+
+def _require_absent(name: str) -> None:
+    """Raise IsolatedRaisedError where the module of a function is imported here, and is none that is installed."""
+    module = name.partition(":")[0]
+    path = getattr(sys.modules.get(module), "__file__", None)
+    installed = [Path(sysconfig.get_path(one)) for one in ("stdlib", "purelib", "platlib")]
+    if path and not any(place in Path(path).parents for place in installed):
+        raise IsolatedRaisedError(
+            f"{name}: {module} is imported in the process that judges, too, which --attn-isolated is to keep its code out of:"
+            " import it in no test or conftest"
+        )
+
+
+# -- those of a run ----------------------------------------------------------------------------------------------------------
+
+
+def isolated_of(subject: object) -> IsolatedFunction | None:
+    """Return the function of a subject that runs in a process of its own; None for any other."""
+    found = subject.named if isinstance(subject, Subject) else None
+    return found if isinstance(found, IsolatedFunction) else None
+
+
+def isolate(config: pytest.Config, timeout: float) -> Callable[[str], NamedFunction]:
+    """Return what makes functions by their names whose processes end with the run. timeout: of a call, 0 for the usual one."""
+    launcher = Launcher(modules_ahead, keeps_server=True)
+    config.add_cleanup(launcher.close)
+
+    def named(name: str) -> NamedFunction:
+        made = IsolatedFunction(name, timeout or SECONDS, launcher)
+        config.add_cleanup(made.close)
+        return made
+
+    return named
+
+
+def modules_ahead() -> list[str]:
+    """Return what a server imports ahead: what each process needs, and neither pytest nor anything of the tests."""
+    return [*(one for one in all_modules_ahead() if one.startswith(("torch", "triton"))), "pytest_attn.isolation.worker"]

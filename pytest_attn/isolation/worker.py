@@ -1,0 +1,291 @@
+"""The process of an isolated callable: it imports the callable's module, and nothing of the tests; it serves calls.
+
+What it answers is JSON, and bytes in shared memory. It knows no reference, and what it says of itself is believed by nobody.
+"""
+
+import dataclasses
+import json
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pytest_attn.backends.contexts import judged_code, no_collection
+from pytest_attn.backends.machine import current
+from pytest_attn.backends.named import NamedFunction, UnimportableError, imported, offered_to
+from pytest_attn.backends.raised import EndsTestError, declined_because
+from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.streams import wait
+from pytest_attn.correctness.call import is_cuda_error
+from pytest_attn.correctness.contract import ContractError, elements, plain
+from pytest_attn.correctness.tripwire import switches_kept
+from pytest_attn.isolation.wire import Line, released, storage_of, taken, unpickled, write
+from pytest_attn.latency.exact_results import AnyResult, Attention
+from pytest_attn.latency.kernel_work import work_of
+from pytest_attn.latency.protocol import stopwatch_of, threads
+from pytest_attn.latency.work import WrongResultError
+from pytest_attn.processes.channel import Channel
+from pytest_attn.processes.lifetime import inherited_channel
+from pytest_attn.reports.lines import raised_words
+
+#: calls of which a backward pass may still follow
+_KEPT = 4
+#: for how long a GPU works before calls are made in a row
+_WARM_SECONDS = 0.1
+#: frames of a traceback that are ours
+_OWN = "pytest_attn"
+
+
+class _Called(NamedTuple):
+    """One call: its tensors, what their storages held, and the tensors that it returned."""
+
+    tensors: list[Tensor]
+    storages: list[Tensor]
+    kept: list[Tensor]
+    results: list[Tensor]
+
+
+class Server:
+    """Serves the calls of one function. sent, returned: memory in which tensors come and go."""
+
+    def __init__(self, line: Line, sent: int, returned: int) -> None:
+        self._line, self._sent, self._returned = line, sent, returned
+        self._calls: OrderedDict[int, _Called] = OrderedDict()
+        self._last: list[tuple[Tensor, Tensor]] = []
+        self._row: list[Any] = []
+
+    def serve(self) -> None:
+        """Import the function that the judge names, and call it until the judge is gone."""
+        self._answer(ready=True)
+        name = self._line.receive()
+        if name is None:
+            return
+        self._name = name.decode()
+        try:
+            self._function = imported(self._name)
+        except UnimportableError as error:
+            self._answer(unimportable=str(error))
+            return
+        self._answer(wanted=list(offered_to(self._function)))
+        while (frame := self._line.receive()) is not None:
+            self._answer(**self._answered(frame))
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _answer(self, **answer: object) -> None:
+        self._line.send(json.dumps(answer).encode())
+
+    def _answered(self, frame: bytes) -> dict[str, Any]:
+        """Return the answer to an order, or what went wrong. A device that is lost takes the process with it."""
+        try:
+            parcel, text = pickle.loads(frame)
+            tensors, storages = taken(self._sent, parcel)
+            order = unpickled(text, tensors)
+            with judged_code(self._name, is_quiet=False):
+                return self._done(order, tensors, storages)
+        except ContractError as error:
+            return {"contract": str(error)}
+        except WrongResultError as error:
+            return {"stale": str(error)}
+        except EndsTestError as error:
+            return {"ends": str(error), "where": error.where}
+        except BaseException as error:
+            if (declined := declined_because(error)) is not None:
+                return {"declined": declined}
+            if isinstance(error, Exception) and is_cuda_error(error):
+                self._answer(**_raised(error))
+                os._exit(1)
+            return _raised(error)
+
+    def _done(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
+        if order["do"] == "call":
+            return self._called(order, tensors, storages)
+        if order["do"] == "measure":
+            return {"latency": self._measured(order)}
+        if order["do"] == "repeat":
+            self._row = self._in_a_row(order)
+            return {"done": True}
+        if order["do"] == "result":
+            return self._returns(self._row[order["number"]], _Called([], [], [], []))
+        call = self._calls.pop(order["number"])
+        pairs = [(out, dout) for out, dout in zip(call.results, order["douts"], strict=True) if dout is not None]
+        leaves = [t for t in call.tensors if t.requires_grad]
+        found = torch.autograd.grad([out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True)
+        gradients = iter(found)
+        return self._returns([next(gradients) if t.requires_grad else None for t in call.tensors], call)
+
+    def _called(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
+        """Call the function, and return what it returns."""
+        kept = [one.clone() for one in storages]
+        device = tensors[0].device
+        if order["threads"] != torch.get_num_threads():
+            torch.set_num_threads(order["threads"])
+        if order["seed"] is not None:
+            torch.manual_seed(order["seed"])
+        with current(str(device)), torch.set_grad_enabled(order["grad"]), switches_kept(device.type):
+            result = self._function(*order["given"], **order["keywords"])
+        wait(device)
+        for tensor, before in self._last:
+            if not torch.equal(storage_of(tensor.detach()), before):
+                raise ContractError("the callable changed the out of an earlier call, which is in use")
+        call = _Called(tensors, storages, kept, [])
+        answer = self._returns(result, call)
+        self._last = [(one, storage_of(one.detach()).clone()) for one in call.results if one.untyped_storage().nbytes()]
+        if any(one.requires_grad for one in call.results):
+            self._calls[order["number"]] = call
+            while len(self._calls) > _KEPT:
+                self._calls.popitem(last=False)
+        return answer
+
+    def _measured(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Time the function by the usual protocol, as it would be in the process that judges."""
+        spec, last = order["spec"], [time.monotonic()]
+
+        def ping() -> None:
+            if time.monotonic() > last[0] + 1:
+                last[0] = time.monotonic()
+                self._answer(alive=True)
+
+        with current(str(spec.device)), threads(order["threads"]), switches_kept(spec.device.type):
+            subject = spec.subject(Registry(), NamedFunction(self._name))
+            work = work_of(subject, spec, order["direction"], attention=Attention if order["is_told"] else AnyResult)
+            work.on_call = ping
+            stopwatch = stopwatch_of(spec.device, order["cold"], frozenset((os.getpid(), os.getppid(), *order["own"])))
+            latency = stopwatch.measure(work, "", "", order["mode"])
+        return dataclasses.asdict(latency)
+
+    def _in_a_row(self, order: dict[str, Any]) -> list[Any]:
+        """Call the function on data of several calls, as the judge chooses when the time begins; return what it returned."""
+        all_given, all_keywords, all_douts = zip(*order["calls"], strict=True)
+        device, direction, number, function = all_given[0][0].device, order["direction"], order["number"], self._function
+        results: list[Any] = []
+        with current(str(device)), threads(order["threads"]), torch.set_grad_enabled(direction != "forward"):
+            outs = [function(*one, **all_keywords[0]) for one in all_given] if direction == "backward" else []
+            keywords = [_with_own_out(all_keywords[0]) for _ in range(number)]
+            self._get_ready(device, number)
+            self._answer(ready=True)
+            if (frame := self._line.receive()) is None:
+                return []
+            chosen = iter(array("q", frame))
+            with no_collection():
+                for more, at, q, k, v, dout in zip(keywords, chosen, chosen, chosen, chosen, chosen, strict=False):
+                    if direction == "backward":
+                        results.append(_gradients(outs[at], all_given[at], all_douts[dout]))
+                        continue
+                    given = [*map(_further, all_given[at], (q, k, v))]
+                    result = function(*given, **more)
+                    result = more.get("out", result)  # where it was given memory to write to
+                    results.append(result if direction == "forward" else [result, _gradients(result, given, all_douts[dout])])
+                wait(device)
+        return results
+
+    def _get_ready(self, device: torch.device, calls: int) -> None:
+        """Have memory for the results of so many calls at hand, and a GPU at its clock."""
+        sizes = [before.numel() for _, before in self._last]
+        rooms = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(calls) for size in sizes]
+        del rooms
+        if device.type == "cuda":
+            work, end = torch.ones(2048, 2048, device=device, dtype=torch.float16), time.monotonic() + _WARM_SECONDS
+            while time.monotonic() < end:
+                work.mm(work)
+                wait(device)
+        wait(device)
+
+    def _returns(self, result: object, call: _Called) -> dict[str, Any]:
+        """Write a result, and what was changed of what was given; return how the judge finds them."""
+        found: list[Tensor] = []
+        structure = _structure(result, found, call.tensors)
+        changed = [
+            at for at, (now, kept) in enumerate(zip(call.storages, call.kept, strict=True)) if not torch.equal(now, kept)
+        ]
+        for at in changed:
+            call.kept[at].copy_(call.storages[at])
+        dense = [one.detach().resolve_conj().resolve_neg().contiguous() for one in found]
+        bytes_of = [one.view(-1).view(torch.uint8) if one.numel() else one.new_empty(0, dtype=torch.uint8) for one in dense]
+        released(self._returned)
+        write(self._returned, [*bytes_of, *(call.storages[at] for at in changed)])
+        if not call.results:
+            call.results[:] = found
+        return {"result": structure, "tensors": [_described(one) for one in found], "changed": changed}
+
+
+def _further(tensor: Tensor, elements: int) -> Tensor:
+    """Return what begins so many elements further on in the memory of a tensor."""
+    moved = tensor.detach().as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()) + elements)
+    return moved.requires_grad_() if tensor.requires_grad else moved
+
+
+def _gradients(result: object, given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of what was given."""
+    found: list[Tensor] = []
+    _structure(result, found, given)
+    pairs = [(out, dout) for out, dout in zip(found, douts, strict=True) if dout is not None]
+    leaves = [one for one in given if one.requires_grad]
+    gradients = iter(torch.autograd.grad([out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True))
+    return [next(gradients) if one.requires_grad else None for one in given]
+
+
+def _with_own_out(keywords: dict[str, Any]) -> dict[str, Any]:
+    return {**keywords, "out": torch.empty_like(keywords["out"])} if "out" in keywords else keywords
+
+
+def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> Any:
+    """Return how a result is made up, for JSON. found: gets its tensors."""
+    if (several := elements(result)) is not None:
+        return {"tuple" if isinstance(result, tuple) else "list": [_structure(one, found, given) for one in several]}
+    result = plain("out", result)
+    if type(result) in (Tensor, torch.nn.Parameter) and result.layout == torch.strided and not result.is_nested:  # type: ignore[attr-defined]
+        for number, one in enumerate(given):
+            if one is result and not one.requires_grad:
+                return {"given": number}
+        found.append(result)  # type: ignore[arg-type]
+        return {"tensor": len(found) - 1}
+    if result is None or type(result) in (bool, int, float, str):
+        return {"plain": result}
+    shape = getattr(result, "shape", None)
+    return {"other": [type(result).__module__, type(result).__name__], "has_shape": shape is not None}
+
+
+def _described(one: Tensor) -> dict[str, Any]:
+    dtype = str(one.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "size": list(one.shape), "device": str(one.device), "needs_grad": one.requires_grad}
+
+
+def _raised(error: BaseException) -> dict[str, str]:
+    """Return what a function has raised, with its own frames."""
+    kind, _, said = traceback.format_exception_only(type(error), error)[0].partition(":")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if f"{_OWN}{os.sep}" not in one.filename]
+    return {
+        "raised": raised_words(kind, said),
+        "text": "".join(traceback.format_list(own or frames)) + "".join(traceback.format_exception_only(type(error), error)),
+    }
+
+
+def main() -> None:
+    """Serve as long as the process lives that has started this one."""
+    descriptor = inherited_channel()
+    if descriptor is None:
+        raise SystemExit("is started by pytest --attn-isolated")
+    told = Channel.of_descriptor(os.dup(descriptor)).recv()
+    if told is None:
+        return
+    sys.path[:] = told["path"]
+    end = socket.socket(fileno=descriptor)
+    _, memory, _, _ = socket.recv_fds(end, 1, 2)
+    for one in (descriptor, *memory):
+        os.set_inheritable(one, False)
+    Server(Line(end), *memory).serve()
+
+
+if __name__ == "__main__":
+    main()

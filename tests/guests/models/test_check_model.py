@@ -1,0 +1,348 @@
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from guests.models.zoo import DIM, HONEST, Attention, Block, Model, autocast_case, case_of, causal, flex_case, full, stack
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import pytest_attn
+from pytest_attn import Workload, check_model
+from pytest_attn.backends.machine import machine_of
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.comparison import Limits
+from pytest_attn.correctness.judge import compare_all
+from pytest_attn.guests.models import judge
+from pytest_attn.guests.models.call_to_workload import DropoutError
+from pytest_attn.guests.models.check import judge_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+GROUPED, CPU = Workload(8, heads=4, kv_heads=2), torch.device("cpu")
+KERNELS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [
+        pytest.param(dtype, kernel, marks=[pytest.mark.slow] * (number in (1, 2)))
+        for number, (dtype, kernel) in enumerate(itertools.product(DTYPES, KERNELS))
+    ],
+    ids=["fp32-math", "fp32-flash", "bf16-math", "bf16-flash"],
+)
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_models_pass_forward_and_backward(name, dtype, kernel):
+    model, step = HONEST[name](dtype)
+
+    with sdpa_kernel([kernel, SDPBackend.MATH]):
+        found = check_model(model, step)
+
+    assert len(found.calls) == {"cross": 1, "uniform": 3}.get(name, 2)
+    assert all(call.has_gradients and len(call.comparison.tensors) == 4 for call in found.calls)
+    assert not found.message
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_flex_attention_is_judged_forward(dtype):
+    model, step = flex_case(dtype)
+
+    found = check_model(model, step, backward=False)
+
+    assert [call.function for call in found.calls] == ["flex_attention"] * 2
+    assert found.calls[0].workload.mask == pytest_attn.Causal()
+
+
+@pytest.mark.parametrize("kept", [{"k": 2}, {"v": 2}], ids=["fewer keys", "fewer values"])
+def test_keys_and_values_in_other_numbers_of_heads_are_judged(kept):
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k[:, : kept.get("k")], v[:, : kept.get("v")], enable_gqa=True)
+
+    assert judge_model(*case_of(stack(attend))).passed
+
+
+@pytest.mark.parametrize(("variant", "is_bottom_right"), [(causal_lower_right, True), (causal_upper_left, False)])
+def test_a_causal_mask_of_torch_that_holds_no_numbers_is_read(variant, is_bottom_right):
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q[:, :, -9:], k, v, attn_mask=variant(9, k.shape[2])).mean(2, keepdim=True)
+
+    found = judge_model(*case_of(stack(attend)))
+
+    assert found.passed
+    assert {call.workload.mask for call in found.calls} == {pytest_attn.Causal(bottom_right=is_bottom_right)}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_in_words():
+    def attend(q, k, v):
+        nested = torch.nested.nested_tensor([q[0, :, :20], q[1]])
+        return F.scaled_dot_product_attention(nested, nested, nested).to_padded_tensor(0.0)
+
+    found = judge_model(*case_of(stack(attend)), backward=False)
+
+    assert "was not judged: q, k and v must be dense tensors; nested ones are not read" in found.message
+
+
+def test_autocast_calls_are_judged_in_the_dtype_that_they_are_computed_in():
+    found = check_model(*autocast_case())
+
+    assert {call.workload.dtype for call in found.calls} == {"bfloat16"}
+
+
+def test_autocast_does_not_cast_what_a_backend_multiplies_in_float32(monkeypatch):
+    """As the float32 copies that MATH makes of q and k: on an H200 their scores were rounded, z 11.5."""
+    seen, math = [], Registry()["math"]
+    prepare = math.prepare
+
+    def watched(inputs, backward):
+        kernel = prepare(inputs, backward)
+
+        def call(q, k, v):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return kernel(q, k, v)
+
+        return call
+
+    monkeypatch.setattr(math, "prepare", watched)
+    check_model(*autocast_case(), math)
+    assert set(seen) == {False}
+
+
+def test_a_function_of_ones_own_has_the_autocast_of_the_model():
+    seen = []
+
+    def mine(q, k, v, workload):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return causal(q, k, v)
+
+    check_model(*autocast_case(), mine)
+    assert set(seen) == {True}
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("backend", [pytest.param("math", marks=pytest.mark.slow), "eager", "sdpa_flash"])
+@pytest.mark.parametrize("name", ["causal", "grouped", "window", "padded", "cross", "encoder", "folded", "shifted-windows"])
+def test_a_backend_of_the_registry_takes_the_place_of_every_call(name, backend):
+    model, step = HONEST[name](torch.bfloat16)
+    if name == "grouped" and (refusals := Registry()[backend].unsupported_because(GROUPED, machine_of(CPU), True)):
+        pytest.skip(refusals[0])  # as with torch 2.6
+
+    found = check_model(model, step, backend)
+
+    assert {call.comparison.subject for call in found.calls} == {backend}
+
+
+# -- functions of the model's own ------------------------------------------------------------------------------------------
+
+
+def test_the_models_own_faulty_function_is_found_where_it_is_named(monkeypatch):
+    model, step = case_of(stack(lambda q, k, v: own_attention(q, k, v, scale=0.25)))
+
+    with pytest.raises(AssertionError, match=r"blocks.0.attn \(own_attention\): mismatch: out of own_attention"):
+        check_model(model, step, functions=[own_attention])
+
+
+def own_attention(q, k, v, scale=None):
+    return (q @ k.mT * scale * 1.02).softmax(-1) @ v
+
+
+def defaulting(q, k, v, is_causal=True, *, scale=0.5, blocks=64):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+
+
+def test_a_named_function_is_asked_with_its_defaults():
+    model, step = case_of(stack(lambda q, k, v: defaulting(q, k, v)))
+
+    (call, _) = check_model(model, step, functions=defaulting).calls
+    assert (call.workload.mask, call.workload.scale) == (pytest_attn.Causal(), 0.5)
+
+
+def test_a_function_that_is_named_and_never_caught_fails():
+    held = own_attention
+    model, step = case_of(stack(lambda q, k, v: held(q, k, v, scale=0.25)))
+    model.blocks[1].attn.attend = causal
+
+    with pytest.raises(AssertionError, match="own_attention was named in functions=, and no call of it was caught"):
+        check_model(model, step, functions=[own_attention])
+
+
+def test_a_function_may_be_named_twice():
+    model, step = case_of(stack(lambda q, k, v: defaulting(q, k, v)))
+
+    assert check_model(model, step, functions=[defaulting, f"{defaulting.__module__}.defaulting"]).calls
+
+
+def biased(q, k, v, mask):
+    return ((q @ k.mT).float() * 0.25 + mask).softmax(-1).to(v.dtype) @ v
+
+
+BIAS = 4 * torch.randn(4, 45, 45, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("attend", "options"),
+    [
+        (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=BIAS), {}),
+        (lambda q, k, v: biased(q, k, v, mask=BIAS), {"functions": [biased], "precision": "eager", "scatter": 0}),
+    ],
+    ids=["sdpa", "named"],
+)
+def test_autocast_casts_an_additive_mask_as_torch_does_and_leaves_that_of_a_named_function(attend, options):
+    model, step = case_of(stack(attend))
+
+    def cast():
+        with torch.autocast("cpu", torch.bfloat16):
+            return step()
+
+    assert check_model(model, cast, **options).calls
+
+
+def dropping(query, key, value, mask=None, dropout=None):
+    return dropout(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_dropout_that_is_a_module_drops_in_training_only(p):
+    model, step = case_of(stack(lambda q, k, v: dropping(q, k, v, dropout=drop)))
+    drop = torch.nn.Dropout(p).eval()
+
+    assert check_model(model, step, functions=dropping).calls
+    if p:
+        drop.train()
+        with pytest.raises(DropoutError):
+            check_model(model, step, functions=dropping)
+
+
+def in_place(q, k, v):
+    q *= 0.25
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def test_a_function_of_ones_own_that_changes_its_input_is_not_judged_backward():
+    model, step = case_of(stack(lambda q, k, v: in_place(4 * q, k, v)))
+
+    assert check_model(model, step, functions=in_place, backward=False).calls
+    with pytest.raises(AssertionError, match="was not judged: it changes its q in place, which hides the gradient"):
+        check_model(model, step, functions=in_place)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_diverged_model_is_told_so(name):
+    def attend(q, k, v):
+        tensors = {"q": q, "k": k, "v": v}
+        tensors[name] = tensors[name].index_fill(2, torch.tensor([5]), float("inf"))
+        return F.scaled_dot_product_attention(*tensors.values(), is_causal=True).nan_to_num(0, 0, 0)
+
+    found = judge_model(*case_of(stack(attend), torch.bfloat16), scatter=0)
+    assert found.notes[0].startswith("2 of 2 calls hold NaN or infinite elements in q, k or v")
+    assert found.notes[0].endswith("(blocks.0.attn, blocks.1.attn)")
+    assert found.passed or f"its {name} holds 128 elements that are NaN or infinite" in found.message
+
+
+def detaching(q, k, v, is_causal=True):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).detach()
+
+
+def test_a_layer_that_gives_no_gradient_is_told():
+    model, step = case_of(stack(causal), torch.bfloat16)
+    model.blocks[1].attn.attend = lambda q, k, v: detaching(q, k, v)
+
+    found = check_model(model, step, functions=[detaching], scatter=0)
+    assert [call.has_gradients for call in found.calls] == [True, False]
+    assert found.notes == (
+        "1 of 2 calls give no gradient, though q, k or v need one: none was compared there (blocks.1.attn)",
+    )
+
+
+def test_a_layer_that_keeps_its_old_implementation_fails_a_replacement():
+    torch.manual_seed(0)
+    old = Attention(lambda q, k, v: (q @ k.mT / 4).softmax(-1) @ v)
+    model, step = case_of(Model(Block(Attention(full)), Block(old), Block(Attention(full))))
+
+    with pytest.raises(AssertionError) as failure:
+        check_model(model, step, "math")
+
+    assert "blocks.1.attn: ran without an attention call that could be replaced by math" in str(failure.value)
+    assert "softmax    ran in blocks.1.attn: is an old implementation left there?" in str(failure.value)
+
+
+def test_a_refused_call_fails_in_the_backends_words_and_names_its_layer():
+    torch.manual_seed(0)
+    model, step = case_of(Model(Block(Attention(full)), Block(Attention(causal))))
+
+    def only_full(workload):
+        return ["takes no mask"] if workload.mask else []
+
+    backend = pytest_attn.backends.backend.FunctionBackend(
+        "mine", lambda q, k, v, workload: full(q, k, v), unsupported_because=only_full
+    )
+    with pytest.raises(
+        AssertionError, match=r"blocks.1.attn: a call of F.scaled_dot_product_attention was not replaced: mine: "
+    ):
+        check_model(model, step, backend)
+
+
+def test_dropout_is_refused():
+    model, step = case_of(stack(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)))
+
+    with pytest.raises(DropoutError, match=r"dropout 0.1 has no right result; set the model's attention dropout to 0"):
+        check_model(model, step)
+
+
+def test_gradients_that_never_arrive_fail_unless_none_are_asked_for():
+    model, step = case_of(stack(lambda q, k, v: full(q.detach(), k.detach(), v.detach())))
+
+    with pytest.raises(AssertionError, match="no gradient arrived at any attention call"):
+        check_model(model, step)
+    assert check_model(model, step, backward=False).passed
+
+
+def test_outputs_without_a_loss_get_gradients_all_the_same():
+    model = stack(causal)
+    x = torch.randn(2, 45, 64)
+
+    assert all(call.has_gradients for call in check_model(model, lambda: {"hidden": model(x)}).calls)
+
+
+def test_inputs_that_are_overwritten_later_are_judged_as_they_were():
+    def overwrites(q, k, v):
+        out = F.scaled_dot_product_attention(q, k, v)
+        q.mul_(3)
+        return out
+
+    model, step = case_of(stack(overwrites).requires_grad_(False))
+
+    assert check_model(model, step, backward=False).passed
+
+
+def test_an_unknown_backend_is_refused_before_anything_runs():
+    model, _ = case_of(stack(full))
+
+    with pytest.raises(ValueError, match="unknown backend"):
+        check_model(model, lambda: pytest.fail("the step ran"), "sdpaa")
+
+
+# -- notes about limits ----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_of_few_rows_is_not_one_in_which_small_faults_cannot_be_seen():
+    model = stack(full)
+    x = torch.randn(1, 5, DIM, generator=torch.Generator().manual_seed(0))
+
+    found = judge_model(model, lambda: model(x).sum())
+
+    assert {row.limits.head for call in found.calls for row in call.comparison.tensors} == {4.0}
+    assert not found.notes
+
+
+def test_limits_that_emulated_kernels_raise_are_told(monkeypatch):
+    monkeypatch.setattr(judge, "_raised", lambda limits, honest, deviations: Limits(20, 20, 20))
+    monkeypatch.setattr(judge, "compare_all", lambda *args: (replace(one, passed=False) for one in compare_all(*args)))
+
+    found = judge_model(*HONEST["causal"](torch.float32))
+
+    assert found.passed
+    assert "small faults cannot be seen in 2 of 2 calls" in found.notes[0]

@@ -1,0 +1,349 @@
+"""Layers that are built alike, one of which asks its attention for something else; and those that differ on purpose."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from guests.models.zoo import HEADS, TOKENS, Attention, Block, Model, case_of, full
+from torch import nn
+
+from pytest_attn.guests.models.check import judge_model
+
+AHEAD = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+REAL = torch.ones(2, TOKENS, dtype=torch.bool)
+REAL[1, :9] = False  # padded on the left
+
+
+def attend(
+    q, k, v, scale=None, window=None, ahead=0, hole=None, is_padded=True, order="interleaved", order_of_v="", change=None
+):
+    visible = (-ahead <= AHEAD) & ((window or TOKENS) > AHEAD) & (hole != AHEAD)
+    if is_padded:
+        visible = visible & REAL[:, None, None] | torch.eye(TOKENS, dtype=torch.bool)
+    q, k, v = change(q, k, v) if change else (q, k, v)
+    k, v = (_shared(t, how) for t, how in ((k, order), (v, order_of_v or order)))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+
+
+def _shared(tensor, order):
+    """Two heads as they are repeated to as many as q has, or as they are."""
+    if order == "grouped":
+        return tensor
+    return tensor.repeat_interleave(2, 1) if order == "interleaved" else tensor.repeat(1, 2, 1, 1)
+
+
+def wrong(*layers, backward=False):
+    """Return what a check says of layers, each of which attends with options of its own, by number."""
+    torch.manual_seed(0)
+    model = Model(*(Block(Attention(partial(attend, **options), heads=HEADS, kv_heads=2)) for options in layers))
+    found = judge_model(*case_of(model), backward=backward)
+    return {number: call.misled for number, call in enumerate(found.calls) if call.misled}
+
+
+SCALES = [
+    ((0.25, 0.25, 0.5), {2: "its scale is 0.5, and 0.25 in blocks.0.attn, which is the same kind of module"}),
+    ((0.25, 0.25, 1.0), {}),
+    ((0.25, 0.0625, 0.25), {1: "its scale is 0.0625, and 0.25 in blocks.0.attn, which is the same kind of module"}),
+    ((0.25, 1.0), {}),
+    ((0.25, 0.125, 0.0625), {}),
+    ((0.25, 0.25, 1.0, 1.0), {}),
+    ((0.1, 0.1, 0.5), {}),
+]
+
+
+@pytest.mark.parametrize(("scales", "said"), SCALES, ids=str)
+def test_a_scale_that_is_far_from_that_of_all_others_is_wrong_where_these_have_the_usual_one(scales, said):
+    assert wrong(*({"scale": scale} for scale in scales)) == said
+
+
+WINDOWS = [
+    ((8, 9, 8), {1: "its window is 9 keys, and 8 in blocks.0.attn, which is the same kind of module"}),
+    ((8, 7), {1: "its window is 7 keys, and 8 in blocks.0.attn, which is the same kind of module"}),
+    ((8, None, 8, None), {}),
+    ((8, 9, 8, 9), {}),
+    ((8, 16, 8), {}),
+    ((8, 9, 10), {}),
+    ((TOKENS - 1, None, TOKENS - 1), {}),
+]
+BOTH = [
+    ((8, 7, 8), {1: "its window is 13 keys, and 15 in blocks.0.attn, which is the same kind of module"}),
+    ((8, 8, 7, 7), {}),
+    ((8, 5, 8), {}),
+]
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(("windows", "said"), WINDOWS, ids=str)
+def test_a_window_that_is_off_by_one_from_all_others_is_wrong(windows, said, is_padded):
+    assert wrong(*({"window": window, "is_padded": is_padded} for window in windows)) == said
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(("windows", "said"), BOTH, ids=str)
+def test_a_window_to_both_sides_is_held_to_those_of_others(windows, said, is_padded):
+    assert wrong(*({"window": window, "ahead": window - 1, "is_padded": is_padded} for window in windows)) == said
+
+
+def test_how_far_keys_lie_that_are_chosen_one_by_one_is_no_window():
+    assert not wrong(*({"window": window, "hole": 3} for window in (8, 9, 8)))
+    assert not wrong(*({"window": window, "ahead": window - 2} for window in (8, 9, 8)))
+
+
+def test_heads_that_share_keys_in_another_order_than_in_other_layers_are_wrong():
+    said = "its heads share keys as 0-1-0-1, and as 0-0-2-2 in blocks.0.attn, which is the same kind of module"
+    assert wrong({}, {"order": "tiled"}, {}) == {1: said}
+    assert not wrong({"order": "tiled"}, {"order": "tiled"})
+    assert wrong({"order": "grouped"}, {"order": "tiled"}, {"order": "grouped"}) == {1: said}
+    assert not wrong({"order": "grouped"}, {}, {"order": "grouped"})
+
+
+def _first_keys_for_all(q, k, v):
+    return q, k[:, :1].expand_as(k), v
+
+
+def test_heads_that_all_have_the_first_keys_are_wrong_where_siblings_have_more():
+    said = "its heads share keys as 0-0-0-0, and as 0-0-2-2 in blocks.0.attn, which is the same kind of module"
+    assert wrong({}, {"change": _first_keys_for_all}, {}) == {1: said}
+    assert not wrong(*[{"change": lambda q, k, v: (q, 0 * k, v)}] * 2, {})
+
+
+def test_heads_that_share_values_in_another_order_than_keys_are_wrong():
+    assert wrong({}, {"order_of_v": "tiled"}) == {1: "its heads share keys as 0-0-2-2, and values as 0-1-0-1"}
+
+
+ALIKE = "which is the same kind of module"
+CHANGES = {
+    "k detached": (lambda q, k, v: (q, k.detach(), v), f"its k gets no gradient, and k gets one in blocks.0.attn, {ALIKE}"),
+    "k in place of v": (
+        lambda q, k, v: (q, k, k),
+        f"its v.weight gets no gradient, and v.weight gets one in blocks.0.attn, {ALIKE}",
+    ),
+    "rounded": (
+        lambda q, k, v: (q, k.bfloat16().float(), v),
+        f"its q, k or v was rounded to bfloat16, and none was in blocks.0.attn, {ALIKE}",
+    ),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_one_layer_alone_leaves_out_or_rounds_is_wrong_but_in_the_first_and_the_last(name):
+    change, said = CHANGES[name]
+    odd = {"change": change}
+
+    assert said in wrong({}, odd, {}, backward=True)[1]
+    for layers in ((odd, {}, {}), ({}, {}, odd), (odd, odd, odd), ({}, odd, odd, {})):
+        assert not wrong(*layers, backward=True)
+
+
+def test_a_layer_whose_result_has_no_gradient_is_wrong():
+    model = Model(*(Block(Attention(attend, kv_heads=2)) for _ in range(3)))
+    model.blocks[1].attn.attend = lambda q, k, v: attend(q, k, v).detach()
+
+    misled = {call.module: call.misled for call in judge_model(*case_of(model)).calls if call.misled}
+    assert list(misled) == ["blocks.1.attn"]
+    assert "gets no gradient, and" in misled["blocks.1.attn"]
+
+
+@pytest.mark.parametrize("lose", [torch.detach, torch.zeros_like], ids=["detached", "dropped"])
+def test_a_layer_whose_result_does_not_count_is_wrong_but_in_the_last(lose):
+    def found(at):
+        model = Model(*(Block(Attention(attend, kv_heads=2)) for _ in range(4)))
+        model.blocks[at].attn.register_forward_hook(lambda part, args, out: lose(out))
+        return {call.module: call.misled for call in judge_model(*case_of(model)).calls if call.misled}
+
+    assert found(1) == {"blocks.1.attn": f"its q gets no gradient, and q gets one in blocks.0.attn, {ALIKE}"}
+    assert not found(3)
+
+
+def test_a_module_that_runs_several_times_may_count_once():
+    model = Model(Block(Attention(attend, kv_heads=2)))
+    x = torch.randn(3, 2, TOKENS, 64)
+
+    assert judge_model(model, lambda: (model(x[0]) + model(x[1]).detach() + model(x[2])).square().mean()).passed
+
+
+class Normed(Attention):
+    """Has norms of q and k, which it uses where it is told so."""
+
+    def __init__(self, uses):
+        super().__init__(full)
+        self.uses, self.q_norm, self.k_norm = uses, nn.LayerNorm(64), nn.LayerNorm(64)
+        self.added_norm = nn.LayerNorm(64)
+
+    def forward(self, x):
+        q, k = (self.q_norm(self.q(x)), self.k_norm(self.k(x))) if self.uses else (self.q(x), self.k(x))
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, self.v(x)))
+        return self.out(full(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_norms_of_q_and_k_that_no_layer_uses_are_told():
+    said = "its module has q_norm, and does not use it: its weights get no gradient, and q, k or v get one"
+    found = judge_model(*case_of(Model(*(Block(Normed(uses=False)) for _ in range(2)))))
+
+    assert [call.misled for call in found.calls] == [said, said]
+    assert judge_model(*case_of(Model(*(Block(Normed(uses=True)) for _ in range(2))))).passed
+    assert judge_model(*case_of(Model(Block(Normed(uses=True)), Block(Normed(uses=False))))).passed  # it may have others' keys
+    cached = Model(*(Block(Normed(uses=False)) for _ in range(2)))
+    frozen = Model(*(Block(Normed(uses=False)) for _ in range(2)))
+    for block in cached.blocks:
+        block.attn.k.requires_grad_(False)
+    assert judge_model(*case_of(cached)).passed
+    for block in frozen.blocks:
+        block.attn.q_norm.requires_grad_(False)
+        block.attn.k_norm.requires_grad_(False)
+    assert judge_model(*case_of(frozen)).passed
+
+
+class Biased:
+    """Adds a bias to scores, but in one layer."""
+
+    def __init__(self, odd):
+        self.odd, self.calls = odd, 0
+
+    def __call__(self, q, k, v):
+        self.calls += 1
+        bias = -AHEAD.abs()[None, None] / 16 * ((self.calls - 1) % 4 != self.odd)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def test_a_bias_that_one_layer_alone_leaves_out_is_told_unless_a_setting_says_so():
+    def found(odd, **settings):
+        model = Model(*(Block(Attention(Biased(odd))) for _ in range(4)))
+        for block in model.blocks:
+            block.attn.attend = model.blocks[0].attn.attend
+        vars(model.blocks[1].attn).update(settings)
+        return {call.label: call.misled for call in judge_model(*case_of(model)).calls if call.misled}
+
+    assert found(1) == {"blocks.1.attn": f"nothing is added to its scores, and a bias is in blocks.0.attn, {ALIKE}"}
+    assert not found(1, is_global=True)
+    assert not found(0)
+    assert not found(None)
+
+
+class Across(nn.Module):
+    """A layer of a decoder, which hands another sequence on as `of` makes it."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.cross, self.of = Crossing(), of
+
+    def forward(self, x, memory):
+        return x + self.cross(x, key_value_states=self.of(memory, x))
+
+
+class Crossing(Attention):
+    def __init__(self):
+        super().__init__(full)
+        self.reads = lambda memory: memory
+
+    def forward(self, x, key_value_states):
+        return super().forward(x, self.reads(key_value_states))
+
+
+OTHERS = {
+    "of another entry": lambda memory, x: memory.flip(0),
+    "of the first entry": lambda memory, x: memory[:1].expand_as(memory),
+    "detached": lambda memory, x: memory.detach(),
+    "its own": lambda memory, x: x,
+}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("is_within", [False, True], ids=["handed", "read"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_layer_that_attends_to_another_sequence_than_all_others_is_wrong(name, is_within):
+    def found(*sources):
+        torch.manual_seed(0)
+        x, memory = torch.randn(2, TOKENS, 64), torch.randn(2, 30, 64, requires_grad=True)
+        layers = nn.ModuleList(Across(same if is_within else source) for source in sources)
+        for layer, source in zip(layers, sources, strict=True):
+            if is_within:
+                layer.cross.reads = lambda memory, source=source: source(memory, x)
+
+        def step():
+            states = x
+            for layer in layers:
+                states = layer(states, memory)
+            return states.square().mean()
+
+        return {call.module: call.misled for call in judge_model(layers, step).calls if call.misled}
+
+    def same(memory, x):
+        return memory
+
+    other = OTHERS[name]
+    said = f"it does not attend to the sequence that is attended to in 0.cross, {ALIKE}"
+    assert found(same, other, same) == {"1.cross": said}
+    assert not found(same, same, other)
+    assert not found(same, other, lambda memory, x: 2 * memory, same)
+
+
+class Masked:
+    """Attends with a mask of its own in one call."""
+
+    def __init__(self, odd):
+        self.odd, self.calls = odd, 0
+
+    def __call__(self, q, k, v):
+        self.calls += 1
+        return F.scaled_dot_product_attention(q, k, v, is_causal=(self.calls - 1) % 6 == self.odd)
+
+
+class Processor:
+    """Attends with a mask that nothing of it says."""
+
+    def __init__(self, is_causal):
+        self._is_causal = is_causal
+
+    def __call__(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self._is_causal)
+
+
+def test_a_mask_that_one_layer_of_many_has_from_nowhere_is_wrong_and_one_that_a_setting_says_is_not():
+    def found(odd, shared=True, **settings):
+        model = Model(*(Block(Attention(Masked(odd))) for _ in range(6)))
+        for at, block in enumerate(model.blocks):
+            if shared:
+                block.attn.attend = model.blocks[0].attn.attend
+            else:  # each has one of its own, as diffusers have processors
+                block.attn.attend = Processor(at == odd)
+        vars(model.blocks[2].attn).update(settings)
+        return {call.label: call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled}
+
+    said = "its mask hides keys, and no key is hidden in blocks.0.attn, which is the same kind of module"
+    assert found(2) == {"blocks.2.attn": said}
+    assert found(2, layer_idx=2) == {"blocks.2.attn": said}
+    assert found(2, shared=False) == {"blocks.2.attn": said}
+    assert not found(0)
+    assert not found(2, is_local=True)
+
+
+class Windowed:
+    """Attends within a window, but in one call."""
+
+    def __init__(self, odd, window):
+        self.odd, self.window, self.calls = odd, window, 0
+
+    def __call__(self, q, k, v):
+        self.calls += 1
+        window = self.window if (self.calls - 1) % 6 == self.odd else 8
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=(AHEAD.abs() < window) & (AHEAD != 2))
+
+
+def test_a_mask_of_its_own_among_many_is_wrong_unless_a_setting_or_the_configuration_says_so():
+    def found(window, odd=2, **settings):
+        model = Model(*(Block(Attention(Windowed(odd, window))) for _ in range(6)))
+        for number, block in enumerate(model.blocks):
+            block.attn.attend, block.attn.layer_idx = model.blocks[0].attn.attend, number
+            vars(block.attn).update(settings)
+        return {call.label: call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled}
+
+    said = f"its mask shows other keys than those that are shown in blocks.0.attn, {ALIKE}"
+    assert found(12) == {"blocks.2.attn": said}
+    assert not found(12, odd=0)
+    kinds = ["window"] * 6
+    assert found(12, config=SimpleNamespace(layer_types=kinds)) == {"blocks.2.attn": said}
+    assert not found(12, config=SimpleNamespace(layer_types=[*kinds[:2], "full", *kinds[3:]]))
