@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
+from pytest_attn.backends.raised import RemoteRaisedError
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.guests.ranks.rank_group import RankGroup, RankRaisedError
+from pytest_attn.guests.ranks.rank_group import RankGroup
 from pytest_attn.guests.ranks.rank_server import RankServer
 
 
@@ -98,7 +99,7 @@ class EmulatedTeam(RankGroup):
                 return {}
             except Exception as error:
                 self.threads.barrier.abort()
-                raise RankRaisedError(f"rank {rank} raised {type(error).__name__}: {error}") from error
+                raise RemoteRaisedError(f"rank {rank} raised {type(error).__name__}: {error}") from error
 
         with ThreadPoolExecutor(len(self.servers)) as threads:
             return list(threads.map(run, range(len(self.servers))))

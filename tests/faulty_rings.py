@@ -1,5 +1,6 @@
 """Every fault of rings.py with a case that shows it, and the identity by which it is named: "" where it is not."""
 
+from functools import partial
 from typing import NamedTuple
 
 from exchanges import EmulatedTeam
@@ -10,6 +11,7 @@ from pytest_attn import Window, Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.diagnosis.diagnose import diagnose
+from pytest_attn.diagnosis.ranks import with_ranks
 from pytest_attn.guests.ranks.subject import RankedCallable
 from pytest_attn.workloads.sharding import Sharding
 
@@ -87,4 +89,4 @@ def judged_over_ranks(kernel, workload, ranks, shard="contiguous", fault="", ref
     )
     callable_ = spec.subject(Registry(), lambda q, k, v: None, kernel.__name__)
     comparison = judge(RankedCallable(callable_, team, sharding), spec, references)
-    return diagnose(comparison, spec.diagnosis_timeout, keep_evidence=True, sharding=sharding)
+    return diagnose(comparison, keep_evidence=True, locate=partial(with_ranks, sharding=sharding))

@@ -44,8 +44,7 @@ def assert_few_calls(report):
 
 
 def judged(target, spec, references=None, **options):
-    comparison = judge(spec.subject(Registry(), target), spec, references or ReferenceCache(), **options)
-    return diagnose(comparison, spec.diagnosis_timeout)
+    return diagnose(judge(spec.subject(Registry(), target), spec, references or ReferenceCache(), **options))
 
 
 def asked(target, spec, only=None, **options):

@@ -20,9 +20,9 @@ LAYERS = (
     "__main__",
     "plugin",
     "hooks",
-    "cases",
     "isolation",
     "guests/ranks",
+    "cases",
     "session",
     "suite",
     "guests/models",
@@ -170,10 +170,10 @@ def test_a_planted_circle_and_a_planted_upward_arrow_are_seen(tmp_path, text, ci
 
 #: what the house may have at most: rooms are the folders of the package, arrows and floors those between them
 MOST = {
-    "files": 240,
+    "files": 242,
     "rooms": 16,
     "floors": 10,
-    "arrows": 64,
+    "arrows": 66,
     "imports within functions": 150,
     "imports for type checkers": 150,
 }

@@ -94,6 +94,10 @@ class NamedFunction:
         """Which of `OFFERED` it takes. Raises UnimportableError."""
         return offered_to(self._function)
 
+    def executor(self, executor: Any) -> Any:
+        """Return the `Executor` that runs it, by default that of its case, which is given."""
+        return executor
+
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:
         """Call it."""
         return self._function(q, k, v, **given)

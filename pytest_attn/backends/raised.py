@@ -54,6 +54,10 @@ class EndsTestError(Exception):
         self.where = where
 
 
+class RemoteRaisedError(RuntimeError):
+    """What is judged raised an exception in another process, which the text names."""
+
+
 #: exceptions of others, by the module and name of one of their classes, and as the text calls them
 _ENDING = {
     ("builtins", "Skipped"): "pytest.skip",  # as pytest says of itself

@@ -16,10 +16,10 @@ from pytest_attn.backends.subject import Dequantizer, RefusedError, Subject
 from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.correctness.tripwire import functions_kept, require_clocks, switches_kept
-from pytest_attn.diagnosis.diagnose import diagnose
+from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.invariants.check import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
 from pytest_attn.latency.kernel_work import work_of
@@ -239,16 +239,16 @@ def measure(
 def _checked(subject: Subject, spec: CheckSpec) -> Comparison:
     """Judge a subject; raises as `check` does."""
     __tracebackhide__ = True
-    comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, ReferenceCache()))
+    comparison = judged_in_words(subject, spec, lambda: judged(Kernel(subject, spec), Context()))
     if not comparison.passed:
-        raise AssertionError(mismatch_text.describe(diagnose(comparison, spec.diagnosis_timeout)))
+        raise AssertionError(mismatch_text.describe(comparison))
     return comparison
 
 
-def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Judged], *lines: str) -> _Judged:
-    """Return what `judged` returns of a subject; of a broken contract say whose it is, and add lines.
+def judged_in_words(subject: Subject, spec: CheckSpec, answer: Callable[[], _Judged], *lines: str) -> _Judged:
+    """Return what `answer` returns of a subject; of a broken contract say whose it is, and add lines.
 
-    Raises ContractError, ValueError where a backend refuses the spec's workload, before or as late as in `judged`, and
+    Raises ContractError, ValueError where a backend refuses the spec's workload, before or as late as in `answer`, and
     NotImplementedError where a callable declines it.
     """
     __tracebackhide__ = True
@@ -259,7 +259,7 @@ def judged_in_words(subject: Subject, spec: CheckSpec, judged: Callable[[], _Jud
     if refused is None:
         try:
             with functions_kept(_named_on(subject, spec)):
-                return judged()
+                return answer()
         except RefusedError as error:
             refused = error
         except ContractError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import count
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,62 +16,50 @@ from pytest_attn.backends.contexts import eager_because
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.streams import leave_memory
 from pytest_attn.backends.subject import Dequantizer, Subject
-from pytest_attn.cases.conclude import CaseRun, mark_of
-from pytest_attn.cases.executor import OnRanks
-from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment
+from pytest_attn.cases.conclude import conclude, skip, skip_unless_runnable
+from pytest_attn.cases.context import CaseContext
+from pytest_attn.cases.evaluator import Evaluator
+from pytest_attn.cases.judgment import FailureToSave, Judgment
 from pytest_attn.cases.latency import Measuring
-from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.model import ModelEvaluator
-from pytest_attn.cases.on_rank import RankCase
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.correctness.judge import judge, judge_output
+from pytest_attn.correctness.judge import Kernel, Output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.diagnose import judged
 from pytest_attn.guests.models.check import Target, module_step
 from pytest_attn.guests.models.comparison import ModelComparison
-from pytest_attn.guests.ranks.rank_server import rank_of
-from pytest_attn.invariants.check import Names, chosen, judge_invariants
+from pytest_attn.invariants.check import chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
-from pytest_attn.isolation.function import isolated_of
-from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject
+from pytest_attn.latency.profiler import Profile, answers_to, may_answer
 from pytest_attn.latency.result import Latency
-from pytest_attn.latency.work import direction_of, measured_peak
+from pytest_attn.latency.work import PeakMemory, direction_of
 from pytest_attn.reports.verdict import Cause, Verdict
-from pytest_attn.session.cover import INFERENCE, left_to_others
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
-from pytest_attn.workloads.sharding import Sharding
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 
-def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase | RankCase:
-    """Make the case of a kernel's test; skips the test where it cannot run, or need not any more.
-
-    On a rank it is the rank's part, in the process that judges what the ranks compute one whose callables run there.
-    """
+def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
+    """Make the case of a kernel's test; skips the test where it cannot run, or need not any more."""
     __tracebackhide__ = True
     item: pytest.Item = request.node
-    session = session_of(item.config)
-    if rank := rank_of(request.config):
-        return RankCase(rank, parameter, mark_of(item, session), session)
-    if parameter.backend and (reason := session.kernels.skipped_because(test_of(item), parameter.backend)):
+    kernels = session_of(item.config).kernels
+    if parameter.backend and (reason := kernels.skipped_because(test_of(item), parameter.backend)):
         pytest.skip(reason)
-    if parameter.ranks and session.kernels.are_tested:
-        mark = mark_of(item, session)
-        executor = OnRanks(item, Sharding(parameter.workload, mark.shard, parameter.ranks), mark.device, session)
-        request.addfinalizer(executor.finish)
-        run = CaseRun(request, parameter, mark, session, executor)
-        if reason := executor.skip_reason():
-            run.skip(None, reason)
-    else:
-        run = CaseRun.of_item(request, parameter)
-    run.skip_unless_runnable(run.backend)
-    return AttentionCase(run)
+    return case_of(CaseContext.of_item(request, parameter))
+
+
+def case_of(context: CaseContext) -> AttentionCase:
+    """Return the case of a test; skips the test where its backend cannot take it."""
+    __tracebackhide__ = True
+    skip_unless_runnable(context, context.backend)
+    return AttentionCase(context)
 
 
 class AttentionCase(CaseTensors):
@@ -81,18 +69,18 @@ class AttentionCase(CaseTensors):
     draws every distribution anew and hands each callable its own copy.
     """
 
-    def __init__(self, run: CaseRun) -> None:
-        super().__init__(run.workload, run.mark, run.session, run.executor)
-        self._run = run
+    def __init__(self, context: CaseContext) -> None:
+        super().__init__(context.workload, context.mark, context.session, context.executor)
+        self._context = context
         self._checked: Subject | None = None
         self._comparison: Comparison | None = None
-        self._measuring = Measuring(self._run)
+        self._measuring = Measuring(context.item.config)
 
     @property
     def backend(self) -> Backend | None:
         """The backend of the case, None where the test takes none."""
         self._looked_at.add("backend")
-        return self._run.backend
+        return self._context.backend
 
     def check(
         self, fn: Callable[..., Any] | Backend | str, name: str | None = None, dequantized: Dequantizer | None = None
@@ -117,14 +105,10 @@ class AttentionCase(CaseTensors):
             ValueError: no backend has the name.
         """
         __tracebackhide__ = True
-        run = self._run
-        subject = run.place(run.subject(fn, name, self._spec, dequantized=dequantized))
-        self._checked, self._comparison = subject, None
-        evaluator = KernelEvaluator(run, subject, self._spec)
-        comparison = run.conclude(evaluator)
-        self._comparison = None if evaluator.trained else comparison  # what is timed is another kernel
-        run.executor.leave(comparison)
-        return comparison
+        self._checked, self._comparison = self._subject(fn, name, dequantized), None
+        self._comparison = conclude(self._context, KernelEvaluator(self._checked, self._spec))
+        self._executor.leave(self._comparison)
+        return self._comparison
 
     def check_invariants(
         self,
@@ -154,10 +138,10 @@ class AttentionCase(CaseTensors):
             ValueError: no invariant has the name, or none is left.
         """
         __tracebackhide__ = True
-        run = self._run
-        subject = run.place(run.subject(fn, name, self._spec, dequantized=dequantized))
-        report = run.conclude(InvariantEvaluator(run, subject, self._spec, only, skip))
-        run.executor.leave(report)
+        names = chosen(only, skip, self._session.settings.thorough)
+        subject = self._subject(fn, name, dequantized)
+        report = conclude(self._context, InvariantEvaluator(subject, self._spec, [one.name for one in names]))
+        self._executor.leave(report)
         return report
 
     def check_module(
@@ -175,7 +159,7 @@ class AttentionCase(CaseTensors):
         """
         __tracebackhide__ = True
         step = module_step(module, inputs, (self._workload.batch, self._workload.q_len))
-        return self._run.conclude(ModelEvaluator(self._run, module, step, backend, functions, scatter))
+        return conclude(self._context, ModelEvaluator(self._context, module, step, backend, functions, scatter))
 
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
@@ -199,17 +183,22 @@ class AttentionCase(CaseTensors):
         """
         __tracebackhide__ = True
         direction, needs_gradients = direction_of(backward), self._mark.backward or bool(backward)
-        run, measuring = self._run, self._measuring
-        subject = run.subject(fn, name, self._spec, backward=bool(backward))
-        measuring.prepare(self._spec.device)
-        subject = run.place(subject)
+        context, measuring, spec = self._context, self._measuring, self._spec
+        subject = self._subject(fn, name, backward=bool(backward))
+        measuring.prepare(spec.device)
         if measuring.mode.checks_first and not self._is_checked(subject, needs_gradients):
             self._checked, self._comparison = subject, None
-            evaluator = KernelEvaluator(run, subject, spec_with(self._spec, needs_gradients), is_timed=True)
-            self._comparison = run.conclude(evaluator)
-        known = run.session, run.item, self._spec, subject, direction, self._comparison
-        latency = measuring.measure(Measurement(*known, number=1, place=run.timing(subject)))
-        run.executor.leave(latency)
+            self._comparison = conclude(context, KernelEvaluator(subject, spec_with(spec, needs_gradients)))
+        measurement = self._executor.of(subject).measurement(
+            session=context.session,
+            item=context.item,
+            spec=spec,
+            subject=subject,
+            direction=direction,
+            comparison=self._comparison,
+        )
+        latency = conclude(context, measuring.evaluator(measurement))
+        self._executor.leave(latency)
         return latency
 
     def assert_close(self, out: torch.Tensor) -> None:
@@ -226,7 +215,7 @@ class AttentionCase(CaseTensors):
             raise ValueError(
                 "a test with ranks compares with attn.check(fn); leave out ranks to compare an output of one process"
             )
-        self._run.conclude(OutputEvaluator(self._run, out, self._spec, self._reference))
+        conclude(self._context, OutputEvaluator(out, self._spec, self._reference))
 
     def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | str | None = None) -> list[Profile]:
         """Assert that `fn` launches a kernel that answers to all of `words`; copies and elementwise kernels do not count.
@@ -247,17 +236,40 @@ class AttentionCase(CaseTensors):
             return []
         if not words or not all(isinstance(word, str) and word.strip() for word in words):
             raise ValueError(f'assert_launched needs words: attn.assert_launched("sm90", "flash"), got {words!r}')
-        subject = self._checked if fn is None else self._run.subject(fn, None, self._spec)
+        subject = self._checked if fn is None else self._subject(fn)
         if subject is None:
             raise ValueError("assert_launched needs a callable: call attn.check(fn) first, or say fn=...")
-        return self._run.conclude(LaunchEvaluator(self._run, subject, self._spec, words))
+        return conclude(self._context, LaunchEvaluator(subject, self._spec, words))
 
     @property
     def is_judged(self) -> bool:
         """Whether the test has judged something, or tried to."""
-        return self._run.is_judged
+        return self._context.is_judged
 
     # -- details -------------------------------------------------------------------------------------------------------
+
+    def _subject(
+        self,
+        fn: Callable[..., Any] | Backend | str,
+        name: str | None = None,
+        dequantized: Dequantizer | None = None,
+        backward: bool = False,
+    ) -> Subject:
+        """Return what the test handed over; skips the test where that cannot take the case.
+
+        A workload of a group that drops probabilities is for callables that say which: it skips the others.
+
+        backward: whether gradients are needed although the marker does not ask for them.
+        """
+        __tracebackhide__ = True
+        context, spec = self._context, self._spec
+        if spec.drops_unseen and context.session.registrations.catalog.group_of(context.workload.name):
+            skip(context, None, "has dropout: needs a callable that returns which weights it kept, returns=('out', 'keep')")
+        subject = context.subject(fn, name, spec, dequantized)
+        is_unasked = isinstance(fn, str) or (backward and not self._mark.backward)
+        if subject.is_backend and is_unasked and context.session.kernels.are_tested:
+            skip_unless_runnable(context, subject, backward)
+        return subject
 
     def _is_checked(self, subject: Subject, backward: bool) -> bool:
         """Whether the test has just checked the same subject, with gradients if they are needed."""
@@ -267,8 +279,8 @@ class AttentionCase(CaseTensors):
 
 def backend_of(case: AttentionCase) -> Backend:
     """Return the backend of a case whose test takes one; which does not count as a look at the case."""
-    run: CaseRun | None = getattr(case, "_run", None)
-    backend = run.backend if run else case.backend  # a rank has no run
+    context: CaseContext | None = getattr(case, "_context", None)
+    backend = context.backend if context else case.backend  # a rank has none
     assert backend is not None
     return backend
 
@@ -277,54 +289,47 @@ def backend_of(case: AttentionCase) -> Backend:
 
 
 class KernelEvaluator(Evaluator[Comparison]):
-    """Holds a subject against exact attention on every input distribution.
+    """Holds a subject against exact attention on every input distribution."""
 
-    is_timed: the kernel that the test says is timed afterwards. trained: in words, where another one was called in its place.
-    """
-
-    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec, is_timed: bool = False) -> None:
+    def __init__(self, subject: Subject, spec: CheckSpec) -> None:
         self.subject: Subject = subject
-        self._is_timed, self.trained = is_timed, ""
-        self._run, self._spec, self.workload = run, spec, run.workload
-        self.doing, self.on = f"checking {subject.name}", run.workload.id
-        self.evidence: FailureToSave = FailureToSave(spec, subject)
+        self._spec, self.workload = spec, spec.workload
+        self.doing, self.on = f"checking {subject.name}", spec.workload.id
 
-    def judge(self) -> Judgment[Comparison]:
+    @property
+    def evidence(self) -> FailureToSave:
+        return FailureToSave(self._spec, self.subject)
+
+    def judge(self, context: CaseContext) -> Judgment[Comparison]:
         __tracebackhide__ = True
-        run, subject, spec = self._run, self.subject, self._spec
-        with measured_peak(spec.device) as peak:
-            by = run.session.references, run.deadline(subject)
-            found = None
-            if not self._is_timed:
-                found, self.trained = passing_in_training(run, subject, spec, lambda spec: judge(subject, spec, *by))
-            comparison = judge(subject, spec, *by) if found is None else found
-        fields, properties = {**figures_of(comparison), "memory": peak.bytes}, z_property(comparison, subject)
-        defects = _shown_by_checks(run.defects_of(subject), spec)
-        if comparison.passed and run.session.settings.profile:
+        executor, spec = context.executor.of(self.subject), self._spec
+        subject = self.subject = executor.place(self.subject, context.session.progress)
+        defects = _shown_by_checks(context.defects_of(subject), spec)
+
+        def known(comparison: Comparison) -> str:
+            return _described(defect for defect in defects if defect.explains(comparison, context.workload))
+
+        peak = PeakMemory(spec.device)
+        by = replace(context.judging(subject), comparing=peak, is_known=lambda found: bool(known(found)))
+        comparison = judged(Kernel(subject, spec), by)
+        facts: Any = {
+            "fields": {**figures_of(comparison), "memory": peak.bytes},
+            "properties": z_property(comparison, subject),
+        }
+        if not comparison.passed:
+            text, evidence = mismatch_text.describe(comparison), replace(self.evidence, comparison=comparison)
+            facts |= {"text": text, "evidence": evidence, "rows": comparison.drawn, "known_defects": known(comparison)}
+            return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), **facts)
+        if context.session.settings.profile:
             try:
-                fields["profiles"] = tuple(one.to_dict() for one in profiles_of(run, subject, spec, with_ceilings=True))
+                profiles = _profiles(context, subject, spec, with_ceilings=True)
             except Exception as error:
                 reason = f"while it was profiled, {type(error).__name__}: {error}".splitlines()[0]
-                return Judgment(Verdict.RAISED, reason=reason, error=error, fields=fields, properties=properties)
-        if comparison.passed:
-            said = [f"{defect.issue} did not show: {defect.summary}" for defect in defects] or [eager_because(), self.trained]
-            fields["cause"] = Cause.DEFECT_NOT_SHOWN.value if defects else ""
-            reason = "; ".join(filter(None, said))
-            return Judgment(Verdict.PASSED, comparison, reason, fields=fields, properties=properties)
-        known = _described(defect for defect in defects if defect.explains(comparison, run.workload))
-        if not known:
-            sharding = None if run.executor.is_here else run.executor.sharding
-            comparison = run.diagnosed(subject.name, comparison, sharding)
-            fields["faults"] = comparison.faults
-        return Judgment(
-            Verdict.MISMATCH,
-            reason=mismatch_text.headline(comparison),
-            text=mismatch_text.describe(comparison),
-            known_defects=known,
-            fields=fields,
-            properties=properties,
-            evidence=replace(self.evidence, comparison=comparison),
-        )
+                return Judgment(Verdict.RAISED, reason=reason, error=error, **facts)
+            facts["fields"]["profiles"] = tuple(one.to_dict() for one in profiles)
+        unshown = [f"{defect.issue} did not show: {defect.summary}" for defect in defects]
+        facts["fields"]["cause"] = Cause.DEFECT_NOT_SHOWN.value if unshown else ""
+        return Judgment(Verdict.PASSED, comparison, "; ".join(unshown) or eager_because(), **facts)
 
 
 class OutputEvaluator(Evaluator[None]):
@@ -332,21 +337,21 @@ class OutputEvaluator(Evaluator[None]):
 
     subject, doing = "out", "comparing out"
 
-    def __init__(self, run: CaseRun, out: torch.Tensor, spec: CheckSpec, reference: Reference) -> None:
-        self._run, self._out, self._spec, self._reference = run, out, spec, reference
-        self.workload, self.on = run.workload, run.workload.id
-        self.evidence: FailureToSave = FailureToSave(spec, None)
+    def __init__(self, out: torch.Tensor, spec: CheckSpec, reference: Reference) -> None:
+        self._output, self.workload, self.on = Output(out, spec, reference), spec.workload, spec.workload.id
 
-    def judge(self) -> Judgment[None]:
-        reference = self._run.session.references.after_call(self._reference)
-        comparison = judge_output(self._out, self._spec, reference)
+    @property
+    def evidence(self) -> FailureToSave:
+        return FailureToSave(self._output.spec, None)
+
+    def judge(self, context: CaseContext) -> Judgment[None]:
+        comparison = judged(self._output, context.judging("out"))
         facts: Any = {"fields": figures_of(comparison), "properties": z_property(comparison, "out")}
         if comparison.passed:
             return Judgment(Verdict.PASSED, **facts)
-        comparison = self._run.diagnosed("out", comparison)
-        facts["fields"] = figures_of(comparison)
         text, evidence = mismatch_text.describe(comparison), replace(self.evidence, comparison=comparison)
-        return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), text=text, evidence=evidence, **facts)
+        facts |= {"text": text, "evidence": evidence, "rows": comparison.drawn}
+        return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), **facts)
 
 
 class InvariantEvaluator(Evaluator[InvariantReport]):
@@ -354,76 +359,54 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
 
     question, wrong = "invariants", Verdict.BROKEN
 
-    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec, only: Names, skip: Names) -> None:
+    def __init__(self, subject: Subject, spec: CheckSpec, names: Sequence[str]) -> None:
         self.subject: Subject = subject
-        self._run, self._spec, self.workload = run, spec, run.workload
-        is_expendable = run.executor.is_expendable or isolated_of(subject) is not None
-        self._here, self._isolated = divided(run, spec, only, skip, is_expendable)
-        self._elsewhere = {} if subject is not run.backend else left_to_others(run.item, run.session)
-        self._trained = ""
-        self.doing, self.on = f"trying the invariants of {subject.name}", run.workload.id
-        self.evidence: FailureToSave = FailureToSave(spec, subject)
+        self._spec, self._names, self.workload = spec, names, spec.workload
+        self.doing, self.on = f"trying the invariants of {subject.name}", spec.workload.id
 
-    def judge(self) -> Judgment[InvariantReport]:
+    @property
+    def evidence(self) -> FailureToSave:
+        return FailureToSave(self._spec, self.subject)
+
+    def judge(self, context: CaseContext) -> Judgment[InvariantReport]:
         __tracebackhide__ = True
-        worker = self._run.session.worker
+        executor = context.executor.of(self.subject)
+        self.subject = executor.place(self.subject, context.session.progress)
+        worker = context.session.worker
         if worker is not None and worker.selected_invariants:  # the process that waits for this one concludes
-            return Judgment(Verdict.HELD, judge_isolated(worker, self.subject, self._tried), is_recorded=False)
-        report = self._tried(self._here)
-        report = replace(report, findings=(*report.findings, *findings_isolated(self._run, self.subject, self._isolated)))
+            tried = partial(self._tried, context)
+            return Judgment(Verdict.HELD, judge_isolated(worker, self.subject, tried), is_recorded=False)
+        here, isolated = divided(self._names, self._spec.device, executor.is_expendable)
+        report = self._tried(context, here)
+        report = replace(report, findings=(*report.findings, *findings_isolated(context, self.subject, isolated)))
         if not report.applied:
             reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
             return Judgment.refused(self.subject, f"none of the requested invariants applies: {reasons}")
         if report.passed:
-            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because(), self._trained))))
+            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because()))))
         broken = tuple(sorted({finding.invariant for finding in report.broken}))
         return Judgment(
             Verdict.BROKEN,
             reason=", ".join(broken),
             text=describe_invariants(report),
-            known_defects=_described(_breaking(self._run.defects_of(self.subject), report.broken)),
+            known_defects=_described(_breaking(context.defects_of(self.subject), report.broken)),
             evidence=replace(self.evidence, broken=broken),
             width=INVARIANT_WIDTH,
         )
 
-    def _tried(self, names: Names, begin: Callable[[str], None] = lambda name: None) -> InvariantReport:
+    def _tried(
+        self, context: CaseContext, names: Sequence[str], begin: Callable[[str], None] = lambda name: None
+    ) -> InvariantReport:
         __tracebackhide__ = True
-        run, subject = self._run, self.subject
-        references, thorough, deadline = run.session.references, run.session.settings.thorough, run.deadline(subject)
-        total, asked = len(chosen(names, None, thorough)), count()
-        with run.session.progress.counting(f"{self.doing} on {self.on}:", total) as progress:
+        session, asked = context.session, count()
+        with session.progress.counting(f"{self.doing} on {self.on}:", len(names)) as progress:
 
             def begun(name: str) -> None:
                 progress(next(asked))
                 begin(name)
 
-            def ask(spec: CheckSpec) -> InvariantReport:
-                return judge_invariants(subject, spec, references, names, None, thorough, deadline, begun, self._elsewhere)
-
-            found, self._trained = passing_in_training(run, subject, self._spec, ask)
-            return ask(self._spec) if found is None else found
-
-
-class _Found(Protocol):
-    @property
-    def passed(self) -> bool: ...
-
-
-Answer = TypeVar("Answer", bound=_Found)
-
-
-def passing_in_training(
-    run: CaseRun, subject: Subject, spec: CheckSpec, ask: Callable[[CheckSpec], Answer]
-) -> tuple[Answer | None, str]:
-    """Return what `ask` finds of a subject called as in training, where others ask for its kernel for inference, and that.
-
-    None where none do, or where it does not pass: then the test's own call decides.
-    """
-    if subject is run.backend and (others := left_to_others(run.item, run.session).get(INFERENCE)):
-        with suppress(Exception):  # the other call says what is wrong
-            if (found := ask(replace(spec, in_training=True))).passed:
-                return found, f"called as in training, and as in inference on {others}"
-    return None, ""
+            thorough, deadline = session.settings.thorough, context.deadline(self.subject)
+            return judge_invariants(self.subject, self._spec, session.references, names, None, thorough, deadline, begun)
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:
@@ -454,16 +437,16 @@ def _described(defects: Iterable[KnownDefect]) -> str:
 
 
 class LaunchEvaluator(Evaluator[list[Profile]]):
-    """Whether each direction of a subject launches a kernel that answers to all of some words."""
+    """Looks whether each direction of a subject launches a kernel that answers to all of some words."""
 
-    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec, words: tuple[str, ...]) -> None:
+    def __init__(self, subject: Subject, spec: CheckSpec, words: tuple[str, ...]) -> None:
         self.subject: Subject = subject
-        self._run, self._spec, self._words, self.workload = run, spec, words, run.workload
-        self.doing, self.on = f"profiling {subject.name}", run.workload.id
+        self._spec, self._words, self.workload = spec, words, spec.workload
+        self.doing, self.on = f"profiling {subject.name}", spec.workload.id
 
-    def judge(self) -> Judgment[list[Profile]]:
+    def judge(self, context: CaseContext) -> Judgment[list[Profile]]:
         __tracebackhide__ = True
-        profiles = profiles_of(self._run, self.subject, self._spec, with_ceilings=False)
+        profiles = _profiles(context, self.subject, self._spec, with_ceilings=False)
         for profile in profiles:
             if not any(answers_to(self._words, symbol) for symbol in profile.symbols):
                 wanted = ", ".join(map(repr, self._words))
@@ -474,13 +457,14 @@ class LaunchEvaluator(Evaluator[list[Profile]]):
         return Judgment(Verdict.PASSED, profiles, is_recorded=False)
 
 
-def profiles_of(run: CaseRun, subject: Subject, spec: CheckSpec, with_ceilings: bool) -> list[Profile]:
+def _profiles(context: CaseContext, subject: Subject, spec: CheckSpec, with_ceilings: bool) -> list[Profile]:
     """Return the profiles of a subject, each direction of which must end in time."""
     __tracebackhide__ = True
-    if isolated_of(subject):
-        raise ValueError("launches are seen in this process only; leave out --attn-isolated, or attn.assert_launched")
-    with run.deadline(subject)():
-        return profile_subject(subject, spec, with_ceilings)
+    with context.deadline(subject)():
+        return context.executor.of(subject).profiles(subject, spec, with_ceilings)
+
+
+# -- invariants that may take CUDA from this process: in another one ---------------------------------------------------
 
 
 #: in place of an outcome, as long as there is none
@@ -489,19 +473,19 @@ _BEGUN: Any = "begun"
 _ISOLATED_ON = frozenset(("cuda",))
 
 
-def divided(run: CaseRun, spec: CheckSpec, only: Names, skip: Names, is_expendable: bool) -> tuple[list[str], list[str]]:
-    """Return which of the chosen invariants run here, and which in another process: none if these are all.
+def divided(names: Sequence[str], device: torch.device, is_expendable: bool) -> tuple[Sequence[str], Sequence[str]]:
+    """Return which invariants run here, and which in another process: none if these are all.
 
     is_expendable: whether what computes is in another process already.
     """
-    wanted = chosen(only, skip, run.session.settings.thorough)
-    may_be_isolated = not is_expendable and spec.device.type in _ISOLATED_ON
-    isolated = [one.name for one in wanted if may_be_isolated and one.may_end_cuda]
-    here = [one.name for one in wanted if one.name not in isolated]
-    return (here, isolated) if here else (isolated, [])
+    if is_expendable or device.type not in _ISOLATED_ON:
+        return names, ()
+    isolated = [one.name for one in chosen(names, None, thorough=True) if one.may_end_cuda]
+    here = [name for name in names if name not in isolated]
+    return (here, isolated) if here else (isolated, ())
 
 
-def findings_isolated(run: CaseRun, subject: Subject, names: Sequence[str]) -> tuple[Finding, ...]:
+def findings_isolated(context: CaseContext, subject: Subject, names: Sequence[str]) -> tuple[Finding, ...]:
     """Ask these invariants in another process, where there are any.
 
     One during which the process ended is broken. One that was not run is not applicable: the test did not come so far, or
@@ -509,8 +493,8 @@ def findings_isolated(run: CaseRun, subject: Subject, names: Sequence[str]) -> t
     """
     if not names:
         return ()
-    leave_memory(torch.device(run.machine.device))
-    isolated = run_isolated(run.item.config, name_for_processes(run.item), names)
+    leave_memory(torch.device(context.machine.device))
+    isolated = run_isolated(context.item.config, name_for_processes(context.item), names)
     mine = {line["invariant"]: line for line in isolated.results if line.get("subject") == subject.name}
     return tuple(_finding(name, mine.get(name), isolated) for name in names)
 
@@ -530,17 +514,17 @@ def _finding(name: str, line: dict[str, Any] | None, isolated: Isolated) -> Find
 
 
 def judge_isolated(
-    worker: WorkerContext, subject: Subject, judged: Callable[[Sequence[str], Callable[[str], None]], InvariantReport]
+    worker: WorkerContext, subject: Subject, tried: Callable[[Sequence[str], Callable[[str], None]], InvariantReport]
 ) -> InvariantReport:
     """Ask what the process that waits for this one wants to know, and hand it over.
 
-    judged: asks invariants by their names, and says of each that it begins.
+    tried: asks invariants by their names, and says of each that it begins.
     """
 
     def begin(name: str) -> None:
         worker.return_result({"subject": subject.name, **asdict(Finding(name, _BEGUN, "", 0))})
 
-    report = judged(worker.selected_invariants, begin)
+    report = tried(worker.selected_invariants, begin)
     for finding in report.findings:
         worker.return_result({"subject": subject.name, **asdict(finding)})
     return report

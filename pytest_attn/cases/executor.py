@@ -1,32 +1,21 @@
-"""Where a callable runs: in this process, or on several ranks. What is judged, and how, is the same."""
+"""Where the callable of a test runs: in this process, in one of its own, or on several ranks. All look alike from here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import pytest
-import torch.distributed as dist
-
-from pytest_attn.backends.builtin import OVER_RANKS
-from pytest_attn.backends.over_ranks import RankBackend
-from pytest_attn.backends.subject import CallableSubject, Subject
-from pytest_attn.cases.judgment import Evaluator, Starting
-from pytest_attn.cases.measurement import TimedOnRanks, TimingPlace
-from pytest_attn.guests.ranks.pool import Pool, PoolRegistry
-from pytest_attn.guests.ranks.subject import RankedBackend, RankedCallable
-from pytest_attn.session.devices import too_few_gpus_because
-from pytest_attn.session.kinds import name_for_processes
-from pytest_attn.session.session import AttentionSession
+from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.measurement import Measurement
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.diagnose import Locate
+from pytest_attn.latency.profiler import Profile, profile_subject
+from pytest_attn.session.progress import Progress
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which not every build of torch has
     from torch.distributed.device_mesh import DeviceMesh
-
-#: `CaseRun.conclude`
-Conclude = Callable[[Evaluator[Any]], Any]
 
 
 class Executor:
@@ -61,96 +50,35 @@ class Executor:
         """How many processes compute the case together."""
         return self.sharding.ranks
 
+    def of(self, subject: Subject) -> Executor:
+        """Return what runs a subject: a function that is named may bring its own."""
+        found: Executor = subject.named.executor(self) if subject.named else self
+        return found
+
     def asked(self, subject: Subject | None) -> Subject | None:
         """Return what is asked whether it takes the case there."""
         return subject
 
-    def place(self, subject: Subject, conclude: Conclude) -> Subject:
-        """Return what computes there what a subject computes. conclude: of the case, for what goes wrong meanwhile."""
+    def contains(self, subject: Subject) -> bool:
+        """Whether none of a subject's code runs in this process, unless that is this package's, or a library's."""
+        return subject.is_contained
+
+    def place(self, subject: Subject, progress: Progress) -> Subject:
+        """Return what computes there what a subject computes: the same, until `leave`, for each judgment of one subject."""
         return subject
 
     def leave(self, result: object) -> None:
         """Let the test go on there, after a judgment that passed with this result."""
 
     @property
-    def timing(self) -> TimingPlace:
-        """Where a subject is timed that was placed."""
-        return TimingPlace()
+    def locate(self) -> Locate | None:
+        """What adds to a mismatch where it was computed; None where that says nothing."""
+        return None
 
+    def profiles(self, subject: Subject, spec: CheckSpec, with_ceilings: bool) -> list[Profile]:
+        """Return the profile of each direction of a subject. Raises ValueError where its launches are not seen."""
+        return profile_subject(subject, spec, with_ceilings)
 
-# -- on ranks ----------------------------------------------------------------------------------------------------------
-
-
-class OnRanks(Executor):
-    """Runs a callable on every rank of a pool, each with its shards; the test runs in each of their processes as well."""
-
-    is_here = False
-    is_expendable = True  # its ranks are processes of their own, and a pool that is lost is replaced
-    has_deadline = True
-    unnamed_because = "ran on several ranks"
-
-    def __init__(self, item: pytest.Item, sharding: Sharding, device: str | None, session: AttentionSession) -> None:
-        """Start nothing yet. device: the one that a marker names."""
-        super().__init__(sharding)
-        self._item, self._settings = item, session.settings
-        self._device, self._machine = session.machines.device(device), session.machines.machine(device)
-        self._pool: Pool | None = None
-
-    def skip_reason(self) -> str | None:
-        """Say that this device, torch or machine has no ranks, or that the workload cannot be split so."""
-        device = self._device
-        if device.type not in ("cpu", "cuda"):
-            return f"ranks run on cpu and cuda, not on {device.type}"
-        if not dist.is_available() or not (dist.is_gloo_available() if device.type == "cpu" else dist.is_nccl_available()):
-            return f"this torch has no {'gloo' if device.type == 'cpu' else 'NCCL'}, which ranks on {device.type} need"
-        return too_few_gpus_because(self.ranks, self._machine) or self.sharding.refused_because()
-
-    def asked(self, subject: Subject | None) -> Subject | None:
-        return RankedBackend(subject, None, self.sharding) if isinstance(subject, RankBackend) else subject
-
-    def place(self, subject: Subject, conclude: Conclude) -> Subject:
-        """Return what hands whole tensors to the ranks, once these have come to the judgment.
-
-        Raises ValueError for what computes in one process only.
-        """
-        __tracebackhide__ = True
-        if not isinstance(subject, CallableSubject | RankBackend):
-            raise ValueError(
-                f"{subject.name} computes in one process; with ranks, attn.check takes a callable of (q, k, v),"
-                f" or one of {', '.join(OVER_RANKS)}"
-            )
-        if subject.is_approximate and isinstance(subject, CallableSubject):
-            raise ValueError(
-                "ranks: a callable that quantizes inside is judged in one process; leave out dequantized= or ranks="
-            )
-        doing = f"starting {self.ranks} ranks"
-        pool: Pool = conclude(Starting(subject, self.sharding.workload, doing, self._come_to_judgment))
-        if isinstance(subject, RankBackend):
-            return RankedBackend(subject, pool, self.sharding)
-        return RankedCallable(subject, pool, self.sharding)
-
-    def leave(self, result: object) -> None:
-        self._ready().leave(result)
-
-    @property
-    def timing(self) -> TimedOnRanks:
-        return TimedOnRanks(self._ready(), self.sharding)
-
-    def _come_to_judgment(self) -> Pool:
-        """Return the pool, whose ranks have come to their next judgment. Raises RanksLostError where they do not."""
-        if self._pool is None:
-            pools = PoolRegistry.of(self._item.config)
-            self._pool = pools.pool(self.ranks, self._device.type, self._settings.rank_timeout)
-            self._pool.run(name_for_processes(self._item))
-        self._pool.await_callable()
-        return self._pool
-
-    def finish(self) -> None:
-        """End the case on the ranks; fail the test where that of a rank has failed after its last judgment."""
-        __tracebackhide__ = True
-        if self._pool is not None and (wrong := self._pool.finish()):
-            pytest.fail(wrong, pytrace=False)
-
-    def _ready(self) -> Pool:
-        assert self._pool is not None
-        return self._pool
+    def measurement(self, **facts: Any) -> Measurement:
+        """Return what times a subject there. facts: the fields of `Measurement`."""
+        return Measurement(**facts)

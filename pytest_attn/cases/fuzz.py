@@ -25,7 +25,8 @@ from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.precision import Precision
 from pytest_attn.cases.case import AttentionCase, KernelEvaluator, spec_with
-from pytest_attn.cases.conclude import CaseRun
+from pytest_attn.cases.conclude import conclude, skip, skip_unless_runnable
+from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.records import RECORDS
 from pytest_attn.correctness.spec import ReferenceCache
@@ -211,7 +212,7 @@ def make_fuzz_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> 
     """Make the case that stands for the draws until the test is called; skips the test where nothing can be drawn for it."""
     item = request.node
     session = session_of(item.config)
-    case = FuzzCase(CaseRun.of_item(request, parameter))
+    case = FuzzCase(CaseContext.of_item(request, parameter))
     if late := _fixtures_made_once(item):
         pytest.skip(f"not fuzzed: fixture {late!r} asks for an attention fixture, and would be made once for all draws")
     from hypothesis import is_hypothesis_test
@@ -242,26 +243,26 @@ class FuzzCase(AttentionCase):
         """Return the same case on another workload."""
         backend = self.backend.name if self.backend else None
         drawn, executor = CaseParameter(workload, backend), Executor.in_process(workload)
-        return FuzzCase(CaseRun(self._run.request, drawn, self._mark, session, executor))
+        return FuzzCase(CaseContext(self._context.request, drawn, self._mark, session, executor))
 
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
     ) -> Latency:
         """Check `fn` and end the draw: its latency is of no interest."""
         __tracebackhide__ = True
-        subject = self._run.subject(fn, name, self._spec, backward=bool(backward))
+        subject = self._subject(fn, name, backward=bool(backward))
         spec = spec_with(self._spec, self._mark.backward or bool(backward))
-        self._run.conclude(KernelEvaluator(self._run, subject, spec))
+        conclude(self._context, KernelEvaluator(subject, spec))
         raise DrawEndsError
 
     def skip(self, reason: str) -> NoReturn:
         """Skip the test of a backend that cannot run at all."""
         assert self.backend is not None
-        self._run.skip(self.backend, reason)
+        skip(self._context, self.backend, reason)
 
     def skip_unless_runnable(self) -> None:
         """Refuse a draw that the device or the backend cannot take."""
-        self._run.skip_unless_runnable(self.backend)
+        skip_unless_runnable(self._context, self.backend)
 
 
 class DrawEndsError(BaseException):

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_attn.backends.raised import EndsTestError
+from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError
 from pytest_attn.backends.subject import Subject
-from pytest_attn.cases.conclude import CaseRun
-from pytest_attn.cases.judgment import Evaluator, Judgment
+from pytest_attn.cases.context import CaseContext
+from pytest_attn.cases.evaluator import Evaluator
+from pytest_attn.cases.judgment import Judgment
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.pytest_benchmark import record_samples
-from pytest_attn.guests.ranks.rank_group import RankRaisedError
 from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineFile, identify
 from pytest_attn.latency.gate import FEWEST_RUNS, Decision
 from pytest_attn.latency.profiler import profile_subject
@@ -427,27 +427,25 @@ _UNDECIDED = (Verdict.NO_BASELINE, Verdict.INCONCLUSIVE)
 class Measuring:
     """The measurements of one test."""
 
-    def __init__(self, run: CaseRun) -> None:
-        self._run = run
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
         self._taken: Counter[tuple[str, ...]] = Counter()
 
     @property
     def mode(self) -> LatencyMode:
         """The run's."""
-        return latency_mode_of(self._run.item.config)
+        return latency_mode_of(self._config)
 
     def prepare(self, device: torch.device) -> None:
         """Get ready for a time that is taken on a device, after a check."""
         if not self.mode.untimed_because(device):
             self.mode.prepare(device)
 
-    def measure(self, measurement: Measurement) -> Latency:
-        """Time what was checked; return the latency of what may pass, and end the test of anything else."""
-        __tracebackhide__ = True
+    def evaluator(self, measurement: Measurement) -> LatencyEvaluator:
+        """Return what takes the time of a test's next measurement."""
         kind = measurement.kind
         self._taken[kind] += 1
-        numbered = replace(measurement, number=self._taken[kind], nth=sum(self._taken.values()))
-        return self._run.conclude(LatencyEvaluator(self._run, numbered, self.mode))
+        return LatencyEvaluator(replace(measurement, number=self._taken[kind], nth=sum(self._taken.values())), self.mode)
 
 
 class LatencyEvaluator(Evaluator[Latency]):
@@ -455,17 +453,19 @@ class LatencyEvaluator(Evaluator[Latency]):
 
     question = "latency"
 
-    def __init__(self, run: CaseRun, measurement: Measurement, mode: LatencyMode) -> None:
+    def __init__(self, measurement: Measurement, mode: LatencyMode) -> None:
         self.subject: Subject = measurement.subject
         self.workload = measurement.spec.workload
-        self._run, self._measurement, self._mode = run, measurement, mode
+        self._measurement, self._mode, self._settings = measurement, mode, measurement.session.settings
         self.doing, self.on = f"timing {measurement.subject.name}", self.workload.id
 
-    def judge(self) -> Judgment[Latency]:
+    def judge(self, context: CaseContext) -> Judgment[Latency]:
         __tracebackhide__ = True
-        measurement, mode = self._measurement, self._mode
-        if reason := mode.untimed_because(measurement.spec.device) or measurement.untimed_because:
+        mode = self._mode
+        if reason := mode.untimed_because(self._measurement.spec.device) or self._measurement.untimed_because:
             return self._untimed(reason)
+        self.subject = context.executor.of(self.subject).place(self.subject, context.session.progress)
+        measurement = self._measurement = replace(self._measurement, subject=self.subject)
         try:
             latency = mode.measure(measurement)
         except (StaleError, DeadlineError, EndsTestError) as error:
@@ -479,15 +479,17 @@ class LatencyEvaluator(Evaluator[Latency]):
                     return self._untimed(f"it passed its check, and declined to be timed: {refusal}")
                 reason = f"right, but not timed: {refusal}"
                 return Judgment.refused(self.subject, reason, Cause.DECLINED, fields={"question": "check"})
-            raised: Any = {"text": str(error)} if isinstance(error, RankRaisedError) else {"error": error}
+            raised: Any = {"text": str(error)} if isinstance(error, RemoteRaisedError) else {"error": error}
             return self._found(Verdict.RAISED, raised_words(type(error).__name__, str(error)), **raised)
         decision = latency.decision
         if not mode.reports or decision is None:
             return Judgment(Verdict.MEASURED, latency, is_recorded=False)
-        if self._run.session.settings.cupti:
+        if self._settings.cupti:
             latency = replace(latency, cupti=self._cupti())
-        self._show_to_benchmark(latency)
-        return self._decided(latency, decision)
+        if is_asked_for(context.item.config):  # pytest-benchmark is there, enabled, and wanted
+            facts = {key: value for key, value in latency.to_dict().items() if key != "samples"}
+            record_samples(context.request, latency.samples, facts)
+        return self._decided(latency, decision, context.command())
 
     def _untimed(self, reason: str) -> Judgment[Latency]:
         if self._requires_decision:
@@ -495,10 +497,13 @@ class LatencyEvaluator(Evaluator[Latency]):
             return self._found(Verdict.UNTIMED, reason, text=text)
         return self._found(Verdict.UNTIMED, reason, skip=f"not timed: {reason}; the check of {self.subject.name} passed")
 
-    def _decided(self, latency: Latency, decision: Decision) -> Judgment[Latency]:
-        """Return what a decision means for the test: what accepts a regression, and what helps where nothing can be said."""
+    def _decided(self, latency: Latency, decision: Decision, command: str) -> Judgment[Latency]:
+        """Return what a decision means for the test: what accepts a regression, and what helps where nothing can be said.
+
+        command: repeats the case.
+        """
         facts: Any = {"result": latency, "latency": latency}
-        name, command, reason = self._measurement.name, self._run.command, decision.reason
+        name, reason = self._measurement.name, decision.reason
         if decision.verdict == Verdict.REGRESSED:
             baseline = self._mode.baselines.of(self._measurement)
             assert baseline is not None
@@ -531,7 +536,7 @@ class LatencyEvaluator(Evaluator[Latency]):
 
     @property
     def _requires_decision(self) -> bool:
-        return self._run.session.settings.latency == "require"
+        return self._settings.latency == "require"
 
     def _cupti(self) -> float | None:
         """Return the device seconds of one call by torch's profiler, None where it has no such direction or device."""
@@ -541,9 +546,3 @@ class LatencyEvaluator(Evaluator[Latency]):
             return None
         spec = replace(measurement.spec, backward=measurement.direction == "backward", inputs=("randn",))
         return profile_subject(measurement.subject, spec, with_ceilings=False)[-1].seconds
-
-    def _show_to_benchmark(self, latency: Latency) -> None:
-        """Give the samples to pytest-benchmark, where it is there, enabled, and asked for."""
-        if is_asked_for(self._run.item.config):
-            facts = {key: value for key, value in latency.to_dict().items() if key != "samples"}
-            record_samples(self._run.request, latency.samples, facts)

@@ -13,8 +13,10 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
-from pytest_attn.cases.conclude import CaseRun
-from pytest_attn.cases.judgment import Evaluator, Judgment, Refusal
+from pytest_attn.cases.conclude import conclude, skip
+from pytest_attn.cases.context import CaseContext
+from pytest_attn.cases.evaluator import Evaluator, Refusal
+from pytest_attn.cases.judgment import Judgment
 from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.measurement import WAITING_SECONDS, Measurement
 from pytest_attn.cases.records import figures_of, z_property
@@ -47,6 +49,8 @@ from pytest_attn.workloads.workload import Workload
 
 __tracebackhide__ = True  # pytest shows a model's own frames, not ours
 
+#: in place of what --attn-save-failures saves
+_NOT_SAVED = "a model's own tensors are not kept; attn.check on the workload of a call, and the kernel, saves them"
 #: what need not fail the test of a model
 Excuse: TypeAlias = Literal["refusals", "known defects"]
 
@@ -54,26 +58,26 @@ Excuse: TypeAlias = Literal["refusals", "known defects"]
 class AttentionModel:
     """The attention of a model, on one device, with one backend where the test takes one."""
 
-    def __init__(self, run: CaseRun) -> None:
-        self._run = run
-        self._measuring = Measuring(run)
+    def __init__(self, context: CaseContext) -> None:
+        self._context = context
+        self._measuring = Measuring(context.item.config)
         self._checked: tuple[object, ...] = ()  # the model, step and backend that were right, and what was found
         self._comparison: ModelComparison | None = None
 
     @property
     def backend(self) -> Backend | None:
         """The backend of the item, None where the test takes none."""
-        return self._run.backend
+        return self._context.backend
 
     @property
     def device(self) -> torch.device:
         """The torch device."""
-        return self._run.session.machines.device(self._run.mark.device)
+        return self._context.session.machines.device(self._context.mark.device)
 
     @property
     def is_judged(self) -> bool:
         """Whether the test has judged something, or tried to."""
-        return self._run.is_judged
+        return self._context.is_judged
 
     def check(
         self,
@@ -103,7 +107,7 @@ class AttentionModel:
         """
         __tracebackhide__ = True
         options: Any = {"inline": inline, "precision": precision, "excused": tuple(excused)}
-        found = self._run.conclude(ModelEvaluator(self._run, model, step, backend, functions, scatter, **options))
+        found = conclude(self._context, ModelEvaluator(self._context, model, step, backend, functions, scatter, **options))
         self._checked, self._comparison = (model, step, backend), found
         return found
 
@@ -128,20 +132,22 @@ class AttentionModel:
         optimizer are left as they were.
         """
         __tracebackhide__ = True
-        run, functions = self._run, as_functions(functions)
-        subject = ModelAttention() if backend is None else replacement(backend, run.session.registrations.registry)
-        if optimizer is not None and not run.mark.backward:
+        context, functions = self._context, as_functions(functions)
+        subject = ModelAttention() if backend is None else replacement(backend, context.session.registrations.registry)
+        if optimizer is not None and not context.mark.backward:
             raise ValueError("attn_model.measure: an optimizer needs gradients; leave out backward=False of the marker")
         self._measuring.prepare(self.device)
         if self._measuring.mode.checks_first and self._checked != (model, step, backend):
             # not yet compiled, so that the first call is timed with what the compiler takes
-            evaluator = ModelEvaluator(run, model, step, backend, functions, scatter=0, inline=inline, compiled=False)
-            self._checked, self._comparison = (model, step, backend), run.conclude(evaluator)
+            evaluator = ModelEvaluator(context, model, step, backend, functions, scatter=0, inline=inline, compiled=False)
+            self._checked, self._comparison = (model, step, backend), conclude(context, evaluator)
         found = self._comparison
         if backend is not None and is_compiled(model):
             reason = "a compiled model is timed with its own attention; to replace that, pass the model before it is compiled"
-            run.conclude(Refusal(_workload_of(type(model).__name__, found), subject, reason, question="latency"))
-        return self._measuring.measure(self._measurement(model, step, subject, optimizer, functions))
+            workload = _workload_of(type(model).__name__, found)
+            conclude(context, Refusal(workload, subject, Judgment.refused(subject, reason), question="latency"))
+        measurement = self._measurement(model, step, subject, optimizer, functions)
+        return conclude(context, self._measuring.evaluator(measurement))
 
     def check_invariants(
         self,
@@ -163,7 +169,7 @@ class AttentionModel:
         ValueError for a compiled mixture of experts. Skips where no invariant applies. The model is left as it was.
         """
         __tracebackhide__ = True
-        return self._run.conclude(ModelInvariantEvaluator(model, batch, only, skip, causal))
+        return conclude(self._context, ModelInvariantEvaluator(model, batch, only, skip, causal))
 
     def check_module(
         self,
@@ -194,16 +200,15 @@ class AttentionModel:
         optimizer: torch.optim.Optimizer | None,
         functions: tuple[Callable[..., Any] | str, ...],
     ) -> ModelMeasurement:
-        run, found = self._run, self._comparison
+        context, found = self._context, self._comparison
         worst = found.worst if found else None
         return ModelMeasurement(
-            session=run.session,
-            item=run.item,
-            spec=CheckSpec(_workload_of(type(model).__name__, found), self.device, backward=run.mark.backward),
+            session=context.session,
+            item=context.item,
+            spec=CheckSpec(_workload_of(type(model).__name__, found), self.device, backward=context.mark.backward),
             subject=subject,
-            direction="forward+backward" if run.mark.backward else "forward",
+            direction="forward+backward" if context.mark.backward else "forward",
             comparison=worst.comparison if worst else None,
-            number=1,
             model=model,
             step=step,
             optimizer=optimizer,
@@ -214,10 +219,11 @@ class AttentionModel:
 
 def make_model_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionModel:
     """Make the case of a model's test; skips the test where its device or backend is not there."""
-    run = CaseRun.of_item(request, parameter)
-    if run.backend is not None and (reason := run.backend.unavailable_because(run.machine) or run.backend.broken_because()):
-        run.skip(run.backend, reason)
-    return AttentionModel(run)
+    context = CaseContext.of_item(request, parameter)
+    backend = context.backend
+    if backend is not None and (reason := backend.unavailable_because(context.machine) or backend.broken_because()):
+        skip(context, backend, reason)
+    return AttentionModel(context)
 
 
 # -- how a model is judged -----------------------------------------------------------------------------------------------
@@ -231,7 +237,7 @@ class ModelEvaluator(Evaluator[ModelComparison]):
 
     def __init__(
         self,
-        run: CaseRun,
+        context: CaseContext,
         model: torch.nn.Module,
         step: Callable[[], Any],
         target: Target | None,
@@ -244,26 +250,28 @@ class ModelEvaluator(Evaluator[ModelComparison]):
     ) -> None:
         if unknown := sorted(set(excused) - set(get_args(Excuse))):
             raise ValueError(f"unknown excuse {unknown[0]!r}; known: {', '.join(get_args(Excuse))}")
-        self._run, self._model, self._step, self._excused = run, model, step, excused
+        self._model, self._step, self._excused = model, step, excused
         self._options: Any = {"functions": functions, "inline": inline, "scatter": scatter}
         self._options |= {"precision": precision, "compiled": compiled}
-        self._replaced = None if target is None else replacement(target, run.session.registrations.registry, precision)
+        self._replaced = None if target is None else replacement(target, context.session.registrations.registry, precision)
         self.subject: Subject | str = self._replaced or "model"
         self.on = type(model).__name__
         self.fields = {"model": self.on}
         self._who = self._replaced.name if self._replaced else "the attention"
         self.doing, self.workload = f"checking {self._who}", _workload_of(self.on, None)
 
-    def judge(self) -> Judgment[ModelComparison]:
+    def judge(self, context: CaseContext) -> Judgment[ModelComparison]:
         __tracebackhide__ = True
-        run, subject = self._run, self._replaced
-        case = f"{self._who} of {self.on}, {run.item.nodeid}"
+        subject, session = self._replaced, context.session
+        case = f"{self._who} of {self.on}, {context.item.nodeid}"
         options = {
             **self._options,
-            "limits": run.session.settings.limits,
-            "deadline": lambda: run.session.deadline.around(case),
+            "limits": session.settings.limits,
+            "context": replace(
+                context.judging(self._who), deadline=lambda: session.deadline.around(case), keeps_evidence=False
+            ),
         }
-        found = judge_model(self._model, self._step, subject, run.mark.backward, **options)
+        found = judge_model(self._model, self._step, subject, context.mark.backward, **options)
         workload = _workload_of(self.on, found)
         if subject is not None and found.refused and self._is_refused(found):
             reasons = "; ".join(dict.fromkeys(refused.reason for refused in found.refused))
@@ -284,7 +292,8 @@ class ModelEvaluator(Evaluator[ModelComparison]):
             return Judgment(Verdict.PASSED, found, **facts)
         is_excused = subject is not None or "known defects" in self._excused
         known = "; ".join(found.known_defects) if is_excused else ""
-        return Judgment(Verdict.MISMATCH, reason=headline(found), text=found.message, known_defects=known, **facts)
+        facts |= {"rows": comparison.drawn if comparison else (), "evidence": _NOT_SAVED, "known_defects": known}
+        return Judgment(Verdict.MISMATCH, reason=headline(found), text=found.message, **facts)
 
     def _is_refused(self, found: ModelComparison) -> bool:
         """Whether all calls were refused, or some, where that is excused and the others are right."""
@@ -303,15 +312,17 @@ class ModelInvariantEvaluator(Evaluator[InvariantReport]):
         self.fields = {"model": self.on}
         self.workload = _workload_of(self.on, None)
 
-    def judge(self) -> Judgment[InvariantReport]:
+    def judge(self, context: CaseContext) -> Judgment[InvariantReport]:
         __tracebackhide__ = True
-        report = judge_model_invariants(*self._asked)
+        with context.session.deadline.around(f"{self.doing} {self.on}, {context.item.nodeid}"):
+            report = judge_model_invariants(*self._asked)
         if not report.applied:
             reasons = "; ".join(f"{finding.invariant}: {finding.evidence}" for finding in report.findings)
             return Judgment.refused(None, f"none of the requested invariants applies: {reasons}")
         reason = ", ".join(finding.invariant for finding in report.broken) or "; ".join(report.notes)
         verdict, width = Verdict.HELD if report.passed else Verdict.BROKEN, INVARIANT_WIDTH
-        return Judgment(verdict, report, reason, text=describe_invariants(report), width=width)
+        text, evidence = describe_invariants(report), "" if report.passed else _NOT_SAVED
+        return Judgment(verdict, report, reason, text=text, evidence=evidence, width=width)
 
 
 def _workload_of(name: str, found: ModelComparison | None) -> Workload:

@@ -171,9 +171,9 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: Bas
     notes = getattr(error, "__notes__", ())
     noted = taken_apart("\n".join([reason, *notes])) if notes else []
     case = getattr(item, "funcargs", {}).get("attn")
-    run = getattr(case, "_run", None)
-    subject = (run and (run.asked or run.backend)) or parameter.backend or "-"
-    command = run.command if run else f"pytest {shlex.quote(item.nodeid)}"
+    context = getattr(case, "_context", None)
+    subject = (context and (context.asked or context.backend)) or parameter.backend or "-"
+    command = context.command() if context else f"pytest {shlex.quote(item.nodeid)}"
     try:
         facts = facts_of(session_of(item.config), parameter.workload, subject, device_of(item))
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised

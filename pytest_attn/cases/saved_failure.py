@@ -22,10 +22,10 @@ from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.cases.api import judged_in_words
 from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.diagnosis.diagnose import diagnose
+from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.invariants.check import judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled
@@ -250,11 +250,10 @@ class Failure:
             if not report.passed:
                 raise AssertionError(f"{describe_invariants(report)}\n{reproduce}")
             return report
-        comparison = judged_in_words(subject, spec, lambda: judge(subject, spec, references), self._reproduce())
+        tell = partial(judged, Kernel(subject, spec), Context(references))
+        comparison = judged_in_words(subject, spec, tell, self._reproduce())
         if not comparison.passed:
-            raise AssertionError(
-                f"{mismatch_text.describe(diagnose(comparison, spec.diagnosis_timeout))}\n{self._reproduce()}"
-            )
+            raise AssertionError(f"{mismatch_text.describe(comparison)}\n{self._reproduce()}")
         return comparison
 
     def _workload(self) -> Workload:

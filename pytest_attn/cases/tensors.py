@@ -275,7 +275,6 @@ class CaseTensors:
             declared=mark.declared,
             seed=settings.seed,
             limits=settings.limits,
-            diagnosis_timeout=settings.diagnosis_timeout,
         )
 
     @property

@@ -198,6 +198,11 @@ class Comparison:
         return tuple(dict.fromkeys(hint.fault for hint in hints if hint.fault))
 
     @property
+    def drawn(self) -> tuple[int, ...]:
+        """Wrong rows that this call alone was asked about, as `Mismatch.drawn`."""
+        return self.mismatch.drawn if self.mismatch else ()
+
+    @property
     def changed(self) -> tuple[str, ...]:
         """The inputs that the callable changed in place."""
         return tuple(self.changes)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,6 +60,32 @@ from pytest_attn.workloads.workload import Workload, sequence_lengths
 FEW_ROWS = 16
 LSE_TOLERANCE = 1e-5  # of 1 + |lse|: float32 sums of exponentials are that good
 LSE_BUDGETS = 8.0  # of the scores' noise
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A subject under a spec, which says on what it is judged and what it declares."""
+
+    subject: Subject
+    spec: CheckSpec
+
+    def compared(self, references: ReferenceCache, deadline: Callable[[], AbstractContextManager[object]]) -> Comparison:
+        """Return the comparison, as `judge` does."""
+        __tracebackhide__ = True
+        return judge(self.subject, self.spec, references, deadline)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output, already computed and in the spec's layout, of which `reference` has the exact values."""
+
+    out: object
+    spec: CheckSpec
+    reference: Reference
+
+    def compared(self, references: ReferenceCache, deadline: Callable[[], AbstractContextManager[object]]) -> Comparison:
+        """Return the comparison, as `judge_output` does."""
+        return judge_output(self.out, self.spec, references.after_call(self.reference))
 
 
 def judge(

@@ -8,8 +8,9 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ from pytest_attn.correctness.comparison import (
     Hint,
     Limits,
     Location,
+    Mismatch,
     Returned,
     TensorComparison,
     describe_rows,
@@ -29,6 +31,7 @@ from pytest_attn.correctness.comparison import (
 )
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.reference import Reference, compute_reference, few_threads, score_elements
+from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores, roundings
 from pytest_attn.diagnosis.backward_faults import (
     GradientOfRegion,
@@ -60,14 +63,14 @@ from pytest_attn.diagnosis.forward_faults import (
     worst_rows,
 )
 from pytest_attn.diagnosis.hypothesis import AttentionFault, FaultHypothesis, Fit, Other, Seen, View, explains, of_workload
-from pytest_attn.diagnosis.ranks import with_ranks
 from pytest_attn.diagnosis.steps import regions_of
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.parameters import is_of_parameter
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload, is_interleaved, key_heads, repeated
 
 _Tried = TypeVar("_Tried")
+#: adds to an explained mismatch, of which there is this evidence
+Locate: TypeAlias = Callable[[Mismatch, Evidence], Mismatch]
 
 
 class TimeBudget:
@@ -138,13 +141,55 @@ _PACKED_ELEMENTS = 1 << 24
 _ATTENTIONS, _STEPS = "likely mistakes", "mistakes in steps of the backward pass"
 
 
+class Judged(Protocol):
+    """Something that is compared with exact attention: a kernel on a workload, one output, a call of a model."""
+
+    def compared(self, references: ReferenceCache, deadline: Callable[[], AbstractContextManager[object]]) -> Comparison:
+        """Return the comparison; its mismatch has the evidence for a diagnosis."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a judgment may use, and what it is to keep.
+
+    Args:
+        references: exact results, and the inputs that these are of.
+        deadline: makes a context that surrounds each call of a kernel.
+        comparing: surrounds the comparison, as what counts its memory.
+        diagnosis_timeout: seconds in which what explains a fault is looked for, 0 for no end.
+        diagnosing: makes a context that surrounds the diagnosis, as of a line of progress.
+        keeps_evidence: keep the tensors of a mismatch with the comparison.
+        is_known: whether a mismatch is explained already, as by a known defect; then nothing else is looked for.
+        locate: adds what is known of where a result was computed, as on which ranks.
+    """
+
+    references: ReferenceCache = field(default_factory=ReferenceCache)
+    deadline: Callable[[], AbstractContextManager[object]] = nullcontext
+    comparing: AbstractContextManager[object] = field(default_factory=nullcontext)
+    diagnosis_timeout: float = 60.0
+    diagnosing: Callable[[], AbstractContextManager[object]] = nullcontext
+    keeps_evidence: bool = False
+    is_known: Callable[[Comparison], bool] = lambda comparison: False
+    locate: Locate | None = None
+
+
+def judged(subject: Judged, context: Context) -> Comparison:
+    """Return how far a subject is from exact attention, and what explains it where it is wrong. Raises as its `compared`."""
+    __tracebackhide__ = True
+    with context.comparing:
+        comparison = subject.compared(context.references, context.deadline)
+    if comparison.passed or context.is_known(comparison):
+        return comparison
+    with context.diagnosing():
+        return diagnose(comparison, context.diagnosis_timeout, context.keeps_evidence, context.locate)
+
+
 def diagnose(
-    comparison: Comparison, seconds: float = 60.0, keep_evidence: bool = False, sharding: Sharding | None = None
+    comparison: Comparison, seconds: float = 60.0, keep_evidence: bool = False, locate: Locate | None = None
 ) -> Comparison:
     """Return a comparison with what explains the first tensor that is wrong; as it is where none is.
 
-    seconds: for which it is looked for, 0 for no end. keep_evidence: keep the tensors of the mismatch with the comparison.
-    sharding: of ranks that have computed the result, None where one process has.
+    Arguments are those of `Context`.
     """
     mismatch = comparison.mismatch
     if mismatch is None or mismatch.evidence is None:
@@ -160,9 +205,7 @@ def diagnose(
         left_out = f"not all of these were tried: {', '.join(case.time.left_out)}"
         hints.append(Hint("", f"after {seconds:g} s (--attn-diagnosis-timeout), {left_out}", "left out"))
     explained = replace(mismatch, location=location, hints=tuple(hints), evidence=evidence if keep_evidence else None)
-    if sharding is not None:
-        explained = with_ranks(explained, evidence, sharding)
-    return replace(comparison, mismatch=explained)
+    return replace(comparison, mismatch=locate(explained, evidence) if locate else explained)
 
 
 def _explanation(row: TensorComparison, evidence: Evidence, case: Case) -> tuple[Location, list[Hint]]:

@@ -239,7 +239,7 @@ class Probe:
         """The callable, prepared for the workload where a backend makes it."""
         __tracebackhide__ = True
         with self.calling():
-            return self.subject.prepare(self.inputs, self.spec.trains)
+            return self.subject.prepare(self.inputs, self.spec.backward)
 
     def calling(self) -> AbstractContextManager[object]:
         """Surround a call as the case wants it, silencing a library's warnings."""
@@ -276,9 +276,9 @@ class Probe:
         needing = spec.leaves if needing is None else needing
         v = tensors.k[..., : self.workload.v_head_dim] if self.workload.v_in_k else tensors.v
         given = dict(zip("qkv", (tensors.q, tensors.k, v), strict=True))
-        leaves = [t.detach().requires_grad_(spec.trains and name in needing) for name, t in given.items()]
+        leaves = [t.detach().requires_grad_(spec.backward and name in needing) for name, t in given.items()]
         self.count.calls += 1
-        without = nullcontext() if spec.trains else torch.no_grad()
+        without = nullcontext() if spec.backward else torch.no_grad()
         with self.calling(), seeded(spec), without, switches_kept(self.device.type):
             result = kernel(*leaves)
         names = spec.results

@@ -18,20 +18,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pytest
 import torch
 from torch import Tensor
 
 from pytest_attn.backends.named import OFFERED, NamedFunction
-from pytest_attn.backends.raised import EndsTestError
-from pytest_attn.backends.subject import Subject
+from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError
 from pytest_attn.correctness.contract import ContractError, elements
-from pytest_attn.guests.ranks.rank_group import RankRaisedError
 from pytest_attn.isolation.wire import GarbageError, Line, pickled, put, read_bytes, released, shared_memory
 from pytest_attn.latency.disturbance import process_waited
 from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
-from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
 from pytest_attn.processes.last_words import ending, last_words
 from pytest_attn.processes.launcher import Launcher
 from pytest_attn.session.deadline import DeadlineError
@@ -54,7 +50,7 @@ _BYTES, _TIMES = 1 << 30, 32
 _DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
-class IsolatedRaisedError(RankRaisedError):
+class IsolatedRaisedError(RemoteRaisedError):
     """The callable raised an exception in its process, or cannot be imported there; the text says it."""
 
 
@@ -221,9 +217,12 @@ class IsolatedFunction(NamedFunction):
     is_isolated = True
     _numbers = itertools.count(1)
 
-    def __init__(self, name: str, seconds: float, launcher: Launcher) -> None:
+    def __init__(
+        self, name: str, seconds: float, launcher: Launcher, executor: Callable[[IsolatedFunction, Any], Any]
+    ) -> None:
+        """Start nothing yet. seconds: a call may take. executor: makes what runs it, in place of that of its case."""
         super().__init__(name)
-        self._seconds, self._launcher = seconds, launcher
+        self._seconds, self._launcher, self._executor = seconds, launcher, executor
         self._process: IsolatedProcess | None = None
         self._recorded: list[Recorded] | None = None
         self._replayed: Recorded | None = None
@@ -248,6 +247,9 @@ class IsolatedFunction(NamedFunction):
     @property
     def wanted(self) -> Sequence[str]:
         return self.start().wanted
+
+    def executor(self, executor: Any) -> Any:
+        return self._executor(self, executor)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
         """Hand copies over; return a copy of what it returns, and put what it has changed into what was given."""
@@ -514,30 +516,3 @@ def _require_absent(name: str) -> None:
             f"{name}: {module} is imported in the process that judges, too, which --attn-isolated is to keep its code out of:"
             " import it in no test or conftest"
         )
-
-
-# -- those of a run ----------------------------------------------------------------------------------------------------------
-
-
-def isolated_of(subject: object) -> IsolatedFunction | None:
-    """Return the function of a subject that runs in a process of its own; None for any other."""
-    found = subject.named if isinstance(subject, Subject) else None
-    return found if isinstance(found, IsolatedFunction) else None
-
-
-def isolate(config: pytest.Config, timeout: float) -> Callable[[str], NamedFunction]:
-    """Return what makes functions by their names whose processes end with the run. timeout: of a call, 0 for the usual one."""
-    launcher = Launcher(modules_ahead, keeps_server=True)
-    config.add_cleanup(launcher.close)
-
-    def named(name: str) -> NamedFunction:
-        made = IsolatedFunction(name, timeout or SECONDS, launcher)
-        config.add_cleanup(made.close)
-        return made
-
-    return named
-
-
-def modules_ahead() -> list[str]:
-    """Return what a server imports ahead: what each process needs, and neither pytest nor anything of the tests."""
-    return [*(one for one in all_modules_ahead() if one.startswith(("torch", "triton"))), "pytest_attn.isolation.worker"]

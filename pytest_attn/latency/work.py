@@ -1,10 +1,10 @@
 """What is timed, seen by those that time it; a kernel: latency/kernel_work.py, a step of a model: models/step_timing.py."""
 
+from __future__ import annotations
+
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -155,25 +155,24 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
     return _bytes(device, "peak") - before
 
 
-@dataclass
-class Peak:
-    """The bytes that were held on a device at the peak of some work, beyond what was held before; 0 where none counts them."""
+class PeakMemory:
+    """Counts what the work inside holds on a device at its peak, with all that it frees again, beyond what was held before.
 
-    bytes: int = 0
+    bytes: once the work is done; 0 where none counts them.
+    """
 
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._counts, self.bytes = device, device.type == "cuda", 0
 
-@contextmanager
-def measured_peak(device: torch.device) -> Iterator[Peak]:
-    """Count what the work inside holds at its peak, with all that it frees again."""
-    peak = Peak()
-    if device.type != "cuda":
-        yield peak
-        return
+    def __enter__(self) -> PeakMemory:
+        if self._counts:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = _bytes(self._device, "current")
+        return self
 
-    torch.cuda.reset_peak_memory_stats(device)
-    before = _bytes(device, "current")
-    yield peak
-    peak.bytes = _bytes(device, "peak") - before
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._counts and kind is None:
+            self.bytes = _bytes(self._device, "peak") - self._before
 
 
 def _bytes(device: torch.device, when: Literal["current", "peak"]) -> int:

@@ -34,6 +34,8 @@ from pytest_attn.workloads.workload import Workload
 PLACEHOLDER = Workload(1, name="fuzz")
 #: the marker that has tests skipped
 _REQUIRES = "attention_requires"
+#: what makes the case of an item over ranks
+_RANKED_MAKER = "pytest_attn.guests.ranks.case:make_ranked_case"
 #: what makes the case of an item of --attn-fuzz
 _FUZZ_MAKER = "pytest_attn.cases.fuzz:make_fuzz_case"
 
@@ -87,7 +89,7 @@ class KernelItems(Items):
     def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
         cases = super().cases(mark, names, session)
         if mark.ranks:
-            return [replace(case, ranks=ranks) for case in cases for ranks in mark.ranks]
+            return [replace(case, ranks=ranks, maker=_RANKED_MAKER) for case in cases for ranks in mark.ranks]
         backends = dict.fromkeys(case.backend for case in cases) if session.settings.fuzz and "attn" in names else ()
         return [*cases, *(CaseParameter(PLACEHOLDER, backend, maker=_FUZZ_MAKER) for backend in backends)]
 

@@ -15,7 +15,7 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.configured import joined, split
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current
-from pytest_attn.backends.subject import Dequantizer, Subject
+from pytest_attn.backends.subject import Subject
 from pytest_attn.reports.records import changed, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import Machines
@@ -79,21 +79,9 @@ class SelectedKernels:
         """Return the backend of a case."""
         return self.registrations.registry[name]
 
-    def subject(
-        self,
-        target: Target,
-        name: str | None,
-        spec: CheckSpec,
-        own: Backend | None,
-        within: str = "",
-        dequantized: Dequantizer | None = None,
-    ) -> Subject:
-        """Return what a test handed over, or what is tested in its place.
-
-        own: the backend of the case. within: the qualified name of the test. dequantized: what a callable that quantizes
-        makes of q, k and v.
-        """
-        return spec.subject(self.registrations.registry, target, name, within, dequantized)
+    def in_place_of(self, backend: Backend, spec: CheckSpec) -> Subject | None:
+        """Return what is tested in place of what a test with a backend of its case hands over; None for that itself."""
+        return None
 
     def skipped_because(self, test: str, name: str) -> str | None:
         """Say why a case need not run any more, None where it must."""
@@ -194,19 +182,9 @@ class Mutants(SelectedKernels):
             self._made[name] = self._mutants[name].backend()
         return self._made[name]
 
-    def subject(
-        self,
-        target: Target,
-        name: str | None,
-        spec: CheckSpec,
-        own: Backend | None,
-        within: str = "",
-        dequantized: Dequantizer | None = None,
-    ) -> Subject:
-        if own is None:
-            return super().subject(target, name, spec, own, within, dequantized)
-        self._asked[MUTANT + own.name] = spec
-        return own
+    def in_place_of(self, backend: Backend, spec: CheckSpec) -> Subject | None:
+        self._asked[MUTANT + backend.name] = spec
+        return backend
 
     def skipped_because(self, test: str, name: str) -> str | None:
         """Say that the same test has killed a mutant on another workload."""

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pytest_attn import Workload
-from pytest_attn.cases.measurement import TimedOnRanks
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.guests.ranks.measurement import RankedMeasurement
 from pytest_attn.workloads.sharding import Sharding
 
 
@@ -15,5 +16,12 @@ from pytest_attn.workloads.sharding import Sharding
 )
 def test_ranks_that_share_a_gpu_are_not_timed(device, there, reason):
     machines = SimpleNamespace(machine=lambda name: SimpleNamespace(device_count=there))
-    place = TimedOnRanks(None, Sharding(Workload(64, heads=2), "contiguous", 2))
-    assert place.untimed_because(torch.device(device), SimpleNamespace(machines=machines)) == reason
+    workload = Workload(64, heads=2)
+    facts = dict.fromkeys(("item", "subject", "direction", "comparison", "pool"))
+    measurement = RankedMeasurement(
+        **facts,
+        session=SimpleNamespace(machines=machines),
+        spec=CheckSpec(workload, torch.device(device)),
+        sharding=Sharding(workload, "contiguous", 2),
+    )
+    assert measurement.untimed_because == reason

@@ -10,8 +10,10 @@ from pytest_attn.session.progress import Progress
 
 #: asks whether a callable returns numbers: a marker, a fixture, a case, an evaluator
 TOY = """
-from pytest_attn.cases.judgment import Evaluator, FailureToSave, Judgment
-from pytest_attn.cases.conclude import CaseRun
+from pytest_attn.cases.evaluator import Evaluator
+from pytest_attn.cases.judgment import FailureToSave, Judgment
+from pytest_attn.cases.conclude import conclude, skip_unless_runnable
+from pytest_attn.cases.context import CaseContext
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.session.kinds import Kind
 from pytest_attn.reports.verdict import Verdict
@@ -27,42 +29,42 @@ KIND = Kind(
 )
 
 def make_case(request, parameter):
-    run = CaseRun.of_item(request, parameter)
-    run.skip_unless_runnable(run.backend)
-    return Case(run)
+    context = CaseContext.of_item(request, parameter)
+    skip_unless_runnable(context, context.backend)
+    return Case(context)
 
 class Case:
-    def __init__(self, run):
-        self._run, self.backend = run, run.backend
+    def __init__(self, context):
+        self._context, self.backend = context, context.backend
 
     @property
     def is_judged(self):
-        return self._run.is_judged
+        return self._context.is_judged
 
     def check(self, fn, saves=True):
         __tracebackhide__ = True
-        run = self._run
-        spec = CheckSpec(run.workload, run.session.machines.device(run.mark.device))
-        return run.conclude(Toy(run, run.subject(fn, None, spec), spec, saves))
+        context = self._context
+        spec = CheckSpec(context.workload, context.session.machines.device(context.mark.device))
+        return conclude(context, Toy(context.subject(fn, None, spec), spec, saves))
 
 class Toy(Evaluator):
     question = "toy"
 
-    def __init__(self, run, subject, spec, saves):
-        self.subject, self.workload, self._run, self._spec, self._saves = subject, run.workload, run, spec, saves
-        self.doing, self.on = f"toying with {subject.name}", run.workload.id
+    def __init__(self, subject, spec, saves):
+        self.subject, self.workload, self._spec, self._saves = subject, spec.workload, spec, saves
+        self.doing, self.on = f"toying with {subject.name}", spec.workload.id
 
     @property
     def evidence(self):
         return FailureToSave(self._spec, self.subject) if self._saves else "a toy keeps no tensors"
 
-    def judge(self):
+    def judge(self, context):
         inputs = draw_inputs(self.workload)
         out = self.subject.prepare(inputs)(inputs.q, inputs.k, inputs.v)
         wrong = int(out.isnan().sum())
         if not wrong:
             return Judgment(Verdict.PASSED, out.numel(), "all are numbers", fields={"tensor": "out"})
-        known = "; ".join(one.issue for one in self._run.defects_of(self.subject))
+        known = "; ".join(one.issue for one in context.defects_of(self.subject))
         text = f"{wrong} NaN in out of {self.subject.name}"
         return Judgment(Verdict.MISMATCH, reason=text, text=text, known_defects=known, evidence=self.evidence)
 """

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,6 +20,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.tripwire import functions_kept
+from pytest_attn.diagnosis.diagnose import Context
 from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.capture import AttentionCall, Expected, Recorder
 from pytest_attn.guests.models.comparison import CallComparison, ModelComparison, describe
@@ -109,12 +110,13 @@ def judge_model(
     scatter: int = 4,
     precision: str | Precision | None = None,
     compiled: bool = True,
-    deadline: Callable[[], AbstractContextManager[object]] = nullcontext,
+    context: Context | None = None,
 ) -> ModelComparison:
     """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`.
 
-    compiled: judge the run of a compiled model, too. deadline: makes a context that surrounds the run whose calls are judged.
+    compiled: judge the run of a compiled model, too. context: of each call; its deadline surrounds the run that is judged.
     """
+    context = context or Context()
     require_arguments(model, step)
     refuse_scripted(model)
     if torch.is_inference_mode_enabled():  # the step alone runs in it
@@ -128,7 +130,7 @@ def judge_model(
     with outside_inference(), ending_no_test(name), unlimited_recompiles(), untouched(model) as again:
         masks, note = expected_masks(step, model) if subject is None else ({}, "")
         again()
-        judged = _Judged(limits, machine)
+        judged = _Judged(limits, machine, context)
         recorder: Recorder
         if subject is None:
             recorder = Recorder(judged.judge, backward, masks, judges=True, precision=precision)
@@ -136,7 +138,7 @@ def judge_model(
             recorder = Replacer(subject, machine, judged.judge, backward)
         replaces = subject is not None and lacks_masks(model, is_replaced=True)
         calling = subject.calling() if subject else nullcontext()
-        with deadline(), intercept_attention(recorder, model, functions, replaces) as tracker, calling:
+        with context.deadline(), intercept_attention(recorder, model, functions, replaces) as tracker, calling:
             try:
                 result = run_step(step, model, backward)
             except Exception as error:
@@ -188,13 +190,13 @@ _INFERS = "the step runs in inference mode, where nothing has a gradient: forwar
 class _Judged:
     """Judges each call once it is complete, and keeps the judgment only."""
 
-    def __init__(self, limits: str, machine: Machine) -> None:
+    def __init__(self, limits: str, machine: Machine, context: Context) -> None:
         self.calls: list[CallComparison] = []
         self.fills_empty_rows, self.has_empty_rows = False, False
         self._diverged: list[tuple[int, str]] = []
         self._detached: list[tuple[int, str]] = []
         self._narrower: list[tuple[int, str]] = []
-        self._limits, self._machine = limits, machine
+        self._limits, self._machine, self._context = limits, machine, context
 
     def notes(self, model: torch.nn.Module, tracker: Tracker) -> Iterator[str]:
         """Say what cannot be seen, and what was not judged."""
@@ -252,7 +254,7 @@ class _Judged:
         if call.is_narrower:
             self._narrower.append((call.order, call.label))
         try:
-            comparison = judge_call(call, self._limits)
+            comparison = judge_call(call, self._limits, self._context)
             known = known_defect_of(call, comparison, self._machine)
             self.calls.append(dataclasses.replace(found, comparison=comparison, known=known))
         except ContractError as error:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 import torch
@@ -22,11 +22,12 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.call import fault_of_change
-from pytest_attn.correctness.comparison import Comparison, Evidence, Limits, Returned, TensorComparison, limits_named
+from pytest_attn.correctness.comparison import Comparison, Evidence, Limits, Mismatch, Returned, TensorComparison, limits_named
 from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.judge import compare_all, mismatch_of, unshown_by, untested, without_each
-from pytest_attn.correctness.reference import Expected, Reference, compute_reference, score_elements, with_drawn_rows
-from pytest_attn.diagnosis.diagnose import diagnose
+from pytest_attn.correctness.reference import Expected, Reference, compute_reference, score_elements
+from pytest_attn.correctness.spec import ReferenceCache
+from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.guests.models.capture import AttentionCall
 from pytest_attn.guests.models.exact import Dithered, Passes
 from pytest_attn.workloads.inputs import Inputs
@@ -37,56 +38,92 @@ _OTHER, _FAR_ROUNDING = 0.2, 32.0
 DISTRIBUTION = "of the model"
 
 
-def judge_call(call: AttentionCall, limits: str = "default") -> Comparison:
-    """Compare a call with exact attention.
+def judge_call(call: AttentionCall, limits: str = "default", context: Context | None = None) -> Comparison:
+    """Return how far a call is from exact attention, and what explains it. Raises as `ModelCall.compared`."""
+    return _in_a_model(judged(ModelCall(call, limits), context or Context()))
 
-    Gradients are compared where they arrived. A subject that quantizes is held to what it makes of q, k and v. Rows that see
-    no key must be finite: libraries return there what they like, and no loss may depend on it. Raises ContractError for a
-    result that cannot be compared.
-    """
-    inputs, workload = call.complete_inputs(), call.workload
-    subject = call.subject
-    if call.missing:
-        name = call.missing[0]
-        raise ContractError(f"{name} is missing: out does not depend on {name[1:]}, as autograd sees it")
-    if call.changes and not (subject and subject.known_to_change.issuperset(call.changes)):
-        raise ContractError(fault_of_change(call.changes))
-    is_approximate = subject is not None and subject.is_approximate
-    if subject is not None and is_approximate:
-        inputs = subject.dequantized(inputs)
-    gradients = call.gradients if call.has_dout else {}
-    has_sinks = (
-        call.dsinks is not None
-        and bool(gradients)
-        and call.dsinks.numel() == workload.heads
-        and score_elements(workload) <= _MOST_SCORES
-    )
-    profile, parameters = precision_named(call.precision), ("sinks",) if has_sinks else ()
-    reference = with_drawn_rows(compute_reference(inputs, profile, backward=bool(gradients), parameters=parameters))
-    if call.dsinks is not None and has_sinks:
-        _require_near(call.dsinks, reference.tensors["dsinks"])
-    tensors = {"out": call.out.to(inputs.device)} | {name: t.to(inputs.device) for name, t in sorted(gradients.items())}
-    check_contract(tensors["out"], ("out",), reference, workload, "thd" if workload.is_packed else "bhsd")
-    for name, tensor in tensors.items():
-        expected = getattr(inputs, "out" if name == "out" else name[1:], None)
-        if expected is not None and tensor.shape != expected.shape:
-            raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected.shape)}")
-    if call.empty_rows is not None:
-        tensors = call.empty_rows.forget(tensors)
-    both = limits_named(limits)
-    rows = tuple(compare_all(DISTRIBUTION, tensors, reference, workload, both))
-    rows = with_empirical_limits(rows, tensors, reference, inputs)
-    failed = next((row for row in rows if not row.passed), None)
-    mismatch = None
-    if failed is not None:
-        _require_finite(inputs)
-        returned = Returned(DISTRIBUTION, reference, tensors)
-        mismatch = mismatch_of(failed, Evidence(workload, returned, [returned], both))
-    name = call.function if subject is None else subject.name
-    sampled = reference.sampled
-    unshown = unshown_by(reference, workload, tuple(tensors), list(without_each(workload))) if failed is None else ()
-    facts = workload.id, name, rows, reference.is_sampled, is_approximate, mismatch, call.changes
-    return _in_a_model(diagnose(Comparison(*facts, sampled=sampled, untested=() if failed else untested(workload, unshown))))
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of a model, under the limits of a name."""
+
+    call: AttentionCall
+    limits: str = "default"
+
+    def compared(self, references: ReferenceCache, deadline: Callable[[], AbstractContextManager[object]]) -> Comparison:
+        """Compare the call with exact attention on its own tensors; gradients, where they arrived.
+
+        A subject that quantizes is held to what it makes of q, k and v. Rows that see no key must be finite: libraries return
+        there what they like, and no loss may depend on it. Raises ContractError for a result that cannot be compared.
+        """
+        call, workload = self.call, self.call.workload
+        is_approximate = call.subject is not None and call.subject.is_approximate
+        inputs = self._inputs()
+        reference = references.after_call(self._reference(inputs, references.rows))
+        tensors = self._results(inputs, reference)
+        both = limits_named(self.limits)
+        rows = tuple(compare_all(DISTRIBUTION, tensors, reference, workload, both))
+        rows = with_empirical_limits(rows, tensors, reference, inputs)
+        failed = next((row for row in rows if not row.passed), None)
+        mismatch: Mismatch | None = None
+        unshown: tuple[str, ...] = ()
+        if failed is None:
+            unshown = untested(workload, unshown_by(reference, workload, tuple(tensors), list(without_each(workload))))
+        else:
+            _require_finite(inputs)
+            returned = Returned(DISTRIBUTION, reference, tensors)
+            mismatch = mismatch_of(failed, Evidence(workload, returned, [returned], both))
+        return Comparison(
+            workload.id,
+            call.subject.name if call.subject else call.function,
+            rows,
+            reference.is_sampled,
+            is_approximate,
+            mismatch,
+            call.changes,
+            sampled=reference.sampled,
+            untested=unshown,
+        )
+
+    @property
+    def _gradients(self) -> Mapping[str, torch.Tensor]:
+        return self.call.gradients if self.call.has_dout else {}
+
+    def _inputs(self) -> Inputs:
+        """Return what the call was given, as its subject takes it. Raises ContractError where that was changed, or unused."""
+        call, subject = self.call, self.call.subject
+        if call.missing:
+            name = call.missing[0]
+            raise ContractError(f"{name} is missing: out does not depend on {name[1:]}, as autograd sees it")
+        if call.changes and not (subject and subject.known_to_change.issuperset(call.changes)):
+            raise ContractError(fault_of_change(call.changes))
+        inputs = call.complete_inputs()
+        return subject.dequantized(inputs) if subject is not None and subject.is_approximate else inputs
+
+    def _reference(self, inputs: Inputs, rows: tuple[int, ...]) -> Reference:
+        """Return exact attention; that of the gradient of sinks, too, where there is one that can be computed.
+
+        rows: of a long call that are looked at in any case.
+        """
+        dsinks, w, backward = self.call.dsinks, self.call.workload, bool(self._gradients)
+        has_sinks = dsinks is not None and backward and dsinks.numel() == w.heads and score_elements(w) <= _MOST_SCORES
+        profile, parameters = precision_named(self.call.precision), ("sinks",) if has_sinks else ()
+        reference = compute_reference(inputs, profile, backward, parameters=parameters, positions=rows)
+        if dsinks is not None and has_sinks:
+            _require_near(dsinks, reference.tensors["dsinks"])
+        return reference
+
+    def _results(self, inputs: Inputs, reference: Reference) -> dict[str, torch.Tensor]:
+        """Return out and the gradients, without what may be anything. Raises ContractError for other shapes than expected."""
+        call, workload = self.call, self.call.workload
+        tensors = {"out": call.out.to(inputs.device)}
+        tensors |= {name: tensor.to(inputs.device) for name, tensor in sorted(self._gradients.items())}
+        check_contract(tensors["out"], ("out",), reference, workload, "thd" if workload.is_packed else "bhsd")
+        for name, tensor in tensors.items():
+            expected = getattr(inputs, "out" if name == "out" else name[1:], None)
+            if expected is not None and tensor.shape != expected.shape:
+                raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected.shape)}")
+        return tensors if call.empty_rows is None else call.empty_rows.forget(tensors)
 
 
 def _require_near(found: torch.Tensor, expected: Expected) -> None:

@@ -45,7 +45,7 @@ class Steps(Protocol):
     kind: str
 
     def step(self, what: str, **given: object) -> list[Any]:
-        """Have all ranks make a step (ranks/worker_timing.py). Raises StaleError, RankRaisedError, RanksLostError."""
+        """Have all ranks make a step (ranks/worker_timing.py). Raises StaleError, RemoteRaisedError, RanksLostError."""
 
 
 class RankedWork(Work):

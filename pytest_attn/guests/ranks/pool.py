@@ -22,12 +22,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pytest_attn.backends.raised import RemoteRaisedError
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.guests.ranks.rank_group import (
     OUTPUT,
     RankGroup,
     RankPostMortem,
-    RankRaisedError,
     RanksLostError,
     Tensors,
     describe_ended,
@@ -185,8 +185,8 @@ class Pool(RankGroup):
         answers = self._answers("result")
         declined = [answers[rank].get("declined") for rank in range(self.ranks)]
         if declined[0] and all(declined):
-            raise NotImplementedError(declined[0]) from RankRaisedError(describe_wrong(0, self.ranks, answers[0]))
-        for kind, error in (("contract", ContractError), ("stale", WrongResultError), ("raised", RankRaisedError)):
+            raise NotImplementedError(declined[0]) from RemoteRaisedError(describe_wrong(0, self.ranks, answers[0]))
+        for kind, error in (("contract", ContractError), ("stale", WrongResultError), ("raised", RemoteRaisedError)):
             for rank in (rank for rank in range(self.ranks) if kind in answers[rank]):
                 self._is_doubtful = True
                 raise error(describe_wrong(rank, self.ranks, answers[rank]))

@@ -19,10 +19,6 @@ from pytest_attn.session.deadline import DeadlineError
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
-class RankRaisedError(RuntimeError):
-    """The callable raised an exception on a rank, which the text names."""
-
-
 class RanksLostError(DeadlineError):
     """Ranks do not answer any more: one ended, or they wait for one another. The text says which, and for what.
 
@@ -33,7 +29,7 @@ class RanksLostError(DeadlineError):
 class RankGroup(ABC):
     """Ranks with a callable each. Whole tensors go in, in the test's layout; each rank's shards come back, by rank.
 
-    Raises RankRaisedError where the callable raised, ContractError where it returned something else than a result,
+    Raises RemoteRaisedError where the callable raised, ContractError where it returned something else than a result,
     RanksLostError.
     """
 

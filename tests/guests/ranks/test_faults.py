@@ -1,6 +1,7 @@
 """Kernels over ranks that are right pass on every shard, world and workload; each planted fault is found, and named."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from pytest_attn import Document, Workload
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
-from pytest_attn.diagnosis.ranks import faults_of_ranks
+from pytest_attn.diagnosis.ranks import faults_of_ranks, with_ranks
 from pytest_attn.workloads.sharding import SHARDS, Sharding
 
 REFERENCES = ReferenceCache()
@@ -89,7 +90,7 @@ def test_a_fault_is_named_where_results_and_references_are_on_a_gpu(faulty):
     )
     evidence = mismatch.evidence._replace(failed=failed, returned=[failed])
     there = replace(comparison, mismatch=replace(mismatch, hints=(), evidence=evidence))
-    assert not named or named in diagnose(there, sharding=Sharding(workload, shard, ranks)).faults
+    assert not named or named in diagnose(there, locate=partial(with_ranks, sharding=Sharding(workload, shard, ranks))).faults
 
 
 def test_the_rank_that_is_wrong_is_named_with_its_rows():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import pytest
 import torch
 
 from pytest_attn.backends.backend import Backend
@@ -16,10 +17,14 @@ from pytest_attn.backends.machine import current, machine_of
 from pytest_attn.backends.named import is_name
 from pytest_attn.backends.over_ranks import Place, RankBackend
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.cases.case import AttentionCase, case_of, make_case
+from pytest_attn.cases.conclude import skip
+from pytest_attn.cases.context import CaseContext, mark_of
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.guests.ranks.rank_server import Rank, RankServer
+from pytest_attn.guests.ranks.executor import OnRanks
+from pytest_attn.guests.ranks.rank_server import Rank, RankServer, rank_of
 from pytest_attn.guests.ranks.shards import RankCache, parts_of, whole_of
 from pytest_attn.guests.ranks.worker_timing import RankTiming
 from pytest_attn.invariants.report import InvariantReport
@@ -27,13 +32,34 @@ from pytest_attn.latency.protocol import threads
 from pytest_attn.latency.result import Latency
 from pytest_attn.session.kinds import CaseParameter
 from pytest_attn.session.marks import AttentionMark
-from pytest_attn.session.session import AttentionSession
+from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.inputs import Inputs, PageLists, draw_inputs, page_lists
 from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which not every build of torch has
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def make_ranked_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase | RankCase:
+    """Make the case of a test over ranks: in the process that judges one whose callables run on them; on a rank its part.
+
+    Skips the test where it cannot run.
+    """
+    __tracebackhide__ = True
+    item: pytest.Item = request.node
+    session = session_of(item.config)
+    mark = mark_of(item, session)
+    if rank := rank_of(request.config):
+        return RankCase(rank, parameter, mark, session)
+    if not session.kernels.are_tested:
+        return make_case(request, parameter)
+    executor = OnRanks(item, Sharding(parameter.workload, mark.shard, parameter.ranks), mark.device, session)
+    request.addfinalizer(executor.finish)
+    context = CaseContext(request, parameter, mark, session, executor)
+    if reason := executor.skip_reason():
+        skip(context, None, reason)
+    return case_of(context)
 
 
 class WithinRank(Executor):
