@@ -148,37 +148,52 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
 
     Lengths, batch and heads are always drawn, and unequal lengths, GQA and empty sequences where one has them.
     """
-    scope: dict[str, Any] = {}
     traits = frozenset[str]().union(*map(traits_of, named))
-    features: list[str] = [one for one in ("fewer queries", "fewer keys", "empty sequences", "grouped heads") if one in traits]
-    for field in ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"):
-        values = {getattr(w, field) for w in named}
-        features += [field] if len(values) > 1 else []
-        if len(values) == 1 and values.isdisjoint((None, False)):
-            scope[field] = values.pop()
-    said = {"head_groups": "interleaved", "bias_before_softcap": True}
-    scope |= {field: value for field, value in said.items() if all(getattr(w, field) == value for w in named)}
-    if len(rates := {w.dropout for w in named}) == 1:
-        scope |= {"dropout": rates.pop()} if any(rates) else {}
+    features = [one for one in ("fewer queries", "fewer keys", "empty sequences", "grouped heads") if one in traits]
+    common = _common(named, (*_DRAWN, *_NEVER_DRAWN))
+    scope: dict[str, Any] = {
+        **{field: value for field, value in common.items() if value != getattr(Workload, field)},
+        "masks": _masks_like(named),
+        "features": features + [field for field in _DRAWN if field not in common],
+        "layouts": list(dict.fromkeys(map(layout_of, named))),
+        "dtypes": list(dict.fromkeys(w.dtype for w in named)),
+        "head_dims": sorted({(w.head_dim, w.v_head_dim) for w in named}),
+    }
+    if any(w.kv_pages for w in named):
+        scope["page_sizes"] = _pages_like(named)
     if all(w.q_len == 1 for w in named):
         scope["q_len"] = 1  # a kernel for decoding
+    if all(w.cached for w in named):
+        scope["cached"] = True
+    return scope
+
+
+#: options that are drawn where workloads differ in them, and those that stay where all have them
+_DRAWN, _NEVER_DRAWN = (
+    ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"),
+    ("head_groups", "bias_before_softcap", "dropout", "pad"),
+)
+
+
+def _common(named: Sequence[Workload], fields: Sequence[str]) -> dict[str, object]:
+    """Return the fields in which workloads do not differ, with their values."""
+    values = {field: {getattr(w, field) for w in named} for field in fields}
+    return {field: found.pop() for field, found in values.items() if len(found) == 1}
+
+
+def _masks_like(named: Sequence[Workload]) -> list[object]:
+    """Return the kinds of masks of some workloads, or the mask itself where there is one of its kind."""
     masks: dict[object, list[object]] = {}
     for w in named:
         masks.setdefault(_kind(w), []).append(w.mask)
-    scope["masks"] = [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
-    scope["features"] = features
-    scope["layouts"] = list(dict.fromkeys(map(layout_of, named)))
-    scope["dtypes"] = list(dict.fromkeys(w.dtype for w in named))
-    scope["head_dims"] = sorted({(w.head_dim, w.v_head_dim) for w in named})
-    if pages := {w.kv_pages for w in named if w.kv_pages}:
-        drawn = {dataclasses.replace(one, pool=None) for one in pages}  # as many as are needed
-        in_order = sorted(drawn, key=lambda one: (one.size, repr(one)))
-        scope["page_sizes"] = [one.size if one.is_plain else one for one in in_order]
-    if all(w.cached for w in named):
-        scope["cached"] = True
-    if all(w.pad == "left" for w in named):
-        scope["pad"] = "left"
-    return scope
+    return [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
+
+
+def _pages_like(named: Sequence[Workload]) -> list[object]:
+    """Return the pages of some workloads, in pools of as many as are needed; those that are plain by their size."""
+    drawn = {dataclasses.replace(w.kv_pages, pool=None) for w in named if w.kv_pages}
+    in_order = sorted(drawn, key=lambda one: (one.size, repr(one)))
+    return [one.size if one.is_plain else one for one in in_order]
 
 
 def _kind(workload: Workload) -> object:

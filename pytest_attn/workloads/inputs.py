@@ -150,8 +150,9 @@ def draw_inputs(
         v = k[..., : w.v_head_dim]
     of_out = (*dense_q, w.v_head_dim)
     dout = draw.normal("dout", of_out) if with_dout else q.new_zeros(()).expand(of_out)
-    extra = _auxiliary(draw, w, device)
+    extra = {**_score_tensors(draw, w), **_lengths(w, device)}
     if w.kv_pages:
+        extra["page_table"] = _page_table(draw, w).to(device, torch.int32)
         k, v = (pool_of(t, extra["page_table"], w, draw, name) for name, t in (("k", k), ("v", v)))
     if w.is_packed:
         q, dout = (t[0].transpose(0, 1).contiguous() for t in (q, dout))
@@ -162,33 +163,48 @@ def draw_inputs(
     return dataclasses.replace(inputs, v=inputs.k[..., : w.v_head_dim]) if w.v_in_k else inputs
 
 
-def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, Any]:
+def _score_tensors(draw: Draw, w: Workload) -> dict[str, Any]:
+    """Return the tensors that change scores and the softmax: the bias, sinks, ALiBi's slopes."""
     import torch
 
     made: dict[str, Any] = {}
     if w.bias:
         sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
-        own = Draw(draw.key, getattr(torch, w.bias_dtype), device) if w.bias_dtype else draw
+        own = Draw(draw.key, getattr(torch, w.bias_dtype), draw.device) if w.bias_dtype else draw
         made["bias"] = own.normal("bias", tuple(sizes[d] if d in w.bias else 1 for d in "bhqk"))
     if w.sinks:
-        own = draw if w.sinks is True else Draw(draw.key, getattr(torch, str(w.sinks)), device)
+        own = draw if w.sinks is True else Draw(draw.key, getattr(torch, str(w.sinks)), draw.device)
         made["sinks"] = own.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
     if w.alibi:
-        made["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / w.heads) for h in range(w.heads)], device=device)
+        made["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / w.heads) for h in range(w.heads)], device=draw.device)
     if w.alibi == "batch":
-        steps = torch.tensor([2.0 ** (-b / w.batch) for b in range(w.batch)], device=device)
+        steps = torch.tensor([2.0 ** (-b / w.batch) for b in range(w.batch)], device=draw.device)
         made["alibi_slopes"] = made["alibi_slopes"] * steps[:, None]
+    return made
+
+
+def _lengths(w: Workload, device: torch.device) -> dict[str, Any]:
+    """Return the lengths of packed and of padded sequences, int32."""
+    import torch
+
+    made: dict[str, Any] = {}
     for name, lengths in (("cu_seqlens", w.q_lens), ("cu_seqlens_kv", w.kv_lens if w.packs_keys else None)):
         if lengths:
             ends = torch.tensor((0, *lengths)).cumsum(0)
             made[name] = ends.to(device, torch.int32)
     if w.kv_lens and not w.packs_keys:
         made["kv_lens"] = torch.tensor(w.kv_lens, dtype=torch.int32, device=device)
-    if w.kv_pages:
-        order = draw.bits("page_table", w.kv_pages.pool or pages_in_use(w)).argsort()[: pages_in_use(w)]
-        common, others = order[: w.kv_pages.shared], order[w.kv_pages.shared :].view(w.batch, -1)
-        made["page_table"] = torch.cat([common.expand(w.batch, -1), others], 1).to(device, torch.int32)
     return made
+
+
+def _page_table(draw: Draw, w: Workload) -> torch.Tensor:
+    """Return the pages of each sequence in random order, those that all share first."""
+    import torch
+
+    assert w.kv_pages is not None
+    order = draw.bits("page_table", w.kv_pages.pool or pages_in_use(w)).argsort()[: pages_in_use(w)]
+    common, others = order[: w.kv_pages.shared], order[w.kv_pages.shared :].view(w.batch, -1)
+    return torch.cat([common.expand(w.batch, -1), others], 1)
 
 
 # -- quantized q, k and v: the descales that they come with, and the values that they stand for ------------------------------

@@ -131,19 +131,23 @@ class Sharding:
     def refused_because(self) -> str | None:
         """Say why the workload cannot be split so, None where it can. Raises ValueError for a function that splits wrongly."""
         w = self.workload
-        if w.kv_pages and self.shard == "head-tail":
-            return "keys in pages are shared by pages (contiguous) or by tokens (striped), not head-tail"
-        if w.cached is not None or w.pad == "left":
-            return "cached keys and keys padded on the left are not split over ranks"
-        if w.is_quantized or w.v_in_k:
-            return "quantized tensors, and v inside k, are not split over ranks"
-        if w.dropout:
-            return "dropout is not judged over ranks"
+        unsplit = {
+            "keys in pages are shared by pages (contiguous) or by tokens (striped), not head-tail": (
+                self.shares_pages and self.shard == "head-tail"
+            ),
+            "cached keys and keys padded on the left are not split over ranks": w.cached is not None or w.pad == "left",
+            "quantized tensors, and v inside k, are not split over ranks": w.is_quantized or w.v_in_k,
+            "dropout is not judged over ranks": w.dropout,
+        }
+        return next((reason for reason, holds in unsplit.items() if holds), None) or self._misplaced_because()
+
+    def _misplaced_because(self) -> str | None:
+        """Say why positions cannot lie so on the ranks, None where they can."""
         for name, shards in (("query row", self.rows), ("key", self.keys)):
             if empty := [rank for rank, one in enumerate(shards) if not len(one)]:
                 return f"rank {empty[0]} of {self.ranks} would have no {name}"
-        ascending = all(bool((one[1:] > one[:-1]).all()) for one in self.keys)
-        if ascending or not (w.kv_lens or w.kv_pages) or w.packs_keys:
+        w = self.workload
+        if w.packs_keys or not (w.kv_lens or w.kv_pages) or all(bool((one[1:] > one[:-1]).all()) for one in self.keys):
             return None
         return "padding and pages need keys in ascending order on each rank"
 

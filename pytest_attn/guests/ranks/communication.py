@@ -132,22 +132,30 @@ def figures_of(samples: Sequence[Shared], profiled: Sequence[dict[str, float] | 
     profiled: what the profiler saw on each rank, which counts where samples do not tell; None where it saw no kernel.
     """
     ranks = list(zip(*(one.ranks for one in samples), strict=True))
-    found: dict[str, Any] = {"seconds": [median(one.seconds for one in mine) for mine in ranks]}
-    late = [
-        max(one.late for one in sample.ranks if one.late is not None)
-        for sample in samples
-        if all(one.late is not None for one in sample.ranks)
-    ]
-    found["apart"] = median(late) if late else None
-    if profiled and all(profiled):
-        own = [one["own"] for one in profiled if one]
-        share = [one["inside"] / one["span"] for one in profiled if one and one["span"]]
-        return {**found, "own": own, "communication": share, "communication_by": "NCCL's kernels in the profiler"}
-    if samples and all(one.inside is not None for one in samples[0].ranks):
-        own = [median(one.seconds - (one.inside or 0.0) for one in mine) for mine in ranks]
-        share = [median((one.inside or 0.0) / one.seconds for one in mine) for mine in ranks]
-        return {**found, "own": own, "communication": share, "communication_by": "wrapped functions of torch.distributed"}
-    return {**found, "own": [], "communication": [], "communication_by": ""}
+    own, share, by = _outside_collectives(ranks, [one for one in profiled if one and all(profiled)])
+    seconds = [median(one.seconds for one in mine) for mine in ranks]
+    return {"seconds": seconds, "apart": _apart(samples), "own": own, "communication": share, "communication_by": by}
+
+
+def _outside_collectives(
+    ranks: Sequence[Sequence[RankTimes]], profiled: Sequence[dict[str, float]]
+) -> tuple[list[float], list[float], str]:
+    """Return each rank's seconds outside collectives, the share inside, and who told; empty where nobody did."""
+    if profiled:
+        share = [one["inside"] / one["span"] for one in profiled if one["span"]]
+        return [one["own"] for one in profiled], share, "NCCL's kernels in the profiler"
+    if not ranks or any(mine[0].inside is None for mine in ranks):
+        return [], [], ""
+    own = [median(one.seconds - (one.inside or 0.0) for one in mine) for mine in ranks]
+    share = [median((one.inside or 0.0) / one.seconds for one in mine) for mine in ranks]
+    return own, share, "wrapped functions of torch.distributed"
+
+
+def _apart(samples: Sequence[Shared]) -> float | None:
+    """Return how late the last rank begins, in the median of the samples where all say so; None without one."""
+    late = [[one.late for one in sample.ranks if one.late is not None] for sample in samples]
+    last = [max(those) for those, sample in zip(late, samples, strict=True) if len(those) == len(sample.ranks)]
+    return median(last) if last else None
 
 
 #: calls that are profiled, of which the last counts: the profiler's own start takes part of the first

@@ -202,23 +202,26 @@ class Pool(RankGroup):
                 ready = self._ready(waited, end)
                 if not ready:
                     self._give_up(answers, waited, limit)
-                for rank in ready:
-                    answer = self._said(rank)
-                    if answer is None:
-                        self._give_up_on(rank)
-                    if "ended" in answer:
-                        self._ended[rank] = answer
-                        if wanted != "ended":
-                            self._give_up_test(rank, answer)
-                    elif wanted == "ended":
-                        continue  # it had come to one more judgment
-                    answers[rank] = answer
-                    if wanted == "result" and "result" not in answer:
-                        end = min(end, time.monotonic() + _GRACE_SECONDS)
+                answers |= {rank: answer for rank in ready if (answer := self._answer(rank, wanted))}
+                if wanted == "result" and any("result" not in answer for answer in answers.values()):
+                    end = min(end, time.monotonic() + _GRACE_SECONDS)
         except BaseException:
             self.discard()
             raise
         return answers
+
+    def _answer(self, rank: int, wanted: str) -> Message | None:
+        """Return a rank's answer, None where it had come to one more judgment. Raises RanksLostError where it has ended."""
+        answer = self._said(rank)
+        if answer is None:
+            self._give_up_on(rank)
+        if "ended" in answer:
+            self._ended[rank] = answer
+            if wanted != "ended":
+                self._give_up_test(rank, answer)
+        elif wanted == "ended":
+            return None
+        return answer
 
     def _ready(self, waited: Sequence[int], end: float) -> list[int]:
         """Return ranks that have said something, or have ended; none where it is too late."""
