@@ -121,7 +121,7 @@ def workloads(
 # -- what may be drawn, checked -----------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class LayoutAndMask(NamedTuple):
     """A layout with a mask, or a kind of masks, that is legal in it."""
 
     layout: str
@@ -132,7 +132,7 @@ class Place(NamedTuple):
 class Scope:
     """What may be drawn, checked."""
 
-    places: tuple[Place, ...]
+    places: tuple[LayoutAndMask, ...]
     features: tuple[str, ...]
     dtypes: tuple[str, ...]
     head_dims: tuple[tuple[int, int], ...]
@@ -144,14 +144,14 @@ class Scope:
 
 def legal_places(
     layouts: Sequence[str], masks: Sequence[object], backward: bool, fixed: Mapping[str, object]
-) -> tuple[Place, ...]:
+) -> tuple[LayoutAndMask, ...]:
     """Return the pairs of a layout and a mask that a workload may have."""
     kinds = tuple(mask if isinstance(mask, str) and mask in kind_of_words() else as_mask(mask) for mask in masks)
-    places = (Place(layout, mask) for layout in layouts for mask in kinds)
+    places = (LayoutAndMask(layout, mask) for layout in layouts for mask in kinds)
     return tuple(place for place in places if _is_legal(place, backward, fixed))
 
 
-def _is_legal(place: Place, backward: bool, fixed: Mapping[str, object]) -> bool:
+def _is_legal(place: LayoutAndMask, backward: bool, fixed: Mapping[str, object]) -> bool:
     """Whether the other arguments leave room for a layout and its mask."""
     kind = None if place.mask is None else _kind_of(place.mask)
     if place.layout in PAGED and backward:
@@ -195,7 +195,7 @@ def require_counts(name: str, values: Sequence[int]) -> None:
 @st.composite
 def drawn(draw: Draw, scope: Scope) -> Workload:
     """Draw a workload of this scope."""
-    place: Place = draw(st.sampled_from(scope.places))
+    place: LayoutAndMask = draw(st.sampled_from(scope.places))
     features: list[str] = draw(st.lists(st.sampled_from(scope.features), unique=True, max_size=3)) if scope.features else []
     fields = dict(scope.fixed)
     fields.update(_heads(draw, scope, "grouped heads" in features))

@@ -171,8 +171,10 @@ class FunctionBackend(Backend):
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         reasons = self._reasons(workload) if self._reasons else ()
         if not isinstance(reasons, str | Sequence):
-            told = f"unsupported_because returned {reasons!r} for {workload.id}"
-            raise TypeError(f"backend {self.name!r}: {told}; expected a list of reasons, [] where it is supported")
+            raise TypeError(
+                f"backend {self.name!r}: unsupported_because returned {reasons!r} for {workload.id};"
+                " expected a list of reasons, [] where it is supported"
+            )
         cache = ["is handed no cache: a function of (q, k, v) has no attn.split_cache"] if workload.cached else []
         return [*([reasons] if isinstance(reasons, str) else reasons), *cache]
 

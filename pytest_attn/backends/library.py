@@ -247,11 +247,11 @@ def once_in_a_run(question: str, find_out: Callable[[], Answer]) -> Answer:
     if path is None:
         return find_out()
     with _alone_with(path):
-        told: list[Answer] | None = _read(path)
-        if told is None:
-            told = [find_out()]
-            _write(path, told)
-    return told[0]
+        answers: list[Answer] | None = _read(path)
+        if answers is None:
+            answers = [find_out()]
+            _write(path, answers)
+    return answers[0]
 
 
 def note_in_a_run(what: str) -> bool:
@@ -297,17 +297,17 @@ def _alone_with(answer: Path) -> Iterator[None]:
 def _read(answer: Path) -> Any:
     """Return the list in a file, None where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        told = json.loads(answer.read_text())
-        return told if isinstance(told, list) and len(told) == 1 else None
+        answers = json.loads(answer.read_text())
+        return answers if isinstance(answers, list) and len(answers) == 1 else None
     return None
 
 
-def _write(answer: Path, told: list[Any]) -> None:
+def _write(answer: Path, answers: list[Any]) -> None:
     with contextlib.suppress(OSError):
         for old in answer.parent.glob("*-*"):
             if old.stat().st_mtime < time.time() - _DAY:
                 old.unlink(missing_ok=True)
-        answer.write_text(json.dumps(told))
+        answer.write_text(json.dumps(answers))
 
 
 # -- the child process ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from pytest_attn.guests.models.comparison import ModelComparison
 from pytest_attn.guests.ranks.rank_server import rank_of
 from pytest_attn.invariants.check import Names, chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
-from pytest_attn.isolation.function import isolated_of
+from pytest_attn.isolation.isolated_function import isolated_of
 from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import direction_of, measured_peak

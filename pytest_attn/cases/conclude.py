@@ -26,7 +26,7 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.guests.ranks.rank_group import RankRaisedError
-from pytest_attn.isolation.function import isolated_of
+from pytest_attn.isolation.isolated_function import isolated_of
 from pytest_attn.reports.lines import labeled, taken_apart
 from pytest_attn.reports.records import new_record
 from pytest_attn.reports.verdict import Cause, Verdict

@@ -14,7 +14,7 @@ from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.cases.judgment import Evaluator, Starting
 from pytest_attn.cases.measurement import TimedOnRanks, TimingPlace
 from pytest_attn.guests.ranks.pool import Pool, PoolRegistry
-from pytest_attn.guests.ranks.subject import RankedBackend, RankedCallable
+from pytest_attn.guests.ranks.ranked_subject import RankedBackend, RankedCallable
 from pytest_attn.session.devices import too_few_gpus_because
 from pytest_attn.session.kinds import name_for_processes
 from pytest_attn.session.session import AttentionSession

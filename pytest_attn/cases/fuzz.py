@@ -202,20 +202,20 @@ def _kind(workload: Workload) -> object:
     return mask if mask is None or mask.function is not None else mask.kind
 
 
-def _within(limits: Capabilities) -> dict[str, Any]:
+def _within(capabilities: Capabilities) -> dict[str, Any]:
     """Return the scope of what an interface can say; what it refuses beyond that is refused draw by draw."""
     from pytest_attn.strategies import FEATURES, HEAD_DIMS, LAYOUT_KINDS
 
-    masks = [word for word, kind in kind_of_words().items() if {"any", *kind.capabilities} & limits.masks]
+    masks = [word for word, kind in kind_of_words().items() if {"any", *kind.capabilities} & capabilities.masks]
     always = {"fewer queries", "fewer keys", "empty sequences"}
-    able = {*limits.features, *always, "plain", *(["v_head_dim"] if limits.v_head_dim else [])}
-    probes = [Workload(1, head_dim=dim, dtype=limits.dtypes[0]) for dim in HEAD_DIMS + (limits.head_dims or ())]
+    able = {*capabilities.features, *always, "plain", *(["v_head_dim"] if capabilities.v_head_dim else [])}
+    probes = [Workload(1, head_dim=dim, dtype=capabilities.dtypes[0]) for dim in HEAD_DIMS + (capabilities.head_dims or ())]
     return {
         "masks": [None, *masks],
         "layouts": [layout for layout in LAYOUT_KINDS if layout in able],
         "features": [feature for feature in FEATURES if feature in able],
-        "dtypes": limits.dtypes,
-        "head_dims": list(dict.fromkeys(p.head_dim for p in probes if not limits.refusals(p))) or HEAD_DIMS,
+        "dtypes": capabilities.dtypes,
+        "head_dims": list(dict.fromkeys(p.head_dim for p in probes if not capabilities.refusals(p))) or HEAD_DIMS,
     }
 
 
@@ -454,8 +454,8 @@ class Fuzzing:
             pytest.xfail(f"every draw shows a known defect, most often: {self._known.most_common(1)[0][0]}")
         if self._worst is not None:
             fuzz = {"workload": "fuzz", "name": "fuzz", "source": "fuzz", "reason": self._counts(), "cause": ""}
-            left = changed(self._worst, **fuzz)
-            self._item.stash[RECORDS] = [left]
+            record = changed(self._worst, **fuzz)
+            self._item.stash[RECORDS] = [record]
 
     def _record(self, verdict: Verdict, reason: str, cause: str = "") -> Record:
         backend = self._case.backend
@@ -476,9 +476,9 @@ class Fuzzing:
         """Leave the record and the test to paste; return what the failure's message says about them."""
         found = f"found by --attn-fuzz={self._draws}, draw {self._failed_at}"
         judged = next((r for r in failure.records if r["verdict"] in (Verdict.MISMATCH, Verdict.NO_RESULT)), None)
-        left = judged or self._record(Verdict.RAISED, failure.first_line)
-        reason = f"{left['reason']} ({found}; the smallest that fails)"
-        named: Record = {**left, "workload": failure.workload.id, "name": "fuzz", "source": "fuzz", "reason": reason}
+        record = judged or self._record(Verdict.RAISED, failure.first_line)
+        reason = f"{record['reason']} ({found}; the smallest that fails)"
+        named: Record = {**record, "workload": failure.workload.id, "name": "fuzz", "source": "fuzz", "reason": reason}
         self._item.stash[RECORDS] = [named]
         settings = self._session.settings
         title = f"{found}, --attn-seed={settings.seed}: {failure.first_line}"

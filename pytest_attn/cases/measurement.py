@@ -20,7 +20,7 @@ from pytest_attn.guests.ranks.communication import figures_of, topology_of
 from pytest_attn.guests.ranks.controller_timing import RankedStopwatch, RankedWork
 from pytest_attn.guests.ranks.pool import Pool
 from pytest_attn.guests.ranks.worker_timing import threads_of_rank
-from pytest_attn.isolation.function import IsolatedFunction, Recorded
+from pytest_attn.isolation.isolated_function import IsolatedFunction, Recorded
 from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
 from pytest_attn.latency.kernel_work import Call, KernelWork, work_of

@@ -32,7 +32,7 @@ class GarbageError(Exception):
     """What has come is nothing that was agreed upon."""
 
 
-class Line:
+class FrameSocket:
     """One end of a connected socket, over which frames of bytes go."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -66,10 +66,10 @@ class Line:
         found = bytearray()
         was_over = False
         while len(found) < length:
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 raise TimeoutError
-            self._socket.settimeout(min(left, _LOOK_SECONDS))
+            self._socket.settimeout(min(remaining, _LOOK_SECONDS))
             try:
                 part = self._socket.recv(min(length - len(found), 1 << 20))
             except TimeoutError:

@@ -150,9 +150,8 @@ def draw_inputs(
         v = k[..., : w.v_head_dim]
     of_out = (*dense_q, w.v_head_dim)
     dout = draw.normal("dout", of_out) if with_dout else q.new_zeros(()).expand(of_out)
-    extra = {**_score_tensors(draw, w), **_lengths(w, device)}
+    extra = {**_score_tensors(draw, w), **_layout_tensors(draw, w, device)}
     if w.kv_pages:
-        extra["page_table"] = _page_table(draw, w).to(device, torch.int32)
         k, v = (pool_of(t, extra["page_table"], w, draw, name) for name, t in (("k", k), ("v", v)))
     if w.is_packed:
         q, dout = (t[0].transpose(0, 1).contiguous() for t in (q, dout))
@@ -183,8 +182,8 @@ def _score_tensors(draw: Draw, w: Workload) -> dict[str, Any]:
     return made
 
 
-def _lengths(w: Workload, device: torch.device) -> dict[str, Any]:
-    """Return the lengths of packed and of padded sequences, int32."""
+def _layout_tensors(draw: Draw, w: Workload, device: torch.device) -> dict[str, Any]:
+    """Return the tensors that say where keys lie: lengths of packed and padded sequences, and the page table; int32."""
     import torch
 
     made: dict[str, Any] = {}
@@ -194,17 +193,11 @@ def _lengths(w: Workload, device: torch.device) -> dict[str, Any]:
             made[name] = ends.to(device, torch.int32)
     if w.kv_lens and not w.packs_keys:
         made["kv_lens"] = torch.tensor(w.kv_lens, dtype=torch.int32, device=device)
+    if w.kv_pages:
+        order = draw.bits("page_table", w.kv_pages.pool or pages_in_use(w)).argsort()[: pages_in_use(w)]
+        common, others = order[: w.kv_pages.shared], order[w.kv_pages.shared :].view(w.batch, -1)
+        made["page_table"] = torch.cat([common.expand(w.batch, -1), others], 1).to(device, torch.int32)
     return made
-
-
-def _page_table(draw: Draw, w: Workload) -> torch.Tensor:
-    """Return the pages of each sequence in random order, those that all share first."""
-    import torch
-
-    assert w.kv_pages is not None
-    order = draw.bits("page_table", w.kv_pages.pool or pages_in_use(w)).argsort()[: pages_in_use(w)]
-    common, others = order[: w.kv_pages.shared], order[w.kv_pages.shared :].view(w.batch, -1)
-    return torch.cat([common.expand(w.batch, -1), others], 1)
 
 
 # -- quantized q, k and v: the descales that they come with, and the values that they stand for ------------------------------

@@ -19,30 +19,26 @@ if TYPE_CHECKING:
 Shard: TypeAlias = "str | Callable[[int, int], Sequence[torch.Tensor | Sequence[int]]]"
 
 
-def _contiguous(length: int, ranks: int) -> list[torch.Tensor]:
+def _contiguous(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """Rank r has the r-th part; where the length does not divide, the first parts are one longer."""
-    import torch
-
-    return list(torch.arange(length).tensor_split(ranks))
+    return list(positions.tensor_split(ranks))
 
 
-def _head_tail(length: int, ranks: int) -> list[torch.Tensor]:
+def _head_tail(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """Rank r has chunks r and 2n-1-r of 2n: under a causal mask all have as much to do."""
     import torch
 
-    chunks = torch.arange(length).tensor_split(2 * ranks)
+    chunks = positions.tensor_split(2 * ranks)
     return [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
 
 
-def _striped(length: int, ranks: int) -> list[torch.Tensor]:
+def _striped(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """Rank r has positions r, r + n, r + 2n and so on."""
-    import torch
-
-    return [torch.arange(length)[rank::ranks] for rank in range(ranks)]
+    return [positions[rank::ranks] for rank in range(ranks)]
 
 
-#: how a sequence is split over ranks
-SHARDS: dict[str, Callable[[int, int], list[torch.Tensor]]] = {
+#: how the positions of a sequence are split over ranks
+SHARDS: dict[str, Callable[[torch.Tensor, int], list[torch.Tensor]]] = {
     "contiguous": _contiguous,
     "head-tail": _head_tail,
     "striped": _striped,
@@ -57,7 +53,7 @@ def positions_of(shard: Shard, length: int, ranks: int) -> list[torch.Tensor]:
     import torch
 
     if isinstance(shard, str):
-        return SHARDS[shard](length, ranks)
+        return SHARDS[shard](torch.arange(length), ranks)
     found = shard(length, ranks)
     if not isinstance(found, list | tuple) or len(found) != ranks:
         raise ValueError(f"{_called(shard, length, ranks)} must return a list of {ranks} index tensors, got {found!r}")
@@ -66,10 +62,10 @@ def positions_of(shard: Shard, length: int, ranks: int) -> list[torch.Tensor]:
     if counts.shape != (length,) or not bool((counts == torch.arange(length)).all()):
         missing = sorted(set(range(length)) - set(counts.tolist()))[:4]
         doubled = sorted(set(counts[1:][counts[1:] == counts[:-1]].tolist()))[:4]
-        told = [f"{name} {', '.join(map(str, some))}" for name, some in (("missing", missing), ("doubled", doubled)) if some]
+        faults = [f"{name} {', '.join(map(str, some))}" for name, some in (("missing", missing), ("doubled", doubled)) if some]
         raise ValueError(
             f"{_called(shard, length, ranks)} must give each of {length} positions to one rank"
-            f" ({'; '.join(told) or 'others are beyond the sequence'})"
+            f" ({'; '.join(faults) or 'others are beyond the sequence'})"
         )
     return shards
 

@@ -355,8 +355,8 @@ class Flash4(FlashAttention):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """State what its asserts would say for this architecture."""
-        limits = _limits(workload, _family_of(machine), backward)
-        return [words for refused, words in limits if refused] + refused_head_dims(workload, machine, backward)
+        cases = _limits(workload, _family_of(machine), backward)
+        return [words for is_refused, words in cases if is_refused] + refused_head_dims(workload, machine, backward)
 
     def refusal_in(self, error: Exception) -> str | None:
         """Return the words of its compiler, which finds no layout for some head sizes."""

@@ -133,9 +133,8 @@ def _refusals_of_all_kernels(w: Workload, mask: Neighborhood, machine: Machine, 
     if _is_handed_to_plain_attention(mask):
         tensors = [t.flatten(1, len(mask.shape)) for t in tensors]
         checks, options = _FULL_CHECKS, {"is_causal": _causal_flags(mask)[0], "is_varlen": False}
-    asked = [(check, options) for check in checks]
-    asked.append(("can_run_flex_attention", {**options, "torch_compile": False}))
-    reasons = [_refusal_of(getattr(kernels, check), tensors, arguments) for check, arguments in asked]
+    arguments_of = {**dict.fromkeys(checks, options), "can_run_flex_attention": {**options, "torch_compile": False}}
+    reasons = [_refusal_of(getattr(kernels, check), tensors, arguments) for check, arguments in arguments_of.items()]
     return [] if None in reasons else [reason for reason in reasons if reason]
 
 

@@ -114,19 +114,19 @@ class RankTimes(NamedTuple):
     late: float | None = None
 
 
-class Shared(NamedTuple):
+class SharedSample(NamedTuple):
     """One sample on all ranks. seconds: of the rank that took longest."""
 
     seconds: float
     ranks: tuple[RankTimes, ...]
 
     @classmethod
-    def of(cls, ranks: Sequence[RankTimes]) -> Shared:
+    def of(cls, ranks: Sequence[RankTimes]) -> SharedSample:
         """Put together what the ranks say."""
         return cls(max(rank.seconds for rank in ranks), tuple(ranks))
 
 
-def figures_of(samples: Sequence[Shared], profiled: Sequence[dict[str, float] | None]) -> dict[str, Any]:
+def figures_of(samples: Sequence[SharedSample], profiled: Sequence[dict[str, float] | None]) -> dict[str, Any]:
     """Return the p50 of each rank, of what it did outside collectives, and the share of those; in builtin types.
 
     profiled: what the profiler saw on each rank, which counts where samples do not tell; None where it saw no kernel.
@@ -151,7 +151,7 @@ def _outside_collectives(
     return own, share, "wrapped functions of torch.distributed"
 
 
-def _apart(samples: Sequence[Shared]) -> float | None:
+def _apart(samples: Sequence[SharedSample]) -> float | None:
     """Return how late the last rank begins, in the median of the samples where all say so; None without one."""
     late = [[one.late for one in sample.ranks if one.late is not None] for sample in samples]
     last = [max(those) for those, sample in zip(late, samples, strict=True) if len(those) == len(sample.ranks)]

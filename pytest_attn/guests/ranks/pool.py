@@ -148,9 +148,9 @@ class Pool(RankGroup):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._store = store  # the ranks meet in it, as those of torchrun do in its agent's
         timeout = self._seconds + _LATER_SECONDS if self._seconds else 1e6
-        told = {"folder": str(self.folder), "kind": self.kind, "timeout": timeout}
+        message = {"folder": str(self.folder), "kind": self.kind, "timeout": timeout}
         for rank in range(self.ranks):
-            command = worker_command(config, self.folder / f"own-{rank}", [], told)
+            command = worker_command(config, self.folder / f"own-{rank}", [], message)
             command = command._replace(
                 arguments=["-p", "no:faulthandler", "-p", "pytest_attn.guests.ranks.rank_server", *command.arguments],
                 environment={**command.environment, **_as_torchrun(rank, self.ranks, store.port)},
@@ -265,8 +265,8 @@ class Pool(RankGroup):
 
     def _give_up_test(self, rank: int, ended: Message) -> NoReturn:
         """Raise RanksLostError: a rank is through with its test, while the judge waits for its callable."""
-        told = f":\n{ended['text']}" if ended["text"] else " without it"
-        raise RanksLostError(f"rank {rank} of {self.ranks}: its test {ended['ended']} before the judgment was made{told}")
+        how = f":\n{ended['text']}" if ended["text"] else " without it"
+        raise RanksLostError(f"rank {rank} of {self.ranks}: its test {ended['ended']} before the judgment was made{how}")
 
     def _seen(self, rank: int) -> RankPostMortem:
         return RankPostMortem.of(self.folder, rank)

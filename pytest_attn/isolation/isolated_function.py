@@ -27,7 +27,7 @@ from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.contract import ContractError, elements
 from pytest_attn.guests.ranks.rank_group import RankRaisedError
-from pytest_attn.isolation.wire import GarbageError, Line, pickled, put, read_bytes, released, shared_memory
+from pytest_attn.isolation.wire import FrameSocket, GarbageError, pickled, put, read_bytes, released, shared_memory
 from pytest_attn.latency.disturbance import process_waited
 from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
@@ -76,11 +76,11 @@ class IsolatedProcess:
         self.name, self._seconds, self.is_forked = name, seconds, is_forked
         self._sent, self._returned = shared_memory(), shared_memory()
         self._folder = tempfile.TemporaryDirectory(prefix="pytest-attn-")
-        output, told = Path(self._folder.name) / "output", {"path": sys.path}
-        command = Command([], worker_environment(), Path.cwd(), output, told, "pytest_attn.isolation.worker")
+        output, message = Path(self._folder.name) / "output", {"path": sys.path}
+        command = Command([], worker_environment(), Path.cwd(), output, message, "pytest_attn.isolation.call_server")
         self._process = launcher.start(command, is_forked)
         end = socket.socket(fileno=os.dup(self._process.channel.fileno()))
-        self._line = Line(end)
+        self._frames = FrameSocket(end)
         with suppress(OSError):  # it has ended, as is soon heard
             socket.send_fds(end, [b"m"], [self._sent, self._returned])
         self._is_closed = False
@@ -165,7 +165,7 @@ class IsolatedProcess:
         if self._is_closed:
             return
         self._is_closed = True
-        self._line.close()
+        self._frames.close()
         self._process.kill()
         os.close(self._sent)
         os.close(self._returned)
@@ -178,13 +178,13 @@ class IsolatedProcess:
 
     def _asked(self, frame: bytes, when: str, seconds: float = 0.0) -> dict[str, Any]:
         with suppress(OSError):  # it has ended, as is soon heard
-            self._line.send(frame, self._seconds)
+            self._frames.send(frame, self._seconds)
         return self._heard(when, seconds or self._seconds)
 
     def _heard(self, when: str, seconds: float) -> dict[str, Any]:
         """Return what it says next."""
         try:
-            frame = self._line.receive(time.monotonic() + seconds, _LONGEST, self._has_ended)
+            frame = self._frames.receive(time.monotonic() + seconds, _LONGEST, self._has_ended)
         except TimeoutError:
             self.give_up(f"no result after {seconds:g} s (--attn-timeout), {when}")
         except (GarbageError, OSError) as error:
@@ -316,7 +316,7 @@ class IsolatedFunction(NamedFunction):
         grad = torch.is_grad_enabled()
         threads = torch.get_num_threads()
         order = {"do": "call", "given": given, "keywords": keywords, "seed": seed, "grad": grad, "threads": threads}
-        call = Call(self.start(), {**order, "number": next(self._numbers)})
+        call = IsolatedCall(self.start(), {**order, "number": next(self._numbers)})
         if self._recorded is not None:
             self._recorded.append(Recorded(given, keywords, call))
         if grad and any(tensor.requires_grad for tensor in call.tensors):
@@ -328,7 +328,7 @@ class _Differentiable(torch.autograd.Function):
     """One call, and its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *_: Tensor) -> Any:
+    def forward(ctx: Any, call: IsolatedCall, *_: Tensor) -> Any:
         ctx.call = call
         results = call.forward()
         ctx.mark_non_differentiable(*(one for one, needs in zip(results, call.needs_grad, strict=True) if not needs))
@@ -340,7 +340,7 @@ class _Differentiable(torch.autograd.Function):
         return None, *ctx.call.backward(douts)
 
 
-class Call:
+class IsolatedCall:
     """One call. tensors: all that it is given. needs_grad: which of the tensors that it returns need a gradient."""
 
     def __init__(self, process: IsolatedProcess, order: dict[str, Any]) -> None:
@@ -418,7 +418,7 @@ class Call:
 class Recorded:
     """A call that was made once, with what it was given. result, gradients: in their place when it is made again."""
 
-    def __init__(self, given: tuple[Tensor, ...], keywords: dict[str, Any], call: Call) -> None:
+    def __init__(self, given: tuple[Tensor, ...], keywords: dict[str, Any], call: IsolatedCall) -> None:
         self.given, self.keywords, self.call = given, keywords, call
         self.result: Any = None
         self.gradients: list[Tensor | None] = []
@@ -540,4 +540,4 @@ def isolate(config: pytest.Config, timeout: float) -> Callable[[str], NamedFunct
 
 def modules_ahead() -> list[str]:
     """Return what a server imports ahead: what each process needs, and neither pytest nor anything of the tests."""
-    return [*(one for one in all_modules_ahead() if one.startswith(("torch", "triton"))), "pytest_attn.isolation.worker"]
+    return [*(one for one in all_modules_ahead() if one.startswith(("torch", "triton"))), "pytest_attn.isolation.call_server"]
