@@ -130,7 +130,7 @@ class LayoutAndMask(NamedTuple):
 
 @dataclass(frozen=True)
 class Scope:
-    """What may be drawn, checked."""
+    """The bounds of what is drawn, checked."""
 
     places: tuple[LayoutAndMask, ...]
     features: tuple[str, ...]
@@ -152,7 +152,7 @@ def legal_places(
 
 
 def _is_legal(place: LayoutAndMask, backward: bool, fixed: Mapping[str, object]) -> bool:
-    """Whether the other arguments leave room for a layout and its mask."""
+    """Return whether the other arguments leave room for a layout and its mask."""
     kind = None if place.mask is None else _kind_of(place.mask)
     if place.layout in PAGED and backward:
         return False
@@ -168,7 +168,7 @@ def _kind_of(mask: Mask | str) -> type[Mask]:
 
 
 def is_possible(feature: str, fixed: Mapping[str, object], dims: Sequence[tuple[int, int]], max_heads: int) -> bool:
-    """Whether the other arguments leave room for a feature."""
+    """Return whether the other arguments leave room for a feature."""
     if feature == "v_head_dim":
         return len({dim for dim, _ in dims}) > 1
     if feature == "grouped heads":
@@ -223,7 +223,7 @@ def _mask(draw: Draw, kind: Mask | str | None, max_rows: int) -> Mask | None:
 
 @dataclass(frozen=True)
 class _Choices:
-    """What the kinds of masks choose by."""
+    """The draws by which kinds of masks choose."""
 
     draw: Draw
     max_rows: int

@@ -1,4 +1,4 @@
-"""What a backend is: a subject that is registered under a name, of torch, of an optional library, or a user's own."""
+"""Backends: subjects registered under a name, of torch, of an optional library, or a user's own."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class Backend(Subject):
 
     @property
     def is_slow(self) -> bool:
-        """Whether a case takes seconds, as where it compiles."""
+        """True where a case takes seconds, as where it compiles."""
         return self.compiles
 
     @property
     def is_contained(self) -> bool:
-        """Whether it is one of this package, which calls an installed library."""
+        """True where it is one of this package, which calls an installed library."""
         return type(self).__module__.startswith("pytest_attn.")
 
     def __repr__(self) -> str:
@@ -182,7 +182,7 @@ class FunctionBackend(Backend):
         return expanded(self._declared(workload) if callable(self._declared) else self._declared)
 
     def refusal_in(self, error: Exception) -> str | None:
-        """What the function declines is refused; so is a configuration whose tiles do not fit the device."""
+        """Refuse what the function declines, and a configuration whose tiles do not fit the device."""
         return declined_because(error) or (out_of_resources(error) if self.configuration else None)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:

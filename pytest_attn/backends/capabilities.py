@@ -1,4 +1,4 @@
-"""What a library's interface can say, declared once: its refusals and its row of the table in docs/reference/backends.md."""
+"""The reach of a library's interface, declared once: its refusals and its row of the table in docs/reference/backends.md."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -88,7 +88,7 @@ def _version_of(distribution: str) -> str | None:
 
 @functools.cache
 def _has_file(top: str, rest: str) -> bool:
-    """Whether the module is on the path, without importing its parents as find_spec on a dotted name would."""
+    """Return whether the module is on the path, without importing its parents as find_spec on a dotted name would."""
     spec = find_spec(top)
     if spec is None or not rest:
         return spec is not None
@@ -229,7 +229,7 @@ def _begun(mark: Path) -> Iterator[None]:
 
 
 def _is_marked(mark: Path) -> bool:
-    """Whether the mark is there; take it away first where an import has ended its process since."""
+    """Return whether the mark is there; take it away first where an import has ended its process since."""
     for begun in mark.parent.glob(f"{mark.name}-*"):
         with contextlib.suppress(OSError), open(begun) as file:  # held by one that imports now, or gone meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

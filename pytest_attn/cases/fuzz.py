@@ -83,7 +83,7 @@ def _renamed(item: pytest.Function, suffix: str, arguments: str) -> list[str]:
 
 
 def _is_attention_mark(decorator: ast.expr, function: Callable[..., object]) -> bool:
-    """Whether a decorator is the marker, whatever its module calls it."""
+    """Return whether a decorator is the marker, whatever its module calls it."""
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
     if isinstance(called, ast.Attribute):
         return called.attr == "attention"
@@ -311,7 +311,7 @@ def run_fuzz(item: pytest.Function, draws: int) -> bool | None:
 
 @dataclasses.dataclass(frozen=True)
 class FailingDraw:
-    """What a test raised on one workload, and the records that it left."""
+    """A failure of a test on one workload, and the records that it left."""
 
     workload: Workload
     error: BaseException

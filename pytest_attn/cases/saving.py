@@ -259,7 +259,7 @@ def _size(count: int) -> str:
 
 @dataclass(frozen=True)
 class KernelSource:
-    """How a script gets at a kernel: the lines before, and the expression. `missing` says what to write where it cannot.
+    """A script's way to a kernel: the lines before, and the expression. `missing` says what to write where it cannot.
 
     called: the name that its test gave it, "" where it gave none.
     """
@@ -271,7 +271,7 @@ class KernelSource:
 
     @property
     def arguments(self) -> str:
-        """What `Failure.check` is given."""
+        """The arguments of `Failure.check`."""
         return f"{self.expression}, name={self.called!r}" if self.called else self.expression
 
 

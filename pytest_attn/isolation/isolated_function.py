@@ -93,7 +93,7 @@ class IsolatedProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can be called."""
+        """True where it can be called."""
         return not self._is_closed and not self._has_ended()
 
     @property
@@ -425,7 +425,7 @@ class Recorded:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """What a process needs to make it."""
+        """The tensors and keywords with which a process makes it."""
         return self.given, self.keywords, list(self.call.douts)
 
     def keep(self, fetched: Any, direction: str) -> None:

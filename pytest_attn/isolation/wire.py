@@ -1,4 +1,4 @@
-"""What goes between a judge and the process of an isolated callable: frames over a socket, tensors in memory that both have.
+"""Frames between a judge and the process of an isolated callable, over a socket, and tensors in memory that both have.
 
 The process may be anybody's. So the judge unpickles nothing that comes from it, maps nothing that it may shorten, and copies
 what it returns before it looks at it.
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class GarbageError(Exception):
-    """What has come is nothing that was agreed upon."""
+    """Bytes have come that are nothing that was agreed upon."""
 
 
 class FrameSocket:

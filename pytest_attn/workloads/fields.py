@@ -1,4 +1,4 @@
-"""What a field of a workload or mask may hold, and which one was meant by a name that there is not.
+"""Checks of what a field of a workload or mask may hold, and the field that was meant by a name that there is not.
 
 Each check raises ValueError, naming the field, what was found and what was expected.
 """
@@ -91,7 +91,7 @@ def settled_quantization(dtype: str, kv_dtype: object, descales: object) -> tupl
 
 
 def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Whether a value is a whole number, and not less than `least`; True and False are none."""
+    """Return whether a value is a whole number, and not less than `least`; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 

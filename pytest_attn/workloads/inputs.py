@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Descales(NamedTuple):
-    """What q, k and v are multiplied by to give their values: float32 tensors, None for a tensor in its own values.
+    """Factors that give q, k and v their values: float32 tensors, None for a tensor in its own values.
 
     Per tensor (); per head (batch, kv_heads), that of q too; per token (batch, heads, q_len) and (batch, kv_heads, kv_len).
     If the workload has kv_pages, those of k and v per token lie in pools (pages, page size, kv_heads).
@@ -350,7 +350,7 @@ def _side_by_side(packed: torch.Tensor, w: Workload, draw: Draw, name: str) -> t
 
 
 class PageLists(NamedTuple):
-    """Where each sequence's pages end in a list of all pages, that list, and the tokens of each last page; int32 each.
+    """Ends of each sequence's pages in a list of all pages, that list, and the tokens of each last page; int32 each.
 
     indptr: (batch + 1,). indices: (pages in use,). last_page_len: (batch,), 0 for a sequence without keys.
     """

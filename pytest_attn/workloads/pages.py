@@ -52,7 +52,7 @@ class Pages:
 
     @property
     def is_plain(self) -> bool:
-        """Whether k and v are contiguous pools of their own, (pages, size, kv_heads, head_dim)."""
+        """True where k and v are contiguous pools of their own, (pages, size, kv_heads, head_dim)."""
         return self.layout == "NHD" and not self.fused and not self.sliced
 
     @property

@@ -75,5 +75,5 @@ def _gradient_names(backward: object) -> tuple[str, ...]:
 
 
 def is_of_parameter(name: str) -> bool:
-    """Whether a result is the gradient of a parameter: dsinks, dbias, dalibi."""
+    """Return whether a result is the gradient of a parameter: dsinks, dbias, dalibi."""
     return name[1:] in PARAMETERS

@@ -1,4 +1,4 @@
-"""Which rank holds which rows and keys: the names that a marker knows, and functions of a user's own."""
+"""Rows and keys that each rank holds: the names that a marker knows, and functions of a user's own."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _called(shard: Shard, length: int, ranks: int) -> str:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one workload is split over ranks. Each packed sequence is split by itself."""
+    """One workload, split over ranks. Each packed sequence is split by itself."""
 
     workload: Workload
     shard: Shard
@@ -84,7 +84,7 @@ class Sharding:
 
     @property
     def shares_pages(self) -> bool:
-        """Whether ranks share a paged cache, and each has all query rows (decode context parallel)."""
+        """True where ranks share a paged cache, and each has all query rows (decode context parallel)."""
         return self.workload.kv_pages is not None
 
     @cached_property

@@ -236,22 +236,22 @@ class Workload:
 
     @property
     def group(self) -> int:
-        """How many query heads share one key head."""
+        """The number of query heads that share one key head."""
         return self.heads // self.kv_heads
 
     @property
     def is_packed(self) -> bool:
-        """Whether queries lie end to end in one "thd" tensor."""
+        """True where queries lie end to end in one "thd" tensor."""
         return self.q_lens is not None
 
     @property
     def packs_keys(self) -> bool:
-        """Whether keys lie end to end, too: those of packed queries do, unless they are in pages."""
+        """True where keys lie end to end, too: those of packed queries do, unless they are in pages."""
         return self.is_packed and self.kv_pages is None
 
     @property
     def is_quantized(self) -> bool:
-        """Whether k and v, and q where its dtype is fp8, are to be multiplied by descales."""
+        """True where k and v, and q where its dtype is fp8, are to be multiplied by descales."""
         return self.descales is not None
 
     @property
@@ -261,7 +261,7 @@ class Workload:
 
     @property
     def has_no_gradient_because(self) -> str | None:
-        """Why no kernel has a backward pass for it, or None."""
+        """The reason why no kernel has a backward pass for it, or None."""
         if self.kv_pages is not None:
             return "a paged KV cache has no gradient"
         if self.cached is not None:
@@ -295,7 +295,7 @@ class Workload:
 
     @property
     def has_positional_mask(self) -> bool:
-        """Whether what is seen depends on positions alone, not on the batch entry and the head: so it is without a mask."""
+        """True where what is seen depends on positions alone, not on the batch entry and the head: so it is without a mask."""
         return self.plain_mask is None or self.plain_mask.is_positional
 
     def replace(self, **changes: object) -> Self:
@@ -416,7 +416,7 @@ def grouped_order(w: Workload) -> list[int]:
 
 
 def is_interleaved(w: Workload) -> bool:
-    """Whether query heads of one key head are not next to each other."""
+    """Return whether query heads of one key head are not next to each other."""
     return w.head_groups == "interleaved" and 1 < w.kv_heads < w.heads
 
 

@@ -224,8 +224,6 @@ _BUILD_WORDS = ("build does not support", "only supports head dimension")
 _UNALIGNED = KnownDefect(
     issue="seen on an H200 on 2026-11-22, no report found",
     summary="strides and addresses that are not a multiple of 16 bytes, also in dimensions of size 1, end the CUDA context",
-    applies=lambda workload, machine: True,
-    tensors=(),
     invariants=("alignment",),
     ends_cuda=True,
 )

@@ -32,7 +32,7 @@ _KERNELS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cud
 
 
 class _OfTorch(RankBackend):
-    """What both forms share. Head-tail shards are the library's load balance, contiguous ones its absence."""
+    """The base of both forms. Head-tail shards are the library's load balance, contiguous ones its absence."""
 
     source = _TORCH
     shards = ("contiguous", "head-tail")
@@ -145,7 +145,7 @@ class TorchCpFlex(_OfTorch):
         flex = flex_attention if is_cpu else torch.compile(flex_attention, dynamic=False)
 
         class Attention(torch.nn.Module):
-            """What a model's attention module is."""
+            """A stand-in for a model's attention module."""
 
             def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 out: torch.Tensor = flex(q, k, v, None, mask, w.scale, w.group > 1)

@@ -1,4 +1,4 @@
-"""What ranks do together: collectives, the share of a sample that is spent in them, and what connects the devices.
+"""Communication of ranks: collectives, the share of a sample that is spent in them, and what connects the devices.
 
 The last collective of each rank is in a file, where the judge finds it when the rank does not answer any more.
 """

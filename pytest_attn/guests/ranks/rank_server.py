@@ -208,7 +208,7 @@ _CALLERS = ("guests/ranks/rank_server.py", "guests/ranks/worker_timing.py", "lat
 
 
 class Steps(Protocol):
-    """What times a callable on this rank, a step at a time (ranks/worker_timing.py)."""
+    """The timer of a callable on this rank, a step at a time (ranks/worker_timing.py)."""
 
     def step(self, what: str, given: Mapping[str, Any]) -> Any:
         """Make a step of these keyword arguments; return what the judge learns from it."""
