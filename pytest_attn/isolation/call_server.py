@@ -117,11 +117,7 @@ class CallServer:
         if order["do"] == "result":
             return self._returns(self._row[order["number"]], _ServedCall([], [], [], []))
         call = self._calls.pop(order["number"])
-        pairs = [(out, dout) for out, dout in zip(call.results, order["douts"], strict=True) if dout is not None]
-        leaves = [t for t in call.tensors if t.requires_grad]
-        found = torch.autograd.grad([out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True)
-        gradients = iter(found)
-        return self._returns([next(gradients) if t.requires_grad else None for t in call.tensors], call)
+        return self._returns(_gradients(call.results, call.tensors, order["douts"]), call)
 
     def _called(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
         """Call the function, and return what it returns."""

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities
+from pytest_attn.backends.capabilities import ANY_SIZE
 from pytest_attn.backends.contexts import within
 from pytest_attn.backends.defects import BALANCED_RING_OF_CUTLASS, CUDNN_NAN_OF_A_RANK, KnownDefect
 from pytest_attn.backends.libraries.flex import BLOCK, block_mask_of
+from pytest_attn.backends.libraries.sdpa import Flash
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile
@@ -53,11 +54,7 @@ class TorchCp(_OfTorch):
     needs = "CUDA, sm80 to sm121, ranks"
     choices = MappingProxyType({"rotate": ("allgather", "alltoall"), "kernel": tuple(_KERNELS)})
     known_defects = (CUDNN_NAN_OF_A_RANK, BALANCED_RING_OF_CUTLASS)
-    capabilities = Capabilities(
-        masks=frozenset(("causal", "causal-bottom-right")),
-        features=frozenset(("scale", "grouped heads", "backward")),
-        square=True,
-    )
+    capabilities = Flash.capabilities
 
     def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
         kernel, found = self.configuration.get("kernel"), super().defects_over(sharding, machine, backward)
