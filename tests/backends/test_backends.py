@@ -1,16 +1,18 @@
 import dataclasses
 import sys
 import types
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from fakes.attention import packed as packed_attention
-from fakes.judged import H200
+from fakes.judged import H200, HOST
 
-from pytest_attn import Backend, Document, Machine, Pages, Window, Workload, draw_inputs
+from pytest_attn import Backend, Document, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends import machine as machines
+from pytest_attn.backends.libraries import sdpa
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
@@ -216,9 +218,6 @@ def test_devices():
 
 def test_sdpa_asks_torch_for_its_reasons(monkeypatch):
     """On a GPU the words are torch's; here its check is replaced by one that warns as torch does."""
-    import warnings
-
-    from pytest_attn.backends.libraries import sdpa
 
     def refuse(params, debug):
         warnings.warn("Flash attention kernel not used because:  no (Triggered internally at sdp.cpp:1.)", stacklevel=1)
@@ -226,20 +225,16 @@ def test_sdpa_asks_torch_for_its_reasons(monkeypatch):
 
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", refuse)
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *args: args)
-    here = Machine("cpu", "fake", (9, 0), "sm90", 1, 1, "2.11")
-    assert sdpa.native_refusals("flash", CAUSAL, here, False) == ["Flash attention kernel not used because: no"]
+    assert sdpa.native_refusals("flash", CAUSAL, HOST, False) == ["Flash attention kernel not used because: no"]
 
 
 def test_sdpa_asks_about_a_mask_that_fits_into_no_memory(monkeypatch):
-    from pytest_attn.backends.libraries import sdpa
-
     asked = []
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda params, debug: asked.append(params) or True)
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *args: args)
-    here = Machine("cpu", "fake", (9, 0), "sm90", 1, 1, "2.11")
     w = Workload(1 << 20, heads=32, kv_heads=8, head_dim=128, mask=Window(4095, 0))
     with torch.no_grad():
-        assert sdpa.native_refusals("efficient", w, here, True) == []
+        assert sdpa.native_refusals("efficient", w, HOST, True) == []
     ((q, k, v, mask, *_),) = asked
     assert [tuple(t.shape) for t in (q, k, v, mask)] == [
         (1, 32, 1 << 20, 128),
