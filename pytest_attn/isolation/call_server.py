@@ -77,14 +77,14 @@ class CallServer:
             return
         self._answer(wanted=list(offered_to(self._function)))
         while (frame := self._frames.receive()) is not None:
-            self._answer(**self._answered(frame))
+            self._answer(**self._answer_of(frame))
 
     # -- details -------------------------------------------------------------------------------------------------------
 
     def _answer(self, **answer: object) -> None:
         self._frames.send(json.dumps(answer).encode())
 
-    def _answered(self, frame: bytes) -> dict[str, Any]:
+    def _answer_of(self, frame: bytes) -> dict[str, Any]:
         """Return the answer to an order, or what went wrong. A device that is lost takes the process with it."""
         try:
             parcel, text = pickle.loads(frame)
