@@ -112,17 +112,17 @@ def says_garbage(q, k, v):
 
 def says_a_pickle(q, k, v):
     import pickle
-    from pytest_attn.guests.ranks import wire
+    from pytest_attn.isolation import wire
     class Bomb:
         def __reduce__(self):
             return os.mkdir, ("bomb",)
-    send = wire.Line.send
-    wire.Line.send = lambda self, frame, seconds=None: send(self, pickle.dumps(Bomb()), seconds)
+    send = wire.FrameSocket.send
+    wire.FrameSocket.send = lambda self, frame, seconds=None: send(self, pickle.dumps(Bomb()), seconds)
     return v
 
 def claims(q, k, v, tensors, result={"tensor": 0}, changed=()):
     from pytest_attn.isolation import call_server
-    call_server.Server._returns = lambda self, *_: {"result": result, "tensors": tensors, "changed": list(changed)}
+    call_server.CallServer._returns = lambda self, *_: {"result": result, "tensors": tensors, "changed": list(changed)}
 
 def claims_much(q, k, v):
     claims(q, k, v, [{"dtype": "float32", "size": [1 << 20, 1 << 20], "device": "cpu", "needs_grad": False}])
@@ -175,25 +175,25 @@ def keeps_answers(q, k, v):
 def is_ready_before(q, k, v):
     # for all that it is told of what it will be asked
     from pytest_attn.isolation import call_server
-    run = call_server.Server._in_a_row
+    run = call_server.CallServer._in_a_row
     def prepared(self, order):
         import itertools
         for q, k, v in itertools.product(*zip(*(given for given, _, _ in order["calls"]))):
             keeps_answers(q, k, v)
         return run(self, order)
     if run.__name__ != "prepared":
-        call_server.Server._in_a_row = prepared
+        call_server.CallServer._in_a_row = prepared
     return keeps_answers(q, k, v)
 
 def claims_a_time(q, k, v):
     from pytest_attn.isolation import call_server
-    call_server.Server._measured = lambda self, order: {"p50": "short", "interval": [0, 1, 0.9]}
+    call_server.CallServer._measured = lambda self, order: {"p50": "short", "interval": [0, 1, 0.9]}
     return sdpa(q, k, v)
 
 def claims_a_device(q, k, v):
     from pytest_attn.isolation import call_server
-    run = call_server.Server._measured
-    call_server.Server._measured = lambda self, order: run(self, order) | {"p50": 1e-7, "mode": "events", "launch": 1.0}
+    run = call_server.CallServer._measured
+    call_server.CallServer._measured = lambda self, order: run(self, order) | {"p50": 1e-7, "mode": "events", "launch": 1.0}
     return sdpa(q, k, v)
 """
 TESTS = """
