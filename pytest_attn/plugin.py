@@ -99,7 +99,7 @@ def _isolated_functions(config: pytest.Config, timeout: float) -> Callable[[str]
 
     @cache
     def maker() -> Callable[[str], NamedFunction]:
-        from pytest_attn.isolation.executor import isolate
+        from pytest_attn.isolation.isolated_executor import isolate
 
         return isolate(config, timeout)
 

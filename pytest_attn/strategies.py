@@ -16,7 +16,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -96,11 +96,9 @@ def workloads(
 
     cached=True draws a cached prefix. Raises ValueError for what is unknown, or where nothing legal is left.
     """
-    named = (("layouts", layouts, LAYOUT_KINDS), ("features", features, FEATURES), ("fixed values", fixed, FIXED))
-    for what, names, known in named:
-        for name in names:
-            if name not in known:
-                raise ValueError(f"workloads(): unknown {what} {name!r}; known: {', '.join(known)}")
+    require_known("layouts", layouts, LAYOUT_KINDS)
+    require_known("features", features, FEATURES)
+    require_known("fixed values", fixed, FIXED)
     dims = tuple(dim if isinstance(dim, tuple) else (dim, dim) for dim in head_dims)
     require_counts("head_dims", [dim for pair in dims for dim in pair])
     require_counts("page_sizes", [pages.size if isinstance(pages, Pages) else pages for pages in page_sizes])
@@ -123,7 +121,7 @@ def workloads(
 # -- what may be drawn, checked -----------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class LayoutAndMask(NamedTuple):
     """A layout with a mask, or a kind of masks, that is legal in it."""
 
     layout: str
@@ -132,9 +130,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Scope:
-    """What may be drawn, checked."""
+    """The bounds of what is drawn, checked."""
 
-    places: tuple[Place, ...]
+    places: tuple[LayoutAndMask, ...]
     features: tuple[str, ...]
     dtypes: tuple[str, ...]
     head_dims: tuple[tuple[int, int], ...]
@@ -146,18 +144,23 @@ class Scope:
 
 def legal_places(
     layouts: Sequence[str], masks: Sequence[object], backward: bool, fixed: Mapping[str, object]
-) -> tuple[Place, ...]:
+) -> tuple[LayoutAndMask, ...]:
     """Return the pairs of a layout and a mask that a workload may have."""
     kinds = tuple(mask if isinstance(mask, str) and mask in kind_of_words() else as_mask(mask) for mask in masks)
-    return tuple(
-        Place(layout, mask)
-        for layout in layouts
-        for mask in kinds
-        if not (layout in PAGED and backward)
-        and not (layout in PACKED and ("bias" in fixed or not (mask is None or _kind_of(mask).is_packable)))
-        and not ({"q_len", "cached"} & set(fixed) and mask is not None and _kind_of(mask).is_square)
-        and not (fixed.get("pad") == "left" and layout != "padded")
-    )
+    places = (LayoutAndMask(layout, mask) for layout in layouts for mask in kinds)
+    return tuple(place for place in places if _is_legal(place, backward, fixed))
+
+
+def _is_legal(place: LayoutAndMask, backward: bool, fixed: Mapping[str, object]) -> bool:
+    """Return whether the other arguments leave room for a layout and its mask."""
+    kind = None if place.mask is None else _kind_of(place.mask)
+    if place.layout in PAGED and backward:
+        return False
+    if place.layout in PACKED and ("bias" in fixed or (kind and not kind.is_packable)):
+        return False
+    if {"q_len", "cached"} & fixed.keys() and kind and kind.is_square:
+        return False
+    return fixed.get("pad") != "left" or place.layout == "padded"
 
 
 def _kind_of(mask: Mask | str) -> type[Mask]:
@@ -165,12 +168,19 @@ def _kind_of(mask: Mask | str) -> type[Mask]:
 
 
 def is_possible(feature: str, fixed: Mapping[str, object], dims: Sequence[tuple[int, int]], max_heads: int) -> bool:
-    """Whether the other arguments leave room for a feature."""
+    """Return whether the other arguments leave room for a feature."""
     if feature == "v_head_dim":
         return len({dim for dim, _ in dims}) > 1
     if feature == "grouped heads":
         return max_heads > 1
     return feature not in fixed
+
+
+def require_known(what: str, names: Iterable[str], known: tuple[str, ...]) -> None:
+    """Raise ValueError for a name that there is not."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"workloads(): unknown {what} {name!r}; known: {', '.join(known)}")
 
 
 def require_counts(name: str, values: Sequence[int]) -> None:
@@ -185,7 +195,7 @@ def require_counts(name: str, values: Sequence[int]) -> None:
 @st.composite
 def drawn(draw: Draw, scope: Scope) -> Workload:
     """Draw a workload of this scope."""
-    place: Place = draw(st.sampled_from(scope.places))
+    place: LayoutAndMask = draw(st.sampled_from(scope.places))
     features: list[str] = draw(st.lists(st.sampled_from(scope.features), unique=True, max_size=3)) if scope.features else []
     fields = dict(scope.fixed)
     fields.update(_heads(draw, scope, "grouped heads" in features))
@@ -213,7 +223,7 @@ def _mask(draw: Draw, kind: Mask | str | None, max_rows: int) -> Mask | None:
 
 @dataclass(frozen=True)
 class _Choices:
-    """What the kinds of masks choose by."""
+    """The draws by which kinds of masks choose."""
 
     draw: Draw
     max_rows: int

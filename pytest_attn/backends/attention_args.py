@@ -7,7 +7,7 @@ of a call that a model makes apart again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ def first_of(result: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class AttentionArguments:
-    """What one call computes attention of, and how its result goes back.
+    """The arguments of one call in one layout, and the way back of its result.
 
     q: (batch, heads, q_len, head_dim), k, v the same with kv_heads and kv_len; packed sequences: (tokens, heads, head_dim).
     visible: boolean, True = visible, broadcastable to (batch, heads, q_len, kv_len). mask: what is known of it without a
@@ -75,6 +75,18 @@ class AttentionArguments:
     to_result: Callable[[torch.Tensor], Any] = field(default=unchanged)
     asks_more: str = ""
     unread: str = ""
+
+    @classmethod
+    def in_layout(
+        cls,
+        to_native: Callable[[torch.Tensor], torch.Tensor],
+        given: Mapping[str, Any],
+        names: Sequence[str] = ("q", "k", "v"),
+        **others: Any,
+    ) -> AttentionArguments:
+        """Return those of a call whose tensors, named `names`, and out lie in one layout. others: the fields that differ."""
+        q, k, v = (to_native(given[name]) for name in names)
+        return cls(q, k, v, **{"to_native": to_native, "out_to_native": to_native, "to_result": to_native, **others})
 
     def refuse_more(self) -> None:
         """Raise UnreadableError where out, and what is known of the call, is not all that it asks."""
@@ -113,12 +125,12 @@ class AttentionFunction:
 
     @property
     def shown(self) -> str:
-        """What reports call it."""
+        """Its name in reports."""
         return self.name or f"{self.module}.{self.attribute}"
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where it is found."""
+        """Its module and attribute."""
         return self.module, self.attribute
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

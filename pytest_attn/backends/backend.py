@@ -1,4 +1,4 @@
-"""What a backend is: a subject that is registered under a name, of torch, of an optional library, or a user's own."""
+"""Backends: subjects registered under a name, of torch, of an optional library, or a user's own."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class Backend(Subject):
 
     @property
     def is_slow(self) -> bool:
-        """Whether a case takes seconds, as where it compiles."""
+        """True where a case takes seconds, as where it compiles."""
         return self.compiles
 
     @property
     def is_contained(self) -> bool:
-        """Whether it is one of this package, which calls an installed library."""
+        """True where it is one of this package, which calls an installed library."""
         return type(self).__module__.startswith("pytest_attn.")
 
     def __repr__(self) -> str:
@@ -171,8 +171,10 @@ class FunctionBackend(Backend):
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         reasons = self._reasons(workload) if self._reasons else ()
         if not isinstance(reasons, str | Sequence):
-            told = f"unsupported_because returned {reasons!r} for {workload.id}"
-            raise TypeError(f"backend {self.name!r}: {told}; expected a list of reasons, [] where it is supported")
+            raise TypeError(
+                f"backend {self.name!r}: unsupported_because returned {reasons!r} for {workload.id};"
+                " expected a list of reasons, [] where it is supported"
+            )
         cache = ["is handed no cache: a function of (q, k, v) has no attn.split_cache"] if workload.cached else []
         return [*([reasons] if isinstance(reasons, str) else reasons), *cache]
 
@@ -180,7 +182,7 @@ class FunctionBackend(Backend):
         return expanded(self._declared(workload) if callable(self._declared) else self._declared)
 
     def refusal_in(self, error: Exception) -> str | None:
-        """What the function declines is refused; so is a configuration whose tiles do not fit the device."""
+        """Refuse what the function declines, and a configuration whose tiles do not fit the device."""
         return declined_because(error) or (out_of_resources(error) if self.configuration else None)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:

@@ -1,4 +1,4 @@
-"""What a library's interface can say, declared once: its refusals and its row of the table in docs/reference/backends.md."""
+"""The reach of a library's interface, declared once: its refusals and its row of the table in docs/reference/backends.md."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -131,18 +131,20 @@ class Capabilities:
 
     def row(self) -> tuple[str, ...]:
         """Return the table's cells under COLUMNS, in the order of `capability_words` and FEATURES."""
+        masks = ["all"] if "any" in self.masks else _in_order(self.masks, capability_words())
+        masks += ["if q_len == kv_len"] if self.square else []
+        features = _in_order(self.features, FEATURES)
+        features += [f"quantized: {' '.join(_in_order(self.quantized, QUANTIZED))}"] if self.quantized else []
+        dtypes = " ".join(DTYPES[dtype].short for dtype in self.dtypes)
+        return dtypes, self._dims_cell(), ", ".join(masks) or "none", ", ".join(features) or "-"
+
+    def _dims_cell(self) -> str:
         if self.head_dims is not None:
             dims = "/".join(map(str, self.head_dims))
         else:
             dims = "any" if self.head_dim is None else f"<={self.head_dim}"
             dims += f" %{self.head_dim_step}" if self.head_dim_step > 1 else ""
-        dims += ", v differs" if self.v_head_dim else ""
-        masks = ["all"] if "any" in self.masks else [mask for mask in capability_words() if mask in self.masks]
-        masks += ["if q_len == kv_len"] if self.square else []
-        features = [feature for feature in FEATURES if feature in self.features]
-        if self.quantized:
-            features.append("quantized: " + " ".join(word for word in QUANTIZED if word in self.quantized))
-        return (" ".join(DTYPES[d].short for d in self.dtypes), dims, ", ".join(masks) or "none", ", ".join(features) or "-")
+        return f"{dims}, v differs" if self.v_head_dim else dims
 
 
 #: the dtypes and sizes of attention that is written in torch's operations, or compiled for each
@@ -153,6 +155,10 @@ def refusals_without(features: Iterable[str], w: Workload, backward: bool = Fals
     """Return in which words an interface without these features refuses a workload that needs them."""
     needed = traits_of(w) | ({"backward"} if backward else set())
     return [REFUSALS[feature].format(dtype=w.dtype) for feature in features if feature in needed]
+
+
+def _in_order(words: frozenset[str], known: Iterable[str]) -> list[str]:
+    return [word for word in known if word in words]
 
 
 def _listed(values: tuple[object, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What compiles kernels for which backends, and where it keeps them for the next run."""
+"""Compilers of kernels, the backends that they serve, and the folders in which they keep kernels for the next run."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ from pytest_attn.backends.machine import installed_version, usable_cores
 
 @dataclass(frozen=True)
 class Compiler:
-    """What compiles a kernel for each workload of some backends, which takes seconds.
+    """A compiler that makes a kernel for each workload of some backends, which takes seconds.
 
     distribution: that it comes with. folder: where it keeps what it compiled, USER for the user's name, unless the variable
     says otherwise. below: in either of them. switch: the variable that switches it on and off, and how it is where unset.

@@ -1,4 +1,4 @@
-"""What a library's code runs in: without its warnings, without Python's collector, with variables of its own."""
+"""Contexts that a library's code runs in: without its warnings, without Python's collector, with variables of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a callable says of itself: how it takes and returns tensors, where it rounds, what it leaves to its caller.
+"""Declarations of a callable: how it takes and returns tensors, where it rounds, what it leaves to its caller.
 
 `Declaration` is the one place of it. The marker `attention`, `pytest_attn.check`, `check_invariants` and `measure` take its
 fields as keywords and show their documentation; checks, records and saved failures read it. A new property is a field here
@@ -131,7 +131,7 @@ _is_layout = one_of(*LAYOUTS, *WITHOUT_BATCH, "bthd", "bhtd")
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a callable says of itself. Raises ValueError for a value that is not one of the known, and for a contradiction."""
+    """The properties that a callable declares of itself. Raises ValueError for an unknown value, and for a contradiction."""
 
     layout: str = argument(
         "bhsd",
@@ -216,17 +216,17 @@ class Declaration:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What is compared of what it returns, gradients aside, in the order of RESULTS."""
+        """The results that are compared, gradients aside, in the order of RESULTS."""
         return tuple(name for name in RESULTS if name == "out" or name in self.names)
 
     @property
     def timed_results(self) -> tuple[str, ...]:
-        """What is looked at of what a timed call returns; which probabilities it drops is for a check."""
+        """The results of a timed call that are looked at; the probabilities that it drops are for a check."""
         return tuple(name for name in self.results if name != "keep")
 
     @property
     def has_lse(self) -> bool:
-        """Whether lse is among what it returns."""
+        """True where lse is among what it returns."""
         return "lse" in self.names
 
     @property
@@ -236,12 +236,12 @@ class Declaration:
 
     @property
     def has_batch(self) -> bool:
-        """Whether q, k and v have a batch dimension."""
+        """True where q, k and v have a batch dimension."""
         return self.layout not in WITHOUT_BATCH
 
     @property
     def is_plain(self) -> bool:
-        """Whether layout and returns_lse say all: the callable takes and returns what every judgment does."""
+        """True where layout and returns_lse say all: the callable takes and returns what every judgment does."""
         says_no_more = self.lse_base == "e" and self._lse_layout == "bhs" and not self.takes_out
         is_usual = self.names == (("out", "lse") if self.returns_lse else ("out",))
         return self.inner_layout == self._out_layout == self.layout and says_no_more and is_usual

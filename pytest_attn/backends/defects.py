@@ -18,8 +18,8 @@ class KnownDefect:
     Args:
         issue: where it was reported.
         summary: what is wrong, in one line.
-        applies: whether a workload and machine are in the defect's reach.
-        tensors: which results are wrong; empty where only invariants show it, in any.
+        applies: whether a workload and machine are in the defect's reach; by default all are.
+        tensors: which results are wrong; by default none, where only invariants show it.
         only_nan: it shows as NaN or infinity, not as a value that is off.
         inputs: the input distribution that shows it; None for any.
         changes_input: inputs ("q", "k", "v") that it changes in place.
@@ -32,8 +32,8 @@ class KnownDefect:
 
     issue: str
     summary: str
-    applies: Callable[[Workload, Machine], bool]
-    tensors: tuple[str, ...]
+    applies: Callable[[Workload, Machine], bool] = lambda workload, machine: True
+    tensors: tuple[str, ...] = ()
     only_nan: bool = False
     inputs: str | None = None
     changes_input: tuple[str, ...] = ()
@@ -44,16 +44,16 @@ class KnownDefect:
     ends_cuda: bool = False
 
     def spoils(self, workload: Workload, machine: Machine, backward: bool) -> bool:
-        """Whether a workload is in its reach: one of gradients only is in a backward pass."""
+        """Return whether a workload is in its reach: one of gradients only is in a backward pass."""
         is_of_gradients = bool(self.tensors) and not self.changes_input and all(name.startswith("d") for name in self.tensors)
         return (backward or not is_of_gradients) and self.applies(workload, machine)
 
     def breaks(self, invariant: str, evidence: str) -> bool:
-        """Whether a broken invariant looks like it."""
+        """Return whether a broken invariant looks like it."""
         return (not self.invariants or invariant in self.invariants) and re.search(self.evidence, evidence) is not None
 
     def explains(self, comparison: Any, workload: Workload) -> bool:
-        """Whether everything that failed in a `Comparison` is what the defect spoils, and looks like it."""
+        """Return whether everything that failed in a `Comparison` is what the defect spoils, and looks like it."""
         failed = [t for t in comparison.tensors if not t.passed]
         unchanged = set(comparison.changed) <= set(self.changes_input)
         return unchanged and all(
@@ -65,14 +65,14 @@ class KnownDefect:
 
 
 def sees_nothing(workload: Workload, row: int = 0) -> bool:
-    """Whether this query row of a causal mask or window sees no key, in any of the sequences."""
+    """Return whether this query row of a causal mask or window sees no key, in any of the sequences."""
     lengths = [(q_len, kv_len) for q_len, kv_len in sequence_lengths(workload) if q_len > row]
     spans = (interval(workload.plain_mask, row, q_len, kv_len) for q_len, kv_len in lengths)
     return any(span is not None and span[0] == span[1] for span in spans)
 
 
 def in_fully_masked_rows(comparison: Any, workload: Workload) -> bool:
-    """Whether the worst element of a `TensorComparison` lies in a row that sees no key; gradients of keys lie in none."""
+    """Return whether the worst of a `TensorComparison` lies in a row that sees no key; gradients of keys lie in none."""
     is_of_rows = comparison.name in ("out", "dq") and not workload.is_packed
     return not is_of_rows or sees_nothing(workload, comparison.worst[2])
 
@@ -83,7 +83,7 @@ def _on_affected_cudnn(workload: Workload, machine: Machine) -> bool:
 
 
 def is_half_tile(rows: int) -> bool:
-    """Whether the last of cuDNN's tiles of rows is filled by half."""
+    """Return whether the last of cuDNN's tiles of rows is filled by half."""
     return rows % 128 == 64
 
 
@@ -133,7 +133,7 @@ _GARBAGE_L2 = 0.3
 
 
 def _is_garbage(comparison: Any, workload: Workload) -> bool:
-    """Whether a tensor has little to do with the exact one: memory that nobody wrote may hold NaN, too."""
+    """Return whether a tensor has little to do with the exact one: memory that nobody wrote may hold NaN, too."""
     return 2 * comparison.wrong_positions > comparison.elements or not comparison.relative_l2 < _GARBAGE_L2
 
 
@@ -171,7 +171,7 @@ SDPA_FULLY_MASKED_ROWS = replace(
 
 
 def _dq_tiles_of_another_width(workload: Workload, machine: Machine) -> bool:
-    """Whether the backward kernel, which rounds head_dim to 16, and the pass that reads its dq, to 32, disagree."""
+    """Return whether the backward kernel, which rounds head_dim to 16, and the pass that reads its dq, to 32, disagree."""
     return machine.capability == (9, 0) and workload.head_dim <= 128 and 0 < workload.head_dim % 32 <= 16
 
 
@@ -184,7 +184,7 @@ FLASH4_DQ = KnownDefect(
 
 
 def _last_row_alone(workload: Workload, machine: Machine) -> bool:
-    """Whether the last tile of 64 query rows holds one row, and a mask or bias tells rows apart."""
+    """Return whether the last tile of 64 query rows holds one row, and a mask or bias tells rows apart."""
     lengths = workload.q_lens or (workload.q_len,)
     is_alone = workload.heads > 1 and any(length > 1 and length % 64 == 1 for length in lengths)
     return is_alone and (workload.mask is not None or workload.bias is not None)
@@ -194,7 +194,6 @@ CUTLASS_SHARED_HEAD = KnownDefect(
     issue="docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
     summary="k and v of stride 0 over heads, without gradients: a last row alone in its tile gets the mask of other rows",
     applies=_last_row_alone,
-    tensors=(),
     invariants=("layout",),
 )
 
@@ -210,14 +209,12 @@ CUTLASS_SHARED_GROUP = replace(
 CUTLASS_OFFSETS = KnownDefect(
     issue="docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
     summary="rows or heads more than 2^31 elements apart: an illegal memory access, which ends the process's CUDA context",
-    applies=lambda workload, machine: True,
-    tensors=(),
     invariants=("offsets",),
 )
 
 
 def _boolean_mask_on_cudnn(workload: Workload, machine: Machine) -> bool:
-    """Whether some rows may score all that they see 65,504 below what is hidden from them."""
+    """Return whether some rows may score all that they see 65,504 below what is hidden from them."""
     is_boolean = needs_dense_mask(workload) and not workload.bias and not workload.alibi
     return machine.capability == (9, 0) and is_boolean
 
@@ -226,7 +223,6 @@ SDPA_LARGE_SCORES = KnownDefect(
     issue="pytorch#177842",
     summary="-65504 in place of -inf: keys that may not be seen, and score that much more, are",
     applies=_boolean_mask_on_cudnn,
-    tensors=(),
     invariants=("magnitude",),
 )
 

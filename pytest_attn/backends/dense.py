@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def is_plain_causal(w: Workload) -> bool:
-    """Whether a flag is_causal (top-left aligned) says all that the mask says."""
+    """Return whether a flag is_causal (top-left aligned) says all that the mask says."""
     if w.plain_mask is None or not w.plain_mask.is_causal or w.kv_lens is not None or w.bias or w.alibi:
         return False
     return w.band is not None and (w.band.top_left or w.q_len == w.kv_len)
 
 
 def needs_dense_mask(w: Workload) -> bool:
-    """Whether the workload needs an attn_mask tensor."""
+    """Return whether the workload needs an attn_mask tensor."""
     return bool(w.bias or w.alibi or w.kv_lens is not None or (w.mask is not None and not is_plain_causal(w)))
 
 

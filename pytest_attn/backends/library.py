@@ -88,7 +88,7 @@ def _version_of(distribution: str) -> str | None:
 
 @functools.cache
 def _has_file(top: str, rest: str) -> bool:
-    """Whether the module is on the path, without importing its parents as find_spec on a dotted name would."""
+    """Return whether the module is on the path, without importing its parents as find_spec on a dotted name would."""
     spec = find_spec(top)
     if spec is None or not rest:
         return spec is not None
@@ -229,7 +229,7 @@ def _begun(mark: Path) -> Iterator[None]:
 
 
 def _is_marked(mark: Path) -> bool:
-    """Whether the mark is there; take it away first where an import has ended its process since."""
+    """Return whether the mark is there; take it away first where an import has ended its process since."""
     for begun in mark.parent.glob(f"{mark.name}-*"):
         with contextlib.suppress(OSError), open(begun) as file:  # held by one that imports now, or gone meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,11 +247,11 @@ def once_in_a_run(question: str, find_out: Callable[[], Answer]) -> Answer:
     if path is None:
         return find_out()
     with _alone_with(path):
-        told: list[Answer] | None = _read(path)
-        if told is None:
-            told = [find_out()]
-            _write(path, told)
-    return told[0]
+        answers: list[Answer] | None = _read(path)
+        if answers is None:
+            answers = [find_out()]
+            _write(path, answers)
+    return answers[0]
 
 
 def note_in_a_run(what: str) -> bool:
@@ -297,17 +297,17 @@ def _alone_with(answer: Path) -> Iterator[None]:
 def _read(answer: Path) -> Any:
     """Return the list in a file, None where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        told = json.loads(answer.read_text())
-        return told if isinstance(told, list) and len(told) == 1 else None
+        answers = json.loads(answer.read_text())
+        return answers if isinstance(answers, list) and len(answers) == 1 else None
     return None
 
 
-def _write(answer: Path, told: list[Any]) -> None:
+def _write(answer: Path, answers: list[Any]) -> None:
     with contextlib.suppress(OSError):
         for old in answer.parent.glob("*-*"):
             if old.stat().st_mtime < time.time() - _DAY:
                 old.unlink(missing_ok=True)
-        answer.write_text(json.dumps(told))
+        answer.write_text(json.dumps(answers))
 
 
 # -- the child process ------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def satisfies(version: str, comparison: str, wanted: str) -> bool:
-    """Whether a version is ">=", "<=", "==", "<" or ">" another, as far as that is written: 2.7.4 is "==" 2.7."""
+    """Return whether a version is ">=", "<=", "==", "<" or ">" another, as far as that is written: 2.7.4 is "==" 2.7."""
     theirs = release(wanted)
     mine = (*release(version), *(0 for _ in theirs))[: len(theirs)]
     return bool(_COMPARISONS[comparison](mine, theirs))
@@ -83,7 +83,7 @@ class Machine:
 
 
 def is_device_name(text: str) -> bool:
-    """Whether `text` names a device, there or not: "cpu", "cuda", "cuda:N", "xpu", "xpu:N" or "mps"."""
+    """Return whether `text` names a device, there or not: "cpu", "cuda", "cuda:N", "xpu", "xpu:N" or "mps"."""
     return re.fullmatch(r"cpu|(cuda|xpu)(:\d+)?|mps", text) is not None
 
 

@@ -28,7 +28,7 @@ class UnimportableError(ImportError):
 
 
 def is_name(text: str) -> bool:
-    """Whether a text has the form "module:function"."""
+    """Return whether a text has the form "module:function"."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -91,7 +91,7 @@ class NamedFunction:
 
     @property
     def wanted(self) -> Sequence[str]:
-        """Which of `OFFERED` it takes. Raises UnimportableError."""
+        """Those of `OFFERED` that it takes. Raises UnimportableError."""
         return offered_to(self._function)
 
     def executor(self, executor: Any) -> Any:

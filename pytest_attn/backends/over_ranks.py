@@ -30,7 +30,7 @@ PARTS_OF_A_RANK = {"contiguous": 1, "head-tail": 2, "striped": 1}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: its number among how many, their process group and mesh of one dimension, its own device."""
+    """A rank's place: its number among how many, their process group and mesh of one dimension, its own device."""
 
     rank: int
     ranks: int
@@ -116,7 +116,7 @@ class RankBackend(LibraryBackend):
 
 
 def has_half_tile(sharding: Sharding) -> bool:
-    """Whether the rows of a rank, or of one of its chunks, are 64 more than a multiple of 128."""
+    """Return whether the rows of a rank, or of one of its chunks, are 64 more than a multiple of 128."""
     parts = PARTS_OF_A_RANK.get(sharding.shard, 1) if isinstance(sharding.shard, str) else 1
     lengths = {sharding.workload.q_len // sharding.ranks, sharding.workload.q_len // (sharding.ranks * parts)}
     return any(map(is_half_tile, lengths))

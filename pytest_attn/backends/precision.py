@@ -1,4 +1,4 @@
-"""How a kernel declares that it rounds: the precision profiles, and the unit roundoffs of each dtype.
+"""Rounding as a kernel declares it: the precision profiles, and the unit roundoffs of each dtype.
 
 An honest attention kernel differs from exact attention only where it rounds. A profile lists those places; the budget
 (`budget.py`, `gradients.py`) turns them into an expected error per element.
@@ -47,7 +47,7 @@ SHARED = 1.5
 @suggests_fields
 @dataclass(frozen=True)
 class Precision:
-    """Where a kernel rounds, beside its output and its probabilities P.
+    """Roundings of a kernel beside that of its output and its probabilities P.
 
     Those from p_dtype on are for kernels that quantize q, k and v, and are held to exact attention on the quantized values.
 
@@ -105,18 +105,18 @@ class Precision:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether P has fewer bits than the workload's dtype: a profile for approximate kernels."""
+        """True where P has fewer bits than the workload's dtype: a profile for approximate kernels."""
         return bool(self.p_step or self.p_dtype)
 
     @property
     def has_noisy_scores(self) -> bool:
-        """Whether scores are rounded to the dtype, in one way or another."""
+        """True where scores are rounded to the dtype, in one way or another."""
         of_operands = self.rounds_scaled_query or self.rounds_scaled_key or self.rounds_products
         return self.rounds_scores or self.rounds_shifted_scores or of_operands
 
     @property
     def moves_lse(self) -> bool:
-        """Whether lse is off by what the profile declares."""
+        """True where lse is off by what the profile declares."""
         of_rows = self.rounds_sinks or self.rounds_rescaling
         return self.has_noisy_scores or self.operand_unit > 0 or of_rows
 
@@ -137,7 +137,7 @@ class Precision:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether P has so few steps that roundings of many keys may go the same way."""
+        """True where P has so few steps that roundings of many keys may go the same way."""
         return bool(self.p_step) or self.p_dtype == "float8_e4m3fn"
 
     def of_inputs_in(self, dtype: str) -> Precision:

@@ -1,4 +1,4 @@
-"""What a callable raises: it declines a case, or would end, skip or excuse its test, which is a fault of it."""
+"""Exceptions of a callable: it declines a case, or would end, skip or excuse its test, which is a fault of it."""
 
 import dis
 import sys
@@ -30,7 +30,7 @@ def declined_because(error: BaseException) -> str | None:
 
 
 def _is_raised_by_its_author(traceback: TracebackType | None) -> bool:
-    """Whether the innermost frame is a `raise` statement, and none of torch or Triton: operators in C++ raise without one."""
+    """Return whether the innermost frame is a `raise`, and none of torch or Triton: operators in C++ raise without one."""
     if traceback is None:
         return False
     while traceback.tb_next is not None:
@@ -44,7 +44,7 @@ def _is_raised_by_its_author(traceback: TracebackType | None) -> bool:
 
 
 class EndsTestError(Exception):
-    """What is judged raised what would end, skip or excuse its test: a fault of it, and the text says which.
+    """An exception that would end, skip or excuse the test of what is judged: a fault of it, and the text says which.
 
     where: the file and line of it, "" where nobody knows.
     """
@@ -121,13 +121,13 @@ def _ending(error: BaseException, calls: bool) -> str | None:
 
 
 def _answers_for_itself(kind: type) -> bool:
-    """Whether exceptions of a class say of which class they are: pytest believes one that says that it is a skip."""
+    """Return whether exceptions of a class say of which class they are: pytest believes one that says that it is a skip."""
     answers = (vars(kind).get(name) for name in ("__class__", "__getattribute__"))
     return any(type(one) not in (NoneType, WrapperDescriptorType, GetSetDescriptorType) for one in answers)
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """Whether code that is not ours raised an exception of ours, or had ours raise it."""
+    """Return whether code that is not ours raised an exception of ours, or had ours raise it."""
     found = False
     for frame, _ in _frames(error):
         home = str(frame.f_globals.get("__name__", ""))
@@ -141,7 +141,7 @@ def _is_foreign(error: BaseException) -> bool:
 
 
 def _interrupts(error: BaseException) -> bool:
-    """Whether something raised it that may interrupt what is judged."""
+    """Return whether something raised it that may interrupt what is judged."""
     raisers = [frame for frame, _ in _frames(error) if _library_of(frame) != "_pytest"]
     if not raisers:
         return False

@@ -41,7 +41,7 @@ class Registry:
             self._loaders[name] = _loader(module, cls)
 
     def computes_over_ranks(self, name: str) -> bool:
-        """Whether a backend is for tests with ranks=...; loads none of the built-in ones."""
+        """Return whether a backend is for tests with ranks=...; loads none of the built-in ones."""
         base = split(self.canonical(name))[0].partition("+")[0]
         if base in BUILTIN or base in OVER_RANKS or base not in self._loaders:
             return base in OVER_RANKS
@@ -158,7 +158,7 @@ class Registry:
         return subject if dequantized is None else subject.quantizing(dequantized)
 
     def _names_function(self, target: object) -> bool:
-        """Whether a text is "module:function", and no backend of a family."""
+        """Return whether a text is "module:function", and no backend of a family."""
         return isinstance(target, str) and is_name(target) and target.partition(":")[0] not in FAMILIES
 
     def canonical(self, name: str) -> str:
@@ -199,7 +199,7 @@ class Registry:
             )
 
     def is_known(self, name: str) -> bool:
-        """Whether `require` would let the name pass."""
+        """Return whether `require` would let the name pass."""
         try:
             self.require(name)
         except ValueError:

@@ -55,7 +55,7 @@ class Variant(Backend):
 
 @dataclass
 class Compilation:
-    """What compiling one callable took: seconds of its first call in a test, never part of a latency, and graph breaks."""
+    """The cost of compiling one callable: seconds of its first call in a test, never part of a latency, and graph breaks."""
 
     seconds: float = 0.0
     graph_breaks: int = 0

@@ -84,7 +84,7 @@ def _renamed(item: pytest.Function, suffix: str, arguments: str) -> list[str]:
 
 
 def _is_attention_mark(decorator: ast.expr, function: Callable[..., object]) -> bool:
-    """Whether a decorator is the marker, whatever its module calls it."""
+    """Return whether a decorator is the marker, whatever its module calls it."""
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
     if isinstance(called, ast.Attribute):
         return called.attr == "attention"
@@ -149,37 +149,52 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
 
     Lengths, batch and heads are always drawn, and unequal lengths, GQA and empty sequences where one has them.
     """
-    scope: dict[str, Any] = {}
     traits = frozenset[str]().union(*map(traits_of, named))
-    features: list[str] = [one for one in ("fewer queries", "fewer keys", "empty sequences", "grouped heads") if one in traits]
-    for field in ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"):
-        values = {getattr(w, field) for w in named}
-        features += [field] if len(values) > 1 else []
-        if len(values) == 1 and values.isdisjoint((None, False)):
-            scope[field] = values.pop()
-    said = {"head_groups": "interleaved", "bias_before_softcap": True}
-    scope |= {field: value for field, value in said.items() if all(getattr(w, field) == value for w in named)}
-    if len(rates := {w.dropout for w in named}) == 1:
-        scope |= {"dropout": rates.pop()} if any(rates) else {}
+    features = [one for one in ("fewer queries", "fewer keys", "empty sequences", "grouped heads") if one in traits]
+    common = _common(named, (*_DRAWN, *_NEVER_DRAWN))
+    scope: dict[str, Any] = {
+        **{field: value for field, value in common.items() if value != getattr(Workload, field)},
+        "masks": _masks_like(named),
+        "features": features + [field for field in _DRAWN if field not in common],
+        "layouts": list(dict.fromkeys(map(layout_of, named))),
+        "dtypes": list(dict.fromkeys(w.dtype for w in named)),
+        "head_dims": sorted({(w.head_dim, w.v_head_dim) for w in named}),
+    }
+    if any(w.kv_pages for w in named):
+        scope["page_sizes"] = _pages_like(named)
     if all(w.q_len == 1 for w in named):
         scope["q_len"] = 1  # a kernel for decoding
+    if all(w.cached for w in named):
+        scope["cached"] = True
+    return scope
+
+
+#: options that are drawn where workloads differ in them, and those that stay where all have them
+_DRAWN, _NEVER_DRAWN = (
+    ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"),
+    ("head_groups", "bias_before_softcap", "dropout", "pad"),
+)
+
+
+def _common(named: Sequence[Workload], fields: Sequence[str]) -> dict[str, object]:
+    """Return the fields in which workloads do not differ, with their values."""
+    values = {field: {getattr(w, field) for w in named} for field in fields}
+    return {field: found.pop() for field, found in values.items() if len(found) == 1}
+
+
+def _masks_like(named: Sequence[Workload]) -> list[object]:
+    """Return the kinds of masks of some workloads, or the mask itself where there is one of its kind."""
     masks: dict[object, list[object]] = {}
     for w in named:
         masks.setdefault(_kind(w), []).append(w.mask)
-    scope["masks"] = [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
-    scope["features"] = features
-    scope["layouts"] = list(dict.fromkeys(map(layout_of, named)))
-    scope["dtypes"] = list(dict.fromkeys(w.dtype for w in named))
-    scope["head_dims"] = sorted({(w.head_dim, w.v_head_dim) for w in named})
-    if pages := {w.kv_pages for w in named if w.kv_pages}:
-        drawn = {dataclasses.replace(one, pool=None) for one in pages}  # as many as are needed
-        in_order = sorted(drawn, key=lambda one: (one.size, repr(one)))
-        scope["page_sizes"] = [one.size if one.is_plain else one for one in in_order]
-    if all(w.cached for w in named):
-        scope["cached"] = True
-    if all(w.pad == "left" for w in named):
-        scope["pad"] = "left"
-    return scope
+    return [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
+
+
+def _pages_like(named: Sequence[Workload]) -> list[object]:
+    """Return the pages of some workloads, in pools of as many as are needed; those that are plain by their size."""
+    drawn = {dataclasses.replace(w.kv_pages, pool=None) for w in named if w.kv_pages}
+    in_order = sorted(drawn, key=lambda one: (one.size, repr(one)))
+    return [one.size if one.is_plain else one for one in in_order]
 
 
 def _kind(workload: Workload) -> object:
@@ -188,20 +203,20 @@ def _kind(workload: Workload) -> object:
     return mask if mask is None or mask.function is not None else mask.kind
 
 
-def _within(limits: Capabilities) -> dict[str, Any]:
+def _within(capabilities: Capabilities) -> dict[str, Any]:
     """Return the scope of what an interface can say; what it refuses beyond that is refused draw by draw."""
     from pytest_attn.strategies import FEATURES, HEAD_DIMS, LAYOUT_KINDS
 
-    masks = [word for word, kind in kind_of_words().items() if {"any", *kind.capabilities} & limits.masks]
+    masks = [word for word, kind in kind_of_words().items() if {"any", *kind.capabilities} & capabilities.masks]
     always = {"fewer queries", "fewer keys", "empty sequences"}
-    able = {*limits.features, *always, "plain", *(["v_head_dim"] if limits.v_head_dim else [])}
-    probes = [Workload(1, head_dim=dim, dtype=limits.dtypes[0]) for dim in HEAD_DIMS + (limits.head_dims or ())]
+    able = {*capabilities.features, *always, "plain", *(["v_head_dim"] if capabilities.v_head_dim else [])}
+    probes = [Workload(1, head_dim=dim, dtype=capabilities.dtypes[0]) for dim in HEAD_DIMS + (capabilities.head_dims or ())]
     return {
         "masks": [None, *masks],
         "layouts": [layout for layout in LAYOUT_KINDS if layout in able],
         "features": [feature for feature in FEATURES if feature in able],
-        "dtypes": limits.dtypes,
-        "head_dims": list(dict.fromkeys(p.head_dim for p in probes if not limits.refusals(p))) or HEAD_DIMS,
+        "dtypes": capabilities.dtypes,
+        "head_dims": list(dict.fromkeys(p.head_dim for p in probes if not capabilities.refusals(p))) or HEAD_DIMS,
     }
 
 
@@ -297,7 +312,7 @@ def run_fuzz(item: pytest.Function, draws: int) -> bool | None:
 
 @dataclasses.dataclass(frozen=True)
 class FailingDraw:
-    """What a test raised on one workload, and the records that it left."""
+    """A failure of a test on one workload, and the records that it left."""
 
     workload: Workload
     error: BaseException
@@ -440,8 +455,8 @@ class Fuzzing:
             pytest.xfail(f"every draw shows a known defect, most often: {self._known.most_common(1)[0][0]}")
         if self._worst is not None:
             fuzz = {"workload": "fuzz", "name": "fuzz", "source": "fuzz", "reason": self._counts(), "cause": ""}
-            left = changed(self._worst, **fuzz)
-            self._item.stash[RECORDS] = [left]
+            record = changed(self._worst, **fuzz)
+            self._item.stash[RECORDS] = [record]
 
     def _record(self, verdict: Verdict, reason: str, cause: str = "") -> Record:
         backend = self._case.backend
@@ -462,9 +477,9 @@ class Fuzzing:
         """Leave the record and the test to paste; return what the failure's message says about them."""
         found = f"found by --attn-fuzz={self._draws}, draw {self._failed_at}"
         judged = next((r for r in failure.records if r["verdict"] in (Verdict.MISMATCH, Verdict.NO_RESULT)), None)
-        left = judged or self._record(Verdict.RAISED, failure.first_line)
-        reason = f"{left['reason']} ({found}; the smallest that fails)"
-        named: Record = {**left, "workload": failure.workload.id, "name": "fuzz", "source": "fuzz", "reason": reason}
+        record = judged or self._record(Verdict.RAISED, failure.first_line)
+        reason = f"{record['reason']} ({found}; the smallest that fails)"
+        named: Record = {**record, "workload": failure.workload.id, "name": "fuzz", "source": "fuzz", "reason": reason}
         self._item.stash[RECORDS] = [named]
         settings = self._session.settings
         title = f"{found}, --attn-seed={settings.seed}: {failure.first_line}"

@@ -54,13 +54,13 @@ class FailureSaver:
         folder: str,
         session: AttentionSession,
         item: pytest.Item,
-        evidence: FailureToSave,
+        failure: FailureToSave,
         message: str,
         command: str,
         unnamed_because: str | None,
     ) -> None:
         self.folder, self._session, self._item = folder, session, item
-        self._spec, self._subject, self._evidence = evidence.spec, evidence.subject, evidence
+        self._spec, self._subject, self._failure = failure.spec, failure.subject, failure
         self._message, self._command, self._unnamed_because = message, command, unnamed_because
 
     def save(self, width: int) -> str:
@@ -97,7 +97,7 @@ class FailureSaver:
 
     def _data(self) -> FailureData:
         """Return what the judgment saw, or only the inputs of the first distribution."""
-        comparison = self._evidence.comparison
+        comparison = self._failure.comparison
         evidence = comparison.mismatch.evidence if comparison and comparison.mismatch else None
         if evidence is None:
             first = self._spec.inputs[0]
@@ -112,7 +112,7 @@ class FailureSaver:
         return id_from_root(self._item)
 
     def _environment(self, data: FailureData) -> dict[str, Any]:
-        spec, comparison, broken = self._spec, self._evidence.comparison, self._evidence.broken
+        spec, comparison, broken = self._spec, self._failure.comparison, self._failure.broken
         machine = self._session.machines.machine(str(spec.device))
         levels = [named_numbers(asdict(row)) for row in comparison.tensors] if comparison else []
         return {
@@ -259,7 +259,7 @@ def _size(count: int) -> str:
 
 @dataclass(frozen=True)
 class KernelSource:
-    """How a script gets at a kernel: the lines before, and the expression. `missing` says what to write where it cannot.
+    """A script's way to a kernel: the lines before, and the expression. `missing` says what to write where it cannot.
 
     called: the name that its test gave it, "" where it gave none.
     """
@@ -271,7 +271,7 @@ class KernelSource:
 
     @property
     def arguments(self) -> str:
-        """What `Failure.check` is given."""
+        """The arguments of `Failure.check`."""
         return f"{self.expression}, name={self.called!r}" if self.called else self.expression
 
 

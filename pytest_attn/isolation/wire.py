@@ -1,4 +1,4 @@
-"""What goes between a judge and the process of an isolated callable: frames over a socket, tensors in memory that both have.
+"""Frames between a judge and the process of an isolated callable, over a socket, and tensors in memory that both have.
 
 The process may be anybody's. So the judge unpickles nothing that comes from it, maps nothing that it may shorten, and copies
 what it returns before it looks at it.
@@ -29,10 +29,10 @@ _LENGTH = struct.Struct("!Q")
 
 
 class GarbageError(Exception):
-    """What has come is nothing that was agreed upon."""
+    """Bytes have come that are nothing that was agreed upon."""
 
 
-class Line:
+class FrameSocket:
     """One end of a connected socket, over which frames of bytes go."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -66,10 +66,10 @@ class Line:
         found = bytearray()
         was_over = False
         while len(found) < length:
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 raise TimeoutError
-            self._socket.settimeout(min(left, _LOOK_SECONDS))
+            self._socket.settimeout(min(remaining, _LOOK_SECONDS))
             try:
                 part = self._socket.recv(min(length - len(found), 1 << 20))
             except TimeoutError:

@@ -35,7 +35,7 @@ PLACEHOLDER = Workload(1, name="fuzz")
 #: the marker that has tests skipped
 _REQUIRES = "attention_requires"
 #: what makes the case of an item over ranks
-_RANKED_MAKER = "pytest_attn.guests.ranks.case:make_ranked_case"
+_RANKED_MAKER = "pytest_attn.guests.ranks.ranked_case:make_ranked_case"
 #: what makes the case of an item of --attn-fuzz
 _FUZZ_MAKER = "pytest_attn.cases.fuzz:make_fuzz_case"
 

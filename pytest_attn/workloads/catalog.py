@@ -583,5 +583,5 @@ def _long() -> Iterator[Group]:
 
 
 def is_for_gpu(workload: Workload) -> bool:
-    """Whether a workload is of one of these groups."""
+    """Return whether a workload is of one of these groups."""
     return (workload.name or "").rpartition("-")[0] in LONG_GROUPS

@@ -39,7 +39,7 @@ class DType(NamedTuple):
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether kernels add up in float32 what they round to it."""
+        """True where kernels add up in float32 what they round to it."""
         return self.size <= 2
 
 
@@ -88,7 +88,7 @@ def element_bytes(name: str) -> int:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether elements have a byte: fp8 or int8."""
+    """Return whether elements have a byte: fp8 or int8."""
     return tensor.element_size() == 1
 
 

@@ -1,4 +1,4 @@
-"""What a field of a workload or mask may hold, and which one was meant by a name that there is not.
+"""Checks of what a field of a workload or mask may hold, and the field that was meant by a name that there is not.
 
 Each check raises ValueError, naming the field, what was found and what was expected.
 """
@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from pytest_attn.workloads.dtypes import QUANTIZED_DTYPES, known_dtype
 
@@ -90,9 +90,14 @@ def settled_quantization(dtype: str, kv_dtype: object, descales: object) -> tupl
     return None if dtype in QUANTIZED_DTYPES else str(kv_dtype), descales
 
 
+def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Return whether a value is a whole number, and not less than `least`; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
 def require_count(field: str, value: object) -> None:
     """Refuse anything but a whole number >= 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value, 1):
         raise ValueError(f"Workload: {field} must be a whole number >= 1, got {value!r}")
 
 
@@ -132,7 +137,7 @@ def require_bias(bias: object) -> None:
 
 def as_tuple(field: str, values: object) -> tuple[int, ...]:
     """Return a sequence of whole numbers as a tuple."""
-    if not isinstance(values, list | tuple) or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+    if not isinstance(values, list | tuple) or not all(map(is_whole, values)):
         raise ValueError(f"{field} must be a tuple of whole numbers, got {values!r}")
     return tuple(values)
 

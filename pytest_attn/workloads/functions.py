@@ -37,7 +37,7 @@ def function_label(fn: object) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is written the same in every process."""
+    """Return whether a value is written the same in every process."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float | str)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Descales(NamedTuple):
-    """What q, k and v are multiplied by to give their values: float32 tensors, None for a tensor in its own values.
+    """Factors that give q, k and v their values: float32 tensors, None for a tensor in its own values.
 
     Per tensor (); per head (batch, kv_heads), that of q too; per token (batch, heads, q_len) and (batch, kv_heads, kv_len).
     If the workload has kv_pages, those of k and v per token lie in pools (pages, page size, kv_heads).
@@ -150,7 +150,7 @@ def draw_inputs(
         v = k[..., : w.v_head_dim]
     of_out = (*dense_q, w.v_head_dim)
     dout = draw.normal("dout", of_out) if with_dout else q.new_zeros(()).expand(of_out)
-    extra = _auxiliary(draw, w, device)
+    extra = {**_score_tensors(draw, w), **_layout_tensors(draw, w, device)}
     if w.kv_pages:
         k, v = (pool_of(t, extra["page_table"], w, draw, name) for name, t in (("k", k), ("v", v)))
     if w.is_packed:
@@ -162,22 +162,31 @@ def draw_inputs(
     return dataclasses.replace(inputs, v=inputs.k[..., : w.v_head_dim]) if w.v_in_k else inputs
 
 
-def _auxiliary(draw: Draw, w: Workload, device: torch.device) -> dict[str, Any]:
+def _score_tensors(draw: Draw, w: Workload) -> dict[str, Any]:
+    """Return the tensors that change scores and the softmax: the bias, sinks, ALiBi's slopes."""
     import torch
 
     made: dict[str, Any] = {}
     if w.bias:
         sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
-        own = Draw(draw.key, getattr(torch, w.bias_dtype), device) if w.bias_dtype else draw
+        own = Draw(draw.key, getattr(torch, w.bias_dtype), draw.device) if w.bias_dtype else draw
         made["bias"] = own.normal("bias", tuple(sizes[d] if d in w.bias else 1 for d in "bhqk"))
     if w.sinks:
-        own = draw if w.sinks is True else Draw(draw.key, getattr(torch, str(w.sinks)), device)
+        own = draw if w.sinks is True else Draw(draw.key, getattr(torch, str(w.sinks)), draw.device)
         made["sinks"] = own.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
     if w.alibi:
-        made["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / w.heads) for h in range(w.heads)], device=device)
+        made["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / w.heads) for h in range(w.heads)], device=draw.device)
     if w.alibi == "batch":
-        steps = torch.tensor([2.0 ** (-b / w.batch) for b in range(w.batch)], device=device)
+        steps = torch.tensor([2.0 ** (-b / w.batch) for b in range(w.batch)], device=draw.device)
         made["alibi_slopes"] = made["alibi_slopes"] * steps[:, None]
+    return made
+
+
+def _layout_tensors(draw: Draw, w: Workload, device: torch.device) -> dict[str, Any]:
+    """Return the tensors that say where keys lie: lengths of packed and padded sequences, and the page table; int32."""
+    import torch
+
+    made: dict[str, Any] = {}
     for name, lengths in (("cu_seqlens", w.q_lens), ("cu_seqlens_kv", w.kv_lens if w.packs_keys else None)):
         if lengths:
             ends = torch.tensor((0, *lengths)).cumsum(0)
@@ -341,7 +350,7 @@ def _side_by_side(packed: torch.Tensor, w: Workload, draw: Draw, name: str) -> t
 
 
 class PageLists(NamedTuple):
-    """Where each sequence's pages end in a list of all pages, that list, and the tokens of each last page; int32 each.
+    """Ends of each sequence's pages in a list of all pages, that list, and the tokens of each last page; int32 each.
 
     indptr: (batch + 1,). indices: (pages in use,). last_page_len: (batch,), 0 for a sequence without keys.
     """

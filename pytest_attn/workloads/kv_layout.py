@@ -1,4 +1,4 @@
-"""How keys and values lie when a kernel is given them: pools in the layout of `Pages`, padding on the left, a cached prefix.
+"""Keys and values as a kernel is given them: pools in the layout of `Pages`, padding on the left, a cached prefix.
 
 Everywhere else they lie in one way: pools as (pages, size, kv_heads, head_dim), padding on the right, all keys together.
 """

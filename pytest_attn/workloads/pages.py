@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from pytest_attn.workloads.fields import suggests_fields
+from pytest_attn.workloads.fields import is_whole, suggests_fields
 
 #: FlashInfer's names: (pages, size, kv_heads, head_dim), (pages, kv_heads, size, head_dim); "HD": (tokens, kv_heads, head_dim)
 PAGE_LAYOUTS = ("NHD", "HND", "HD")
@@ -36,19 +36,14 @@ class Pages:
     shared: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
-            raise ValueError(f"Pages: size must be a number of tokens >= 1, got {self.size!r}")
-        if self.layout not in PAGE_LAYOUTS:
-            raise ValueError(f"Pages: layout must be one of {', '.join(PAGE_LAYOUTS)}, got {self.layout!r}")
+        _require("size", self.size, is_whole(self.size, 1), "a number of tokens >= 1")
+        _require("layout", self.layout, self.layout in PAGE_LAYOUTS, f"one of {', '.join(PAGE_LAYOUTS)}")
         if self.layout == "HD" and self.size != 1:
             raise ValueError(f'Pages: layout "HD" has no dimension for the tokens of a page and needs size 1, got {self.size}')
         for field in ("fused", "sliced"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"Pages: {field} must be True or False, got {getattr(self, field)!r}")
-        if self.pool is not None and (not isinstance(self.pool, int) or isinstance(self.pool, bool) or self.pool < 1):
-            raise ValueError(f"Pages: pool must be a number of pages >= 1 or None, got {self.pool!r}")
-        if not isinstance(self.shared, int) or isinstance(self.shared, bool) or self.shared < 0:
-            raise ValueError(f"Pages: shared must be a number of pages >= 0, got {self.shared!r}")
+            _require(field, getattr(self, field), isinstance(getattr(self, field), bool), "True or False")
+        _require("pool", self.pool, self.pool is None or is_whole(self.pool, 1), "a number of pages >= 1 or None")
+        _require("shared", self.shared, is_whole(self.shared, 0), "a number of pages >= 0")
 
     def __repr__(self) -> str:
         """Show what differs from the default."""
@@ -57,7 +52,7 @@ class Pages:
 
     @property
     def is_plain(self) -> bool:
-        """Whether k and v are contiguous pools of their own, (pages, size, kv_heads, head_dim)."""
+        """True where k and v are contiguous pools of their own, (pages, size, kv_heads, head_dim)."""
         return self.layout == "NHD" and not self.fused and not self.sliced
 
     @property
@@ -67,3 +62,8 @@ class Pages:
         words += [f"pool{self.pool}" if self.pool else "", "sliced" if self.sliced else ""]
         words += [f"shared{self.shared}" if self.shared else ""]
         return ".".join(word for word in words if word)
+
+
+def _require(field: str, value: object, fits: bool, expected: str) -> None:
+    if not fits:
+        raise ValueError(f"Pages: {field} must be {expected}, got {value!r}")

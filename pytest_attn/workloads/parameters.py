@@ -24,6 +24,8 @@ class Parameter(NamedTuple):
         return b, h, q, k
 
 
+#: the tensors that every workload has, and whose gradients backward=True asks for
+LEAVES = ("q", "k", "v")
 #: by name
 PARAMETERS = {
     one.name: one
@@ -53,19 +55,25 @@ def asked_gradients(backward: object, workloads: Sequence[Workload]) -> tuple[tu
     Raises ValueError for another name, and for a parameter that no workload has; workloads: none where any may come.
     """
     if backward is None or isinstance(backward, bool | int):
-        return ("q", "k", "v") if backward else (), ()
+        return LEAVES if backward else (), ()
+    names = _gradient_names(backward)
+    leaves, wanted = (tuple(name for name in known if name in names) for known in (LEAVES, PARAMETERS))
+    there = {name for workload in workloads for name in parameters_of(workload)}
+    if workloads and (missing := [name for name in wanted if name not in there]):
+        raise ValueError(f"backward asks for a gradient of {missing[0]}, and no workload has {missing[0]}")
+    return leaves, wanted
+
+
+def _gradient_names(backward: object) -> tuple[str, ...]:
+    """Return the names of a list or tuple. Raises ValueError where it is none, is empty, or has another name."""
     names = tuple(map(str, backward)) if isinstance(backward, list | tuple) else ()
-    known = ("q", "k", "v", *PARAMETERS)
+    known = (*LEAVES, *PARAMETERS)
     if not names or not set(names).issubset(known):
         shown = ", ".join(f'"{name}"' for name in known)
         raise ValueError(f"backward must be True, False, or a tuple of {shown}, got {backward!r}")
-    wanted = tuple(name for name in PARAMETERS if name in names)
-    for name in wanted:
-        if workloads and not any(name in parameters_of(workload) for workload in workloads):
-            raise ValueError(f"backward asks for a gradient of {name}, and no workload has {name}")
-    return tuple(name for name in ("q", "k", "v") if name in names), wanted
+    return names
 
 
 def is_of_parameter(name: str) -> bool:
-    """Whether a result is the gradient of a parameter: dsinks, dbias, dalibi."""
+    """Return whether a result is the gradient of a parameter: dsinks, dbias, dalibi."""
     return name[1:] in PARAMETERS

@@ -1,4 +1,4 @@
-"""Which positions of a long sequence are looked at: the ends, both sides of every border where kernels break, random others.
+"""Positions of a long sequence that are looked at: the ends, both sides of every border where kernels break, random others.
 
 The needles of long inputs (`LongNeedles`) lie at the same positions, so that what is looked at can show a lost key.
 """
@@ -25,12 +25,12 @@ _WRAPS = (1 << 30, 1 << 31, 1 << 32)
 
 
 def is_long(q_len: int, kv_len: int) -> bool:
-    """Whether sequences of these lengths have the needles of long ones; the same on every device."""
+    """Return whether sequences of these lengths have the needles of long ones; the same on every device."""
     return kv_len >= LONG_KEYS or q_len * kv_len >= LONG_PAIRS
 
 
 def has_long_sequences(w: Workload) -> bool:
-    """Whether the sequences of a workload are long; packed ones are not taken as such."""
+    """Return whether the sequences of a workload are long; packed ones are not taken as such."""
     return not w.is_packed and is_long(w.q_len, w.kv_len)
 
 

@@ -1,4 +1,4 @@
-"""Which rank holds which rows and keys: the names that a marker knows, and functions of a user's own."""
+"""Rows and keys that each rank holds: the names that a marker knows, and functions of a user's own."""
 
 from __future__ import annotations
 
@@ -19,30 +19,26 @@ if TYPE_CHECKING:
 Shard: TypeAlias = "str | Callable[[int, int], Sequence[torch.Tensor | Sequence[int]]]"
 
 
-def _contiguous(length: int, ranks: int) -> list[torch.Tensor]:
+def _contiguous(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """Rank r has the r-th part; where the length does not divide, the first parts are one longer."""
-    import torch
-
-    return list(torch.arange(length).tensor_split(ranks))
+    return list(positions.tensor_split(ranks))
 
 
-def _head_tail(length: int, ranks: int) -> list[torch.Tensor]:
+def _head_tail(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """Rank r has chunks r and 2n-1-r of 2n: under a causal mask all have as much to do."""
     import torch
 
-    chunks = torch.arange(length).tensor_split(2 * ranks)
+    chunks = positions.tensor_split(2 * ranks)
     return [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
 
 
-def _striped(length: int, ranks: int) -> list[torch.Tensor]:
+def _striped(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """Rank r has positions r, r + n, r + 2n and so on."""
-    import torch
-
-    return [torch.arange(length)[rank::ranks] for rank in range(ranks)]
+    return [positions[rank::ranks] for rank in range(ranks)]
 
 
-#: how a sequence is split over ranks
-SHARDS: dict[str, Callable[[int, int], list[torch.Tensor]]] = {
+#: how the positions of a sequence are split over ranks
+SHARDS: dict[str, Callable[[torch.Tensor, int], list[torch.Tensor]]] = {
     "contiguous": _contiguous,
     "head-tail": _head_tail,
     "striped": _striped,
@@ -57,7 +53,7 @@ def positions_of(shard: Shard, length: int, ranks: int) -> list[torch.Tensor]:
     import torch
 
     if isinstance(shard, str):
-        return SHARDS[shard](length, ranks)
+        return SHARDS[shard](torch.arange(length), ranks)
     found = shard(length, ranks)
     if not isinstance(found, list | tuple) or len(found) != ranks:
         raise ValueError(f"{_called(shard, length, ranks)} must return a list of {ranks} index tensors, got {found!r}")
@@ -66,10 +62,10 @@ def positions_of(shard: Shard, length: int, ranks: int) -> list[torch.Tensor]:
     if counts.shape != (length,) or not bool((counts == torch.arange(length)).all()):
         missing = sorted(set(range(length)) - set(counts.tolist()))[:4]
         doubled = sorted(set(counts[1:][counts[1:] == counts[:-1]].tolist()))[:4]
-        told = [f"{name} {', '.join(map(str, some))}" for name, some in (("missing", missing), ("doubled", doubled)) if some]
+        faults = [f"{name} {', '.join(map(str, some))}" for name, some in (("missing", missing), ("doubled", doubled)) if some]
         raise ValueError(
             f"{_called(shard, length, ranks)} must give each of {length} positions to one rank"
-            f" ({'; '.join(told) or 'others are beyond the sequence'})"
+            f" ({'; '.join(faults) or 'others are beyond the sequence'})"
         )
     return shards
 
@@ -80,7 +76,7 @@ def _called(shard: Shard, length: int, ranks: int) -> str:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one workload is split over ranks. Each packed sequence is split by itself."""
+    """One workload, split over ranks. Each packed sequence is split by itself."""
 
     workload: Workload
     shard: Shard
@@ -88,7 +84,7 @@ class Sharding:
 
     @property
     def shares_pages(self) -> bool:
-        """Whether ranks share a paged cache, and each has all query rows (decode context parallel)."""
+        """True where ranks share a paged cache, and each has all query rows (decode context parallel)."""
         return self.workload.kv_pages is not None
 
     @cached_property
@@ -131,19 +127,23 @@ class Sharding:
     def refused_because(self) -> str | None:
         """Say why the workload cannot be split so, None where it can. Raises ValueError for a function that splits wrongly."""
         w = self.workload
-        if w.kv_pages and self.shard == "head-tail":
-            return "keys in pages are shared by pages (contiguous) or by tokens (striped), not head-tail"
-        if w.cached is not None or w.pad == "left":
-            return "cached keys and keys padded on the left are not split over ranks"
-        if w.is_quantized or w.v_in_k:
-            return "quantized tensors, and v inside k, are not split over ranks"
-        if w.dropout:
-            return "dropout is not judged over ranks"
+        unsplit = {
+            "keys in pages are shared by pages (contiguous) or by tokens (striped), not head-tail": (
+                self.shares_pages and self.shard == "head-tail"
+            ),
+            "cached keys and keys padded on the left are not split over ranks": w.cached is not None or w.pad == "left",
+            "quantized tensors, and v inside k, are not split over ranks": w.is_quantized or w.v_in_k,
+            "dropout is not judged over ranks": w.dropout,
+        }
+        return next((reason for reason, holds in unsplit.items() if holds), None) or self._misplaced_because()
+
+    def _misplaced_because(self) -> str | None:
+        """Say why positions cannot lie so on the ranks, None where they can."""
         for name, shards in (("query row", self.rows), ("key", self.keys)):
             if empty := [rank for rank, one in enumerate(shards) if not len(one)]:
                 return f"rank {empty[0]} of {self.ranks} would have no {name}"
-        ascending = all(bool((one[1:] > one[:-1]).all()) for one in self.keys)
-        if ascending or not (w.kv_lens or w.kv_pages) or w.packs_keys:
+        w = self.workload
+        if w.packs_keys or not (w.kv_lens or w.kv_pages) or all(bool((one[1:] > one[:-1]).all()) for one in self.keys):
             return None
         return "padding and pages need keys in ascending order on each rank"
 

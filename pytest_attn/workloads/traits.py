@@ -1,4 +1,4 @@
-"""What sets a workload apart from plain attention of one dense batch: one word for each trait, the same everywhere.
+"""Traits that set a workload apart from plain attention of one dense batch: one word for each trait, the same everywhere.
 
 Backends say with these words what they can do, strategies what they draw, --attn-fuzz what a test's workloads have in common.
 """

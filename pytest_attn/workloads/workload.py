@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pytest_attn.workloads.dtypes import DTYPES, QUANTIZED_DTYPES, dtype_name, element_bytes, short_dtype
 from pytest_attn.workloads.fields import (
     as_tuple,
+    is_whole,
     require_bias,
     require_count,
     require_dropout,
@@ -160,7 +162,7 @@ class Workload:
                 raise ValueError(f"Workload: {field} must be whole numbers >= 0, not all zero, got {lengths!r}")
             object.__setattr__(self, field, lengths)
         if self.cached is not None:
-            _settle_cached(self)
+            self._settle_cached()
         if self.q_lens is not None:
             self._settle("kv_lens", self.q_lens)
             self._settle("q_len", max(self.q_lens))
@@ -181,6 +183,26 @@ class Workload:
                 raise ValueError(f"Workload: {field} must have one length per batch entry ({self.batch}), got {lengths!r}")
             if max(lengths) > longest:
                 raise ValueError(f"Workload: {field} must not exceed {longest}, got {lengths!r}")
+
+    def _settle_cached(self) -> None:
+        """Turn `cached` into one number per batch entry, and let kv_lens follow: new keys are as many as queries."""
+        prefixes = _prefixes(self)
+        object.__setattr__(self, "cached", prefixes)
+        if self.q_lens is None and self.q_len is None:
+            return
+        new = self.q_lens or (self.q_len,) * len(prefixes)
+        needed = tuple(old + more for old, more in zip(prefixes, new, strict=True))
+        found = self.kv_lens or (needed if self.kv_len is None else (self.kv_len,) * len(prefixes))
+        if found != needed:
+            raise ValueError(
+                f"Workload: cached={prefixes} with as many new keys as queries makes kv_lens {needed}, got {found};"
+                " leave out kv_len and kv_lens"
+            )
+        if self.q_lens is not None or self.kv_pages is not None or len(set(needed)) > 1:
+            self._settle("kv_lens", needed)
+        else:
+            self._settle("kv_len", needed[0])
+        self._settle("batch", len(prefixes))
 
     def _check_score(self) -> None:
         for field in ("softcap", "scale"):
@@ -214,22 +236,22 @@ class Workload:
 
     @property
     def group(self) -> int:
-        """How many query heads share one key head."""
+        """The number of query heads that share one key head."""
         return self.heads // self.kv_heads
 
     @property
     def is_packed(self) -> bool:
-        """Whether queries lie end to end in one "thd" tensor."""
+        """True where queries lie end to end in one "thd" tensor."""
         return self.q_lens is not None
 
     @property
     def packs_keys(self) -> bool:
-        """Whether keys lie end to end, too: those of packed queries do, unless they are in pages."""
+        """True where keys lie end to end, too: those of packed queries do, unless they are in pages."""
         return self.is_packed and self.kv_pages is None
 
     @property
     def is_quantized(self) -> bool:
-        """Whether k and v, and q where its dtype is fp8, are to be multiplied by descales."""
+        """True where k and v, and q where its dtype is fp8, are to be multiplied by descales."""
         return self.descales is not None
 
     @property
@@ -239,7 +261,7 @@ class Workload:
 
     @property
     def has_no_gradient_because(self) -> str | None:
-        """Why no kernel has a backward pass for it, or None."""
+        """The reason why no kernel has a backward pass for it, or None."""
         if self.kv_pages is not None:
             return "a paged KV cache has no gradient"
         if self.cached is not None:
@@ -273,7 +295,7 @@ class Workload:
 
     @property
     def has_positional_mask(self) -> bool:
-        """Whether what is seen depends on positions alone, not on the batch entry and the head: so it is without a mask."""
+        """True where what is seen depends on positions alone, not on the batch entry and the head: so it is without a mask."""
         return self.plain_mask is None or self.plain_mask.is_positional
 
     def replace(self, **changes: object) -> Self:
@@ -292,21 +314,30 @@ class Workload:
         for leader, follower in (("heads", "kv_heads"), ("q_len", "kv_len"), ("head_dim", "v_head_dim")):
             if leader in changes and getattr(self, leader) == getattr(self, follower):
                 changes.setdefault(follower, None)
-        if self.cached is not None and LENGTHS & set(changes):
-            changes.setdefault("cached", None)
-        if self.pad == "left" and {"kv_lens", "q_lens", "kv_pages"} & set(changes):
-            changes.setdefault("pad", "right")
-        if self.bias_before_softcap and not (changes.get("bias", self.bias) and changes.get("softcap", self.softcap)):
-            changes.setdefault("bias_before_softcap", False)
-        if "bias" in changes and not changes["bias"]:
-            changes.setdefault("bias_dtype", None)
+        bias, softcap = changes.get("bias", self.bias), changes.get("softcap", self.softcap)
+        is_meaningless = {
+            "cached": LENGTHS & set(changes),
+            "pad": {"kv_lens", "q_lens", "kv_pages"} & set(changes),
+            "bias_before_softcap": not (bias and softcap),
+            "bias_dtype": not bias,
+        }
+        for field, default in ((field, getattr(Workload, field)) for field, is_so in is_meaningless.items() if is_so):
+            if getattr(self, field) != default:
+                changes.setdefault(field, default)
         if "name" not in changes and set(changes) - {"dtype"}:
             changes["name"] = None
-        if changes.get("dtype") is not None and dtype_name(changes["dtype"]) in QUANTIZED_DTYPES:
-            changes.setdefault("kv_dtype", None)
+        return dataclasses.replace(self, **changes, **self._requantized(changes))  # type: ignore[arg-type]
+
+    def _requantized(self, changes: dict[str, object]) -> dict[str, None]:
+        """Return the fields of quantization that another dtype leaves without meaning."""
+        dtype = changes.get("dtype")
+        if dtype is not None and dtype_name(dtype) in QUANTIZED_DTYPES:
+            lost = "kv_dtype"
         elif changes.get("kv_dtype", self.kv_dtype) is None and {"dtype", "kv_dtype"} & set(changes):
-            changes.setdefault("descales", None)
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+            lost = "descales"
+        else:
+            return {}
+        return {} if lost in changes else {lost: None}
 
     @cached_property
     def id(self) -> str:
@@ -385,7 +416,7 @@ def grouped_order(w: Workload) -> list[int]:
 
 
 def is_interleaved(w: Workload) -> bool:
-    """Whether query heads of one key head are not next to each other."""
+    """Return whether query heads of one key head are not next to each other."""
     return w.head_groups == "interleaved" and 1 < w.kv_heads < w.heads
 
 
@@ -419,47 +450,27 @@ SIDES = ("right", "left")
 LENGTHS = frozenset(("q_len", "kv_len", "batch", "q_lens", "kv_lens"))
 
 
-def _settle_cached(w: Workload) -> None:
-    """Turn the `cached` of a workload into one number per batch entry, and let kv_lens follow.
-
-    New tokens are those of the queries: a batch entry has cached[b] + q_len keys. Raises ValueError where it has not.
-    """
-    prefixes = [w.cached] if isinstance(w.cached, int) and not isinstance(w.cached, bool) else w.cached
-    prefixes = as_tuple("Workload: cached", prefixes)
+def _prefixes(w: Workload) -> tuple[int, ...]:
+    """Return `cached` as one number per batch entry. Raises ValueError where there are others."""
+    prefixes = as_tuple("Workload: cached", [w.cached] if is_whole(w.cached) else w.cached)
     if not prefixes or min(prefixes) < 0:
         raise ValueError(f"Workload: cached must be numbers of keys >= 0, got {w.cached!r}")
-    counts = [len(lengths) for lengths in (w.q_lens, w.kv_lens) if lengths is not None]
-    batch = (counts or [w.batch or len(prefixes)])[0]
+    lengths = w.q_lens or w.kv_lens
+    batch = len(lengths) if lengths else w.batch or len(prefixes)
     prefixes = prefixes * batch if len(prefixes) == 1 else prefixes
     if len(prefixes) != batch:
         raise ValueError(f"Workload: cached must be one number, or one per batch entry ({batch}), got {w.cached!r}")
-    object.__setattr__(w, "cached", prefixes)
-    if w.q_lens is None and w.q_len is None:
-        return
-    needed = tuple(prefix + new for prefix, new in zip(prefixes, w.q_lens or (w.q_len,) * batch, strict=True))
-    found = w.kv_lens if w.kv_lens is not None else None if w.kv_len is None else (w.kv_len,) * batch
-    if found is not None and found != needed:
-        raise ValueError(
-            f"Workload: cached={w.cached} with as many new keys as queries makes kv_lens {needed}, got {found};"
-            " leave out kv_len and kv_lens"
-        )
-    if w.q_lens is not None or w.kv_pages is not None or len(set(needed)) > 1:
-        object.__setattr__(w, "kv_lens", needed)
-    elif w.kv_len is None:
-        object.__setattr__(w, "kv_len", needed[0])
-    if w.batch is None:
-        object.__setattr__(w, "batch", batch)
+    return prefixes
 
 
 def _settle_pages(w: Workload) -> None:
     """Turn the kv_pages of a Workload into `Pages`. Raises ValueError for others, and where they do not fit the workload."""
-    if isinstance(w.kv_pages, int) and not isinstance(w.kv_pages, bool):
-        object.__setattr__(w, "kv_pages", Pages(w.kv_pages))
-    pages = w.kv_pages
+    pages = Pages(w.kv_pages) if is_whole(w.kv_pages) else w.kv_pages
     if pages is None:
         return
     if not isinstance(pages, Pages):
         raise ValueError(f"Workload: kv_pages must be Pages(size) or a number of tokens, got {pages!r}")
+    object.__setattr__(w, "kv_pages", pages)
     if pages.fused and w.head_dim != w.v_head_dim:
         raise ValueError(
             f"Workload: Pages(fused=True) needs v_head_dim equal to head_dim, got {w.v_head_dim} and {w.head_dim}"
@@ -467,16 +478,20 @@ def _settle_pages(w: Workload) -> None:
     if pages.fused and w.v_in_k:
         raise ValueError("Workload: Pages(fused=True) holds k and v side by side; v_in_k has v inside k")
     if pages.shared:
-        own = min(*(w.cached or ()), *(w.kv_lens or ()))
-        if own < pages.shared * pages.size:
-            raise ValueError(
-                f"Workload: Pages({pages.size}, shared={pages.shared}) needs {pages.shared * pages.size} old keys or more in"
-                f" each sequence, got {own}"
-            )
-        if w.descales not in (None, "tensor"):
-            raise ValueError(f'Workload: Pages(shared=...) takes descales per "tensor" only, not per "{w.descales}"')
+        _check_shared(w, pages)
     if pages.pool is not None and pages.pool < (in_use := pages_in_use(w)):
         raise ValueError(f"Workload: Pages(pool={pages.pool}) holds fewer pages than the {in_use} of the page table")
+
+
+def _check_shared(w: Workload, pages: Pages) -> None:
+    """Raise ValueError where sequences are shorter than the pages that they share, or those have descales of their own."""
+    own, needed = min(*(w.cached or ()), *(w.kv_lens or ())), pages.shared * pages.size
+    if own < needed:
+        raise ValueError(
+            f"Workload: Pages({pages.size}, shared={pages.shared}) needs {needed} old keys or more in each sequence, got {own}"
+        )
+    if w.descales not in (None, "tensor"):
+        raise ValueError(f'Workload: Pages(shared=...) takes descales per "tensor" only, not per "{w.descales}"')
 
 
 def pages_per_sequence(w: Workload) -> int:
@@ -506,6 +521,25 @@ def _check_padding(w: Workload) -> None:
 # -- its id: every field that differs from its default, in a fixed order ------------------------------------------------------
 
 
+#: how the id shows a field that a workload has, in the order of the id
+_SHOWN: dict[str, Callable[[Any], str]] = {
+    "mask": lambda w: w.mask.label,
+    "softcap": lambda w: f"softcap{w.softcap:g}",
+    "scale": lambda w: f"scale{w.scale:g}",
+    "bias": lambda w: f"bias.{w.bias}.{w.bias_dtype}" if w.bias_dtype else f"bias.{w.bias}",
+    "bias_before_softcap": lambda w: "biasfirst",
+    "alibi": lambda w: "alibi.b" if w.alibi == "batch" else "alibi",
+    "sinks": lambda w: "sinks" if w.sinks is True else f"sinks.{w.sinks}",
+    "dropout": lambda w: f"dropout{w.dropout:g}",
+    "score_mod": lambda w: f"mod.{function_label(w.score_mod)}",
+    "kv_pages": lambda w: w.kv_pages.label,
+    "cached": lambda w: f"cached{short_lengths(w.cached if len(set(w.cached)) > 1 else w.cached[:1])}",
+    "kv_dtype": lambda w: f"kv{short_dtype(w.kv_dtype)}",
+    "descales": lambda w: "" if w.descales == "tensor" else f"descale.{w.descales}",
+    "v_in_k": lambda w: "vink",
+}
+
+
 def _shape_id(w: Workload) -> str:
     """Return the id of a workload without name and dtype."""
     parts = [
@@ -516,22 +550,9 @@ def _shape_id(w: Workload) -> str:
         _lengths(w),
         f"d{w.head_dim}",
         f"dv{w.v_head_dim}" if w.v_head_dim != w.head_dim else "",
-        w.mask.label if w.mask else "",
-        f"softcap{w.softcap:g}" if w.softcap is not None else "",
-        f"scale{w.scale:g}" if w.scale is not None else "",
-        f"bias.{w.bias}{f'.{w.bias_dtype}' if w.bias_dtype else ''}" if w.bias else "",
-        "biasfirst" if w.bias_before_softcap else "",
-        ("alibi.b" if w.alibi == "batch" else "alibi") if w.alibi else "",
-        (f"sinks.{w.sinks}" if isinstance(w.sinks, str) else "sinks") if w.sinks else "",
-        f"dropout{w.dropout:g}" if w.dropout else "",
-        f"mod.{function_label(w.score_mod)}" if w.score_mod else "",
-        w.kv_pages.label if w.kv_pages else "",
-        f"cached{short_lengths(w.cached if len(set(w.cached)) > 1 else w.cached[:1])}" if w.cached else "",
-        f"kv{short_dtype(w.kv_dtype)}" if w.kv_dtype else "",
-        f"descale.{w.descales}" if w.descales not in (None, "tensor") else "",
-        "vink" if w.v_in_k else "",
+        *(show(w) for field, show in _SHOWN.items() if getattr(w, field)),
     ]
-    return "-".join(part for part in parts if part)
+    return "-".join(filter(None, parts))
 
 
 def _lengths(w: Workload) -> str:

@@ -327,26 +327,13 @@ def test_several_are_tried_at_the_same_time_and_remembered(monkeypatch, tmp_path
     uninstall(files)
 
 
-ASK = """
-import sys; sys.path[:] = {path!r}
-from pytest_attn.backends.library import Library
-print(Library(("planted-broken",), "planted_broken.kernels", "").broken_because())
-"""
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("run_of", "trials"), [(lambda worker: "run", 1), (lambda worker: f"run {worker}", 3)])
 def test_the_workers_of_one_run_try_a_broken_library_once(plant, tmp_path, run_of, trials):
     log = tmp_path / "trials"
     plant(f"open({str(log)!r}, 'a').write('tried ')\nraise OSError('no CUDA')")
-    workers = []
-    for worker in range(3):
-        environment = {**os.environ, "PYTEST_XDIST_TESTRUNUID": run_of(worker)}
-        command = [sys.executable, "-c", ASK.format(path=sys.path)]
-        workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-
+    workers = [load_in_a_process(PYTEST_XDIST_TESTRUNUID=run_of(worker)) for worker in range(3)]
     said = {worker.communicate()[0] for worker in workers}
-
     assert said == {"planted_broken.kernels is installed but cannot be imported: OSError: no CUDA\n"}
     assert log.read_text().count("tried") == trials
 

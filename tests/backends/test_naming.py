@@ -68,32 +68,36 @@ def test_a_callable_is_called_what_its_author_calls_it(fn, name):
     assert called_name(fn) == name
 
 
-def test_a_lambda_is_called_by_what_it_calls_first():
-    one = lambda q, k, v: my_attention(q, k, v)  # noqa: E731
-    other = lambda q, k, v: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
-    deep = lambda q, k, v: torch.nn.functional.softmax(q, -1)  # noqa: E731
-    within = "test_a_lambda_is_called_by_what_it_calls_first"
-    assert called_name(one) == f"{within}.lambda[my_attention]"
-    assert called_name(one, within) == "lambda[my_attention]"
-    assert called_name(other, within) == "lambda[scaled_dot_product_attention]"
-    assert called_name(deep, within) == "lambda[softmax]"
+def test_mine():
+    """Return functions as a test has them: one with a name, and lambdas that call another first, or nothing."""
 
-
-def test_a_lambda_that_calls_nothing_keeps_its_test():
-    assert called_name(lambda q, k, v: q * 2, "test_a_lambda_that_calls_nothing_keeps_its_test") == (
-        "test_a_lambda_that_calls_nothing_keeps_its_test.lambda"
-    )
-
-
-def test_the_test_that_hands_it_over_goes_without_saying():
     def mine(q, k, v):
         return q
 
-    test = "test_the_test_that_hands_it_over_goes_without_saying"
-    assert called_name(mine) == f"{test}.mine"
-    assert called_name(mine, test) == "mine"
-    assert called_name(mine, "test_another") == f"{test}.mine"
-    assert called_name(mine, test[:-1]) == f"{test}.mine", "a part of a name is none"
+    of_mine, of_torch = lambda q, k, v: my_attention(q, k, v), lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
+    return mine, of_mine, of_torch, lambda q, k, v: torch.nn.functional.softmax(q, -1), lambda q, k, v: q * 2
+
+
+test_mine.__test__ = False
+MINE, OF_MINE, OF_TORCH, DEEP, IDLE = test_mine()
+
+
+@pytest.mark.parametrize(
+    ("fn", "within", "name"),
+    [
+        (OF_MINE, "", "test_mine.lambda[my_attention]"),
+        (OF_MINE, "test_mine", "lambda[my_attention]"),
+        (OF_TORCH, "test_mine", "lambda[scaled_dot_product_attention]"),
+        (DEEP, "test_mine", "lambda[softmax]"),
+        (IDLE, "test_mine", "test_mine.lambda"),  # what calls nothing keeps its test
+        (MINE, "", "test_mine.mine"),
+        (MINE, "test_mine", "mine"),
+        (MINE, "test_another", "test_mine.mine"),
+        (MINE, "test_min", "test_mine.mine"),  # a part of a name is none
+    ],
+)
+def test_a_lambda_is_called_by_what_it_calls_and_the_test_that_hands_it_over_goes_without_saying(fn, within, name):
+    assert called_name(fn, within) == name
 
 
 def test_what_is_closed_over_is_shortened():

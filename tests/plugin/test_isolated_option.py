@@ -7,7 +7,7 @@ import torch
 from left_out import one_in
 
 from pytest_attn.backends.named import offered_to
-from pytest_attn.isolation import function as isolated
+from pytest_attn.isolation import isolated_function as isolated
 
 HONEST = """
 import gc, os, signal, socket, sys, time
@@ -102,7 +102,7 @@ def lazy(q, k, v):
     return sdpa(q, k, v).as_subclass(Lazy)
 
 def says_garbage(q, k, v):
-    from pytest_attn.isolation import worker as isolated_worker
+    from pytest_attn.isolation import call_server
     for descriptor in range(3, 64):
         try:
             os.write(descriptor, b"garbage" * 9)
@@ -112,17 +112,17 @@ def says_garbage(q, k, v):
 
 def says_a_pickle(q, k, v):
     import pickle
-    from pytest_attn.guests.ranks import wire
+    from pytest_attn.isolation import wire
     class Bomb:
         def __reduce__(self):
             return os.mkdir, ("bomb",)
-    send = wire.Line.send
-    wire.Line.send = lambda self, frame, seconds=None: send(self, pickle.dumps(Bomb()), seconds)
+    send = wire.FrameSocket.send
+    wire.FrameSocket.send = lambda self, frame, seconds=None: send(self, pickle.dumps(Bomb()), seconds)
     return v
 
 def claims(q, k, v, tensors, result={"tensor": 0}, changed=()):
-    from pytest_attn.isolation import worker as isolated_worker
-    isolated_worker.Server._returns = lambda self, *_: {"result": result, "tensors": tensors, "changed": list(changed)}
+    from pytest_attn.isolation import call_server
+    call_server.CallServer._returns = lambda self, *_: {"result": result, "tensors": tensors, "changed": list(changed)}
 
 def claims_much(q, k, v):
     claims(q, k, v, [{"dtype": "float32", "size": [1 << 20, 1 << 20], "device": "cpu", "needs_grad": False}])
@@ -174,26 +174,26 @@ def keeps_answers(q, k, v):
 
 def is_ready_before(q, k, v):
     # for all that it is told of what it will be asked
-    from pytest_attn.isolation import worker as isolated_worker
-    run = isolated_worker.Server._in_a_row
+    from pytest_attn.isolation import call_server
+    run = call_server.CallServer._in_a_row
     def prepared(self, order):
         import itertools
         for q, k, v in itertools.product(*zip(*(given for given, _, _ in order["calls"]))):
             keeps_answers(q, k, v)
         return run(self, order)
     if run.__name__ != "prepared":
-        isolated_worker.Server._in_a_row = prepared
+        call_server.CallServer._in_a_row = prepared
     return keeps_answers(q, k, v)
 
 def claims_a_time(q, k, v):
-    from pytest_attn.isolation import worker as isolated_worker
-    isolated_worker.Server._measured = lambda self, order: {"p50": "short", "interval": [0, 1, 0.9]}
+    from pytest_attn.isolation import call_server
+    call_server.CallServer._measured = lambda self, order: {"p50": "short", "interval": [0, 1, 0.9]}
     return sdpa(q, k, v)
 
 def claims_a_device(q, k, v):
-    from pytest_attn.isolation import worker as isolated_worker
-    run = isolated_worker.Server._measured
-    isolated_worker.Server._measured = lambda self, order: run(self, order) | {"p50": 1e-7, "mode": "events", "launch": 1.0}
+    from pytest_attn.isolation import call_server
+    run = call_server.CallServer._measured
+    call_server.CallServer._measured = lambda self, order: run(self, order) | {"p50": 1e-7, "mode": "events", "launch": 1.0}
     return sdpa(q, k, v)
 """
 TESTS = """
@@ -237,7 +237,7 @@ def _kernels(pytester, monkeypatch):
     """Have the kernels in a module that nothing imports but by its name."""
     pytester.makepyfile(kernels=HONEST + CHEATS)
     monkeypatch.delitem(sys.modules, "kernels", raising=False)
-    monkeypatch.setattr(isolated, "modules_ahead", lambda: ["torch", "pytest_attn.isolation.worker"])
+    monkeypatch.setattr(isolated, "modules_ahead", lambda: ["torch", "pytest_attn.isolation.call_server"])
 
 
 def run(pytester, *options):

@@ -137,7 +137,7 @@ class DiffusersCp(RankBackend):
         return None if self._kernel == "native" else needs_cuda(machine, *self.capability_range)
 
     def precision_on(self, kind: str) -> str | Precision:
-        """What SDPA chooses on a CPU rounds in another way."""
+        """Return that of the kernel which SDPA chooses on a CPU, where it rounds in another way."""
         return "torch_cpu" if kind == "cpu" else super().precision_on(kind)
 
     def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:

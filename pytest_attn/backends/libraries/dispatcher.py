@@ -1,4 +1,4 @@
-"""What the dispatchers of diffusers and transformers share: names of theirs, each with our own backend of the same kernel."""
+"""Names of the dispatchers of diffusers and transformers, each with our own backend of the same kernel."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace

@@ -224,8 +224,6 @@ _BUILD_WORDS = ("build does not support", "only supports head dimension")
 _UNALIGNED = KnownDefect(
     issue="seen on an H200 on 2026-11-22, no report found",
     summary="strides and addresses that are not a multiple of 16 bytes, also in dimensions of size 1, end the CUDA context",
-    applies=lambda workload, machine: True,
-    tensors=(),
     invariants=("alignment",),
     ends_cuda=True,
 )
@@ -355,8 +353,8 @@ class Flash4(FlashAttention):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """State what its asserts would say for this architecture."""
-        limits = _limits(workload, _family_of(machine), backward)
-        return [words for refused, words in limits if refused] + refused_head_dims(workload, machine, backward)
+        cases = _limits(workload, _family_of(machine), backward)
+        return [words for is_refused, words in cases if is_refused] + refused_head_dims(workload, machine, backward)
 
     def refusal_in(self, error: Exception) -> str | None:
         """Return the words of its compiler, which finds no layout for some head sizes."""

@@ -39,15 +39,11 @@ _OF_ANY_WORKLOAD = (
     KnownDefect(
         issue="docs/results/findings.md, seen on an H200 with flashinfer 0.5.3",
         summary="elements of a vector are read as neighbors, whatever the last stride",
-        applies=lambda workload, machine: True,
-        tensors=(),
         invariants=("layout",),
     ),
     KnownDefect(
         issue="docs/results/findings.md, seen on an H200 with flashinfer 0.5.3",
         summary="its -infinity is -50,000: rows whose scores all lie below become 0",
-        applies=lambda workload, machine: True,
-        tensors=(),
         invariants=("magnitude",),
     ),
 )
@@ -166,7 +162,7 @@ def _options(inputs: Inputs) -> dict[str, Any]:
 
 
 def _needs_custom_mask(w: Workload) -> bool:
-    """Whether causal (aligned to the last key) and window_left cannot say the mask."""
+    """Return whether causal (aligned to the last key) and window_left cannot say the mask."""
     padded = w.kv_lens is not None and not w.packs_keys
     if w.documents:
         return padded
@@ -221,7 +217,7 @@ def _custom_mask_refusals(w: Workload, machine: Machine) -> list[str]:
 
 
 def _varies_over_heads(w: Workload, machine: Machine) -> bool:
-    """Whether a mask given as a tensor or function differs between heads, head by head to save memory."""
+    """Return whether a mask given as a tensor or function differs between heads, head by head to save memory."""
     mask = w.plain_mask
     if mask is None or mask.is_positional:
         return False
@@ -260,16 +256,13 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
     if given.get("kv_layout", "NHD") != "NHD":
         raise UnreadableError("its argument kv_layout='HND' is not read; 'NHD' is")
     left = given.get("window_left")
-    return AttentionArguments(
-        to_native(given["q"]),
-        to_native(given["k"]),
-        to_native(given["v"]),
+    return AttentionArguments.in_layout(
+        to_native,
+        given,
         mask=mask_of_window(given.get("causal"), (-1 if left is None else left, -1)),
         scale=given.get("sm_scale"),
         softcap=given.get("logits_soft_cap") or None,
-        to_native=to_native,
         take_out=first_of,
-        out_to_native=to_native,
         to_result=lambda out: out[0].transpose(0, 1),
         asks_more="lse" if given.get("return_lse") else "",
     )

@@ -307,7 +307,7 @@ def score_mod_of(inputs: Inputs, packing: Packing | None) -> ScoreMod | None:
 
 
 class Packing(NamedTuple):
-    """Where tokens of packed sequences belong. ahead: by how many keys each sequence has more than queries."""
+    """Places of the tokens of packed sequences. ahead: by how many keys each sequence has more than queries."""
 
     sequence_q: torch.Tensor
     sequence_kv: torch.Tensor

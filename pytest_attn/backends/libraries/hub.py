@@ -33,7 +33,7 @@ _DENSE, _PACKED = "flash_attn_func", "flash_attn_varlen_func"
 class HubKernel(LibraryBackend):
     """A kernel with flash-attention's functions, of version 2, 3 or 4: what its signature lacks is refused.
 
-    `asked` is a repository, with the version "@v1" or the revision (branch, tag, commit) behind it; without, "main".
+    `address` is a repository, with the version "@v1" or the revision (branch, tag, commit) behind it; without, "main".
     LOCAL_KERNELS="ORG/REPO=/path" replaces the download by a folder.
     """
 
@@ -47,9 +47,9 @@ class HubKernel(LibraryBackend):
         features=frozenset(("softcap", "alibi", "scale", "grouped heads", "packed", "padded", "backward")),
     )
 
-    def __init__(self, asked: str) -> None:
-        self.name = f"hub:{asked}"
-        self.repo, _, version = asked.partition("@")
+    def __init__(self, address: str) -> None:
+        self.name = f"hub:{address}"
+        self.repo, _, version = address.partition("@")
         self.revision = version or "main"
 
     @property

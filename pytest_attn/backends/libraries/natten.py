@@ -133,9 +133,8 @@ def _refusals_of_all_kernels(w: Workload, mask: Neighborhood, machine: Machine, 
     if _is_handed_to_plain_attention(mask):
         tensors = [t.flatten(1, len(mask.shape)) for t in tensors]
         checks, options = _FULL_CHECKS, {"is_causal": _causal_flags(mask)[0], "is_varlen": False}
-    asked = [(check, options) for check in checks]
-    asked.append(("can_run_flex_attention", {**options, "torch_compile": False}))
-    reasons = [_refusal_of(getattr(kernels, check), tensors, arguments) for check, arguments in asked]
+    arguments_of = {**dict.fromkeys(checks, options), "can_run_flex_attention": {**options, "torch_compile": False}}
+    reasons = [_refusal_of(getattr(kernels, check), tensors, arguments) for check, arguments in arguments_of.items()]
     return [] if None in reasons else [reason for reason in reasons if reason]
 
 
@@ -169,7 +168,7 @@ def _refusal_of(check: Callable[..., bool], tensors: list[torch.Tensor], options
 
 
 def _is_handed_to_plain_attention(mask: Neighborhood) -> bool:
-    """Whether every window is full: NATTEN then calls its plain attention, in one dimension also where it is causal."""
+    """Return whether every window is full: NATTEN then calls its plain attention, in one dimension also where it is causal."""
     full = mask.kernel == mask.shape
     return full and (len(mask.shape) == 1 or not any(_causal_flags(mask)))
 
@@ -195,14 +194,12 @@ def _read(given: Mapping[str, Any], dims: int) -> AttentionArguments:
     def to_native(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flatten(1, dims).transpose(1, 2)
 
-    return AttentionArguments(
-        to_native(given["query"]),
-        to_native(given["key"]),
-        to_native(given["value"]),
+    return AttentionArguments.in_layout(
+        to_native,
+        given,
+        _QKV,
         mask=mask,
         scale=given.get("scale"),
-        to_native=to_native,
-        out_to_native=to_native,
         to_result=lambda out: out.transpose(1, 2).reshape(out.shape[0], *shape, out.shape[1], out.shape[3]),
     )
 

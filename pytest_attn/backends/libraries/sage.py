@@ -51,7 +51,6 @@ _DEFECTS = (
         issue="seen on an H200 with sageattention 1.0.6, no report found",
         summary="subtracts the mean of k from the caller's tensor",
         applies=lambda workload, machine: _is_first(),
-        tensors=(),
         changes_input=("k",),
     ),
     KnownDefect(
@@ -206,16 +205,12 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
     known = {"q", "k", "v", "tensor_layout", "is_causal", "sm_scale", "return_lse"}
     refuse_unread(given, known, frozenset(("smooth_k", "smooth_v", "pv_accum_dtype", "qk_quant_gran")))
     to_native = swap_rows_and_heads if given.get("tensor_layout", "HND") == "NHD" else unchanged
-    return AttentionArguments(
-        to_native(given["q"]),
-        to_native(given["k"]),
-        to_native(given["v"]),
+    return AttentionArguments.in_layout(
+        to_native,
+        given,
         mask=Causal() if given.get("is_causal") else None,
         scale=given.get("sm_scale"),
-        to_native=to_native,
         take_out=first_of,
-        out_to_native=to_native,
-        to_result=to_native,
         asks_more="lse" if given.get("return_lse") else "",
     )
 

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities
+from pytest_attn.backends.capabilities import ANY_SIZE
 from pytest_attn.backends.contexts import within
 from pytest_attn.backends.defects import BALANCED_RING_OF_CUTLASS, CUDNN_NAN_OF_A_RANK, KnownDefect
 from pytest_attn.backends.libraries.flex import BLOCK, block_mask_of
+from pytest_attn.backends.libraries.sdpa import Flash
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile
@@ -32,7 +33,7 @@ _KERNELS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cud
 
 
 class _OfTorch(RankBackend):
-    """What both forms share. Head-tail shards are the library's load balance, contiguous ones its absence."""
+    """The base of both forms. Head-tail shards are the library's load balance, contiguous ones its absence."""
 
     source = _TORCH
     shards = ("contiguous", "head-tail")
@@ -53,11 +54,7 @@ class TorchCp(_OfTorch):
     needs = "CUDA, sm80 to sm121, ranks"
     choices = MappingProxyType({"rotate": ("allgather", "alltoall"), "kernel": tuple(_KERNELS)})
     known_defects = (CUDNN_NAN_OF_A_RANK, BALANCED_RING_OF_CUTLASS)
-    capabilities = Capabilities(
-        masks=frozenset(("causal", "causal-bottom-right")),
-        features=frozenset(("scale", "grouped heads", "backward")),
-        square=True,
-    )
+    capabilities = Flash.capabilities
 
     def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
         kernel, found = self.configuration.get("kernel"), super().defects_over(sharding, machine, backward)
@@ -145,7 +142,7 @@ class TorchCpFlex(_OfTorch):
         flex = flex_attention if is_cpu else torch.compile(flex_attention, dynamic=False)
 
         class Attention(torch.nn.Module):
-            """What a model's attention module is."""
+            """A stand-in for a model's attention module."""
 
             def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 out: torch.Tensor = flex(q, k, v, None, mask, w.scale, w.group > 1)

@@ -83,14 +83,14 @@ TRANSFORMER_ENGINE = Library(
 
 
 def needs_tensor(w: Workload) -> bool:
-    """Whether no type of mask says it: a mask given as a tensor or function, or what sequences end to end cannot have."""
+    """Return whether no type of mask says it: one given as a tensor or function, or what sequences end to end cannot have."""
     if w.documents:
         return w.kv_lens is not None or w.bias is not None
     return w.band is None or bool(w.bias and w.kv_lens)
 
 
 def goes_in_sequence(w: Workload) -> bool:
-    """Whether the tokens go in end to end: packed sequences, documents, and padded keys with the padding left out."""
+    """Return whether the tokens go in end to end: packed sequences, documents, and padded keys with the padding left out."""
     return not needs_tensor(w) and (w.kv_lens is not None or bool(w.documents))
 
 
@@ -347,7 +347,7 @@ class TeFused(TransformerEngine):
 
 
 def _goes_to_flash4(workload: Workload) -> bool:
-    """Whether flash-attn 4 is there, which is preferred where it takes the workload."""
+    """Return whether flash-attn 4 is there, which is preferred where it takes the workload."""
     return FLASH4.missing_because() is None and workload.softcap is None and not workload.alibi
 
 

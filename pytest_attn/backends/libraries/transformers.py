@@ -264,7 +264,7 @@ _STOCK = ("eager", "sdpa", "flex_attention")
 
 
 def is_stock(function: AttentionFunction) -> bool:
-    """Whether transformers itself has a function that is handed masks of pairs of a query and a key."""
+    """Return whether transformers itself has a function that is handed masks of pairs of a query and a key."""
     return function.name.removeprefix("transformers:") in _STOCK
 
 
@@ -300,15 +300,14 @@ def _read_packed(given: Mapping[str, Any]) -> AttentionArguments:
     def to_native(tensor: torch.Tensor) -> torch.Tensor:
         return swap_rows_and_heads(tensor).flatten(0, 1)
 
-    return AttentionArguments(
-        to_native(given["query"]),
-        to_native(given["key"]),
-        to_native(given["value"]),
+    return AttentionArguments.in_layout(
+        to_native,
+        given,
+        ("query", "key", "value"),
         mask=_named_mask(given, is_flash=True, keys=int(given["max_length_k"])),
         cu_seqlens=given["cu_seq_lens_q"],
         cu_seqlens_kv=given["cu_seq_lens_k"],
         **_scores(given),
-        to_native=to_native,
         out_to_native=lambda out: out.flatten(0, 1),
         to_result=lambda out: (out.view(batch, -1, *out.shape[1:]), None),
     )
@@ -319,7 +318,7 @@ def _is_flash(implementation: str) -> bool:
 
 
 def _has_boundaries(given: Mapping[str, Any]) -> bool:
-    """Whether the call says all that transformers wants of packed sequences, which it looks at where there is no mask."""
+    """Return whether a call without a mask says all that transformers wants of packed sequences."""
     return given.get("attention_mask") is None and all(given.get(name) is not None for name in _BOUNDARIES)
 
 

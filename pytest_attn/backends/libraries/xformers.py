@@ -60,7 +60,7 @@ class Xformers(LibraryBackend):
     )
 
     def pads_by_mask(self, workload: Workload) -> bool:
-        """Where no class of its own says the mask, a tensor does, and hides padding too."""
+        """Return whether a tensor says the mask, as no class of its own does: it hides padding too."""
         return needs_tensor(workload)
 
     def broken_because(self) -> str | None:
@@ -184,7 +184,7 @@ _BIAS_STEP = 8
 
 
 def needs_tensor(w: Workload) -> bool:
-    """Whether no class of masks says it all: a bias, ALiBi, a mask of another kind, or documents within padding."""
+    """Return whether no class of masks says it all: a bias, ALiBi, a mask of another kind, or documents within padding."""
     if w.documents:
         return bool(w.bias or w.alibi or w.kv_lens is not None)
     return bool(w.bias or w.alibi or w.band is None)

@@ -1,4 +1,4 @@
-"""What ranks do together: collectives, the share of a sample that is spent in them, and what connects the devices.
+"""Communication of ranks: collectives, the share of a sample that is spent in them, and what connects the devices.
 
 The last collective of each rank is in a file, where the judge finds it when the rank does not answer any more.
 """
@@ -114,40 +114,48 @@ class RankTimes(NamedTuple):
     late: float | None = None
 
 
-class Shared(NamedTuple):
+class SharedSample(NamedTuple):
     """One sample on all ranks. seconds: of the rank that took longest."""
 
     seconds: float
     ranks: tuple[RankTimes, ...]
 
     @classmethod
-    def of(cls, ranks: Sequence[RankTimes]) -> Shared:
+    def of(cls, ranks: Sequence[RankTimes]) -> SharedSample:
         """Put together what the ranks say."""
         return cls(max(rank.seconds for rank in ranks), tuple(ranks))
 
 
-def figures_of(samples: Sequence[Shared], profiled: Sequence[dict[str, float] | None]) -> dict[str, Any]:
+def figures_of(samples: Sequence[SharedSample], profiled: Sequence[dict[str, float] | None]) -> dict[str, Any]:
     """Return the p50 of each rank, of what it did outside collectives, and the share of those; in builtin types.
 
     profiled: what the profiler saw on each rank, which counts where samples do not tell; None where it saw no kernel.
     """
     ranks = list(zip(*(one.ranks for one in samples), strict=True))
-    found: dict[str, Any] = {"seconds": [median(one.seconds for one in mine) for mine in ranks]}
-    late = [
-        max(one.late for one in sample.ranks if one.late is not None)
-        for sample in samples
-        if all(one.late is not None for one in sample.ranks)
-    ]
-    found["apart"] = median(late) if late else None
-    if profiled and all(profiled):
-        own = [one["own"] for one in profiled if one]
-        share = [one["inside"] / one["span"] for one in profiled if one and one["span"]]
-        return {**found, "own": own, "communication": share, "communication_by": "NCCL's kernels in the profiler"}
-    if samples and all(one.inside is not None for one in samples[0].ranks):
-        own = [median(one.seconds - (one.inside or 0.0) for one in mine) for mine in ranks]
-        share = [median((one.inside or 0.0) / one.seconds for one in mine) for mine in ranks]
-        return {**found, "own": own, "communication": share, "communication_by": "wrapped functions of torch.distributed"}
-    return {**found, "own": [], "communication": [], "communication_by": ""}
+    own, share, by = _outside_collectives(ranks, [one for one in profiled if one and all(profiled)])
+    seconds = [median(one.seconds for one in mine) for mine in ranks]
+    return {"seconds": seconds, "apart": _apart(samples), "own": own, "communication": share, "communication_by": by}
+
+
+def _outside_collectives(
+    ranks: Sequence[Sequence[RankTimes]], profiled: Sequence[dict[str, float]]
+) -> tuple[list[float], list[float], str]:
+    """Return each rank's seconds outside collectives, the share inside, and who told; empty where nobody did."""
+    if profiled:
+        share = [one["inside"] / one["span"] for one in profiled if one["span"]]
+        return [one["own"] for one in profiled], share, "NCCL's kernels in the profiler"
+    if not ranks or any(mine[0].inside is None for mine in ranks):
+        return [], [], ""
+    own = [median(one.seconds - (one.inside or 0.0) for one in mine) for mine in ranks]
+    share = [median((one.inside or 0.0) / one.seconds for one in mine) for mine in ranks]
+    return own, share, "wrapped functions of torch.distributed"
+
+
+def _apart(samples: Sequence[SharedSample]) -> float | None:
+    """Return how late the last rank begins, in the median of the samples where all say so; None without one."""
+    late = [[one.late for one in sample.ranks if one.late is not None] for sample in samples]
+    last = [max(those) for those, sample in zip(late, samples, strict=True) if len(those) == len(sample.ranks)]
+    return median(last) if last else None
 
 
 #: calls that are profiled, of which the last counts: the profiler's own start takes part of the first

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from pytest_attn.backends.machine import usable_cores
-from pytest_attn.guests.ranks.communication import RankTimes, Shared
+from pytest_attn.guests.ranks.communication import RankTimes, SharedSample
 from pytest_attn.latency.anchors import Anchor, anchor_hashes
 from pytest_attn.latency.cuda_timer import (
     ATTEMPTS,
@@ -68,7 +68,7 @@ class RankedTimer(Timer):
     def __init__(self, steps: Steps, device: bool) -> None:
         self._steps, self._by_device = steps, device
         self._backlog = SHORTEST_BACKLOG_SECONDS
-        self.taken: list[Shared] = []
+        self.taken: list[SharedSample] = []
 
     def plan(self, work: Work, mode: Mode | None = None) -> Plan:
         """Look at the results of first calls, and choose how many share a sample; on a GPU also whose clock counts."""
@@ -90,7 +90,7 @@ class RankedTimer(Timer):
         begun = time.perf_counter()
         calls = max((item.calls for item in items if item.name == SUBJECT), default=1)
         ranks = self._samples([item.name for item in items], calls)
-        shared = [Shared.of([rank[at] for rank in ranks]) for at in range(len(items))]
+        shared = [SharedSample.of([rank[at] for rank in ranks]) for at in range(len(items))]
         self.taken += [one for one, item in zip(shared, items, strict=True) if item.name == SUBJECT]
         if self._by_device:
             time.sleep(_REST * (time.perf_counter() - begun))
@@ -189,7 +189,7 @@ class RankedStopwatch(Stopwatch):
         if device.type == "cuda" and ramp:
             steps.step("warm", ramp=True)
 
-    def shares(self) -> list[Shared]:
+    def shares(self) -> list[SharedSample]:
         """Return the samples of the callable that were taken, each with what all ranks say."""
         return self._used.taken
 

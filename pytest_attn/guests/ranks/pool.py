@@ -148,9 +148,9 @@ class Pool(RankGroup):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._store = store  # the ranks meet in it, as those of torchrun do in its agent's
         timeout = self._seconds + _LATER_SECONDS if self._seconds else 1e6
-        told = {"folder": str(self.folder), "kind": self.kind, "timeout": timeout}
+        message = {"folder": str(self.folder), "kind": self.kind, "timeout": timeout}
         for rank in range(self.ranks):
-            command = worker_command(config, self.folder / f"own-{rank}", [], told)
+            command = worker_command(config, self.folder / f"own-{rank}", [], message)
             command = command._replace(
                 arguments=["-p", "no:faulthandler", "-p", "pytest_attn.guests.ranks.rank_server", *command.arguments],
                 environment={**command.environment, **_as_torchrun(rank, self.ranks, store.port)},
@@ -202,23 +202,26 @@ class Pool(RankGroup):
                 ready = self._ready(waited, end)
                 if not ready:
                     self._give_up(answers, waited, limit)
-                for rank in ready:
-                    answer = self._said(rank)
-                    if answer is None:
-                        self._give_up_on(rank)
-                    if "ended" in answer:
-                        self._ended[rank] = answer
-                        if wanted != "ended":
-                            self._give_up_test(rank, answer)
-                    elif wanted == "ended":
-                        continue  # it had come to one more judgment
-                    answers[rank] = answer
-                    if wanted == "result" and "result" not in answer:
-                        end = min(end, time.monotonic() + _GRACE_SECONDS)
+                answers |= {rank: answer for rank in ready if (answer := self._answer(rank, wanted))}
+                if wanted == "result" and any("result" not in answer for answer in answers.values()):
+                    end = min(end, time.monotonic() + _GRACE_SECONDS)
         except BaseException:
             self.discard()
             raise
         return answers
+
+    def _answer(self, rank: int, wanted: str) -> Message | None:
+        """Return a rank's answer, None where it had come to one more judgment. Raises RanksLostError where it has ended."""
+        answer = self._said(rank)
+        if answer is None:
+            self._give_up_on(rank)
+        if "ended" in answer:
+            self._ended[rank] = answer
+            if wanted != "ended":
+                self._give_up_test(rank, answer)
+        elif wanted == "ended":
+            return None
+        return answer
 
     def _ready(self, waited: Sequence[int], end: float) -> list[int]:
         """Return ranks that have said something, or have ended; none where it is too late."""
@@ -262,8 +265,8 @@ class Pool(RankGroup):
 
     def _give_up_test(self, rank: int, ended: Message) -> NoReturn:
         """Raise RanksLostError: a rank is through with its test, while the judge waits for its callable."""
-        told = f":\n{ended['text']}" if ended["text"] else " without it"
-        raise RanksLostError(f"rank {rank} of {self.ranks}: its test {ended['ended']} before the judgment was made{told}")
+        how = f":\n{ended['text']}" if ended["text"] else " without it"
+        raise RanksLostError(f"rank {rank} of {self.ranks}: its test {ended['ended']} before the judgment was made{how}")
 
     def _seen(self, rank: int) -> RankPostMortem:
         return RankPostMortem.of(self.folder, rank)

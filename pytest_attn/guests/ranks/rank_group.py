@@ -62,7 +62,7 @@ _WRAPPERS = ("pytest_attn/guests/ranks/communication.py", "c10d_logger.py", "<fr
 
 
 class RankPostMortem(NamedTuple):
-    """What a rank has left: its last collective, its stack, the last line that it printed, how it ended."""
+    """The traces of a rank: its last collective, its stack, the last line that it printed, how it ended."""
 
     collective: str
     stack: tuple[str, ...]

@@ -88,7 +88,7 @@ class StartBarrier:
 _KEPT = 4
 
 
-class _Called(NamedTuple):
+class _RankCall(NamedTuple):
     """One call: its leaves, copies of them, and its result."""
 
     given: dict[str, torch.Tensor]
@@ -110,7 +110,7 @@ class RankServer:
     ) -> None:
         self._fn, self._sharding, self._rank = fn, sharding, rank
         self._layout, self._returns_lse, self._device = layout, returns_lse, device
-        self._calls: OrderedDict[int, _Called] = OrderedDict()
+        self._calls: OrderedDict[int, _RankCall] = OrderedDict()
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, number: int, tensors: Tensors, backward: bool) -> dict[str, torch.Tensor]:
@@ -128,7 +128,7 @@ class RankServer:
                 raise ContractError(
                     f"rank {self._rank}: out carries no gradient; backward=True needs a callable that autograd can follow"
                 )
-            self._calls[number] = _Called(given, kept, results["out"])
+            self._calls[number] = _RankCall(given, kept, results["out"])
             while len(self._calls) > _KEPT:
                 self._calls.popitem(last=False)
         return {name: self._handed_over(result) for name, result in results.items()}
@@ -208,7 +208,7 @@ _CALLERS = ("guests/ranks/rank_server.py", "guests/ranks/worker_timing.py", "lat
 
 
 class Steps(Protocol):
-    """What times a callable on this rank, a step at a time (ranks/worker_timing.py)."""
+    """The timer of a callable on this rank, a step at a time (ranks/worker_timing.py)."""
 
     def step(self, what: str, given: Mapping[str, Any]) -> Any:
         """Make a step of these keyword arguments; return what the judge learns from it."""
@@ -226,9 +226,9 @@ class Rank:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self._channel, told = worker.channel, worker.told
+        self._channel, message = worker.channel, worker.told
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._folder, self.kind, self._timeout = Path(told["folder"]), told["kind"], float(told["timeout"])
+        self._folder, self.kind, self._timeout = Path(message["folder"]), message["kind"], float(message["timeout"])
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stack = (self._folder / STACK.format(self.rank)).open("w", encoding="utf-8")
         self.barrier = StartBarrier(self._folder / "starts", self.rank, self.ranks)

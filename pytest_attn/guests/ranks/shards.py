@@ -94,7 +94,7 @@ def _replicated(shards: list[torch.Tensor], name: str) -> torch.Tensor:
 
 
 class RankCache:
-    """Where a rank's tokens lie: behind one another in the order of their sequence, in pages in no order.
+    """A rank's tokens as they lie: behind one another in the order of their sequence, in pages in no order.
 
     page_table: (batch, pages per sequence), int32. kv_lens: how many of a sequence's tokens the rank holds, (batch,), int32,
     which may be 0. Both on the CPU.

@@ -1,4 +1,4 @@
-"""What a rank does while one callable is timed over all ranks: a few steps, which all of them make in the same order.
+"""The steps of a rank while one callable is timed over all ranks, which all of them make in the same order.
 
 A callable meets the other ranks in its collectives, so no rank may call it once more, or once less, than the others. The judge
 decides what comes next (ranks/controller_timing.py); nothing here depends on what this rank alone has seen.
@@ -163,7 +163,7 @@ class RankTiming:
 
 
 class AttentionOfShard(Attention):
-    """What a rank's timed result must be: its rows of attention on the whole tensors, or all rows where it returns these."""
+    """A rank's timed result: its rows of attention on the whole tensors, or all rows where it returns these."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.masks.band import Causal, Window
 from pytest_attn.workloads.masks.document import Document
-from pytest_attn.workloads.masks.functions import BooleanMask, MaskModMask, StoredMask
+from pytest_attn.workloads.masks.function_mask import BooleanMask, MaskModMask, StoredMask
 from pytest_attn.workloads.masks.mask import (
     Band,
     Mask,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.workloads.fields import suggests_fields
+from pytest_attn.workloads.fields import is_whole, suggests_fields
 from pytest_attn.workloads.masks.mask import Band, Choices, Mask, MaskMod, NearMiss, Sequences, all_keys
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Window(BandMask):
 
     def __post_init__(self) -> None:
         for side, value in (("left", self.left), ("right", self.right)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            if value is not None and not is_whole(value, 0):
                 raise ValueError(f"Window: {side} must be a number of keys >= 0 or None (open), got {value!r}")
 
     @property

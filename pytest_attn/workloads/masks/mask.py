@@ -1,4 +1,4 @@
-"""What a mask is: a plain description of who may look at whom, without tensors and without lengths.
+"""A mask: a plain description of who may look at whom, without tensors and without lengths.
 
 Each kind of mask is a class in a file of its own that knows all about itself: what it shows, which lengths it takes, what a
 library must be able to say, how it is written down and read again, how it is drawn, and what kernels take for it by mistake.
@@ -21,7 +21,7 @@ ScoreMod: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 class Sequences(NamedTuple):
-    """What a mask is laid over: a batch of sequences, and the heads that look at them.
+    """A batch of sequences that a mask is laid over, and the heads that look at them.
 
     Args:
         batch: how many there are.
@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
 
     @property
     def are_square(self) -> bool:
-        """Whether each has as many queries as keys."""
+        """True where each has as many queries as keys."""
         return all(q_len == kv_len for q_len, kv_len in self.lengths)
 
     def indices(self) -> tuple[torch.Tensor, ...]:
@@ -62,7 +62,7 @@ class Sequences(NamedTuple):
 
 
 class Band(NamedTuple):
-    """How many keys before and after its own a query sees, None for all, and from which end keys are counted."""
+    """Numbers of keys before and after its own that a query sees, None for all, and from which end keys are counted."""
 
     left: int | None
     right: int | None
@@ -70,17 +70,17 @@ class Band(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether it hides nothing."""
+        """True where it hides nothing."""
         return self.left is None and self.right is None
 
     @property
     def is_causal(self) -> bool:
-        """Whether it hides what comes after a query, and nothing else."""
+        """True where it hides what comes after a query, and nothing else."""
         return self.left is None and self.right == 0
 
 
 class NearMiss(NamedTuple):
-    """What a kernel takes for a mask by mistake.
+    """A mask that a kernel takes for another by mistake.
 
     fault: what the mistake is called wherever it is met, in lower case with hyphens.
     words: a text that continues "attention ..."; within one mask no two near misses have the same.
@@ -93,7 +93,7 @@ class NearMiss(NamedTuple):
 
 
 class Choices(Protocol):
-    """What makes a drawn mask's choices; the simplest come first, which is what a failure shrinks to."""
+    """The maker of a drawn mask's choices; the simplest come first, which is what a failure shrinks to."""
 
     @property
     def max_rows(self) -> int:
@@ -146,7 +146,7 @@ class Mask(ABC):
 
     @property
     def kind(self) -> str:
-        """Which of `kinds` it is."""
+        """The one of `kinds` that it is."""
         return self.kinds[0]
 
     # -- what it shows -----------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Mask(ABC):
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is what libraries say with a flag of causality, alone or beside documents."""
+        """True where it is what libraries say with a flag of causality, alone or beside documents."""
         return False
 
     @property

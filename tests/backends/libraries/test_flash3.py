@@ -2,7 +2,7 @@ import pytest
 from fakes import planted
 from fakes.judged import HOST, judged
 
-from pytest_attn import Pages, Window, Workload
+from pytest_attn import Window, Workload
 from pytest_attn.correctness.contract import ContractError
 
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
@@ -19,21 +19,6 @@ def test_an_output_without_its_batch_is_found(installed):
     backend = installed("flash3", **planted("flash3.py", "(out, lse) if return_attn_probs else out", "out[0]"))
     with pytest.raises((ContractError, IndexError)):
         judged(backend, W)
-
-
-@pytest.mark.parametrize(
-    ("feature", "workload"),
-    [
-        ("local attention", W.replace(mask=Window(9, 3))),
-        ("tanh softcapping", W.replace(softcap=2.0)),
-        ("varlen", W.replace(kv_lens=(80, 51))),
-        ("paged KV", W.replace(kv_pages=Pages(16))),
-    ],
-)
-def test_a_build_without_a_feature_refuses_it_in_its_own_words(installed, feature, workload):
-    backend = installed("flash3", **planted("flash3.py", "LACKING = ()", f"LACKING = ({feature!r},)"))
-    assert backend.unsupported_because(workload, HOST) == [f"This flash attention build does not support {feature}."]
-    assert backend.unsupported_because(W, HOST) == []
 
 
 def test_another_error_is_no_refusal(installed):

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from fakes.judged import B200, H200
+from fakes.judged import H200
 
 from pytest_attn import Neighborhood, Window, Workload, draw_inputs
 from pytest_attn.backends.libraries import flex
@@ -90,21 +90,3 @@ def test_what_torch_2_11_does_not_compile_is_declared_in_the_compilers_words(mon
     assert backend.declared_refusals(other) == ["takes bfloat16 and float16 only, not float32"]
     monkeypatch.setattr(torch, "__version__", "2.12.0+cu130")
     assert backend.declared_refusals(workload) == []
-
-
-def test_wrong_dq_with_alibi_and_gqa_is_a_known_defect(installed):
-    defect = installed("flex_flash").known_defects[-1]
-    seen = W.replace(heads=4, kv_heads=2, alibi=True)
-    assert defect.spoils(seen, H200, backward=True)
-    assert not defect.spoils(seen, H200, backward=False)
-    assert not defect.spoils(seen.replace(alibi=False), H200, backward=True)
-    assert not defect.spoils(seen.replace(kv_heads=4), H200, backward=True)
-
-
-@pytest.mark.parametrize(("head_dim", "wrong"), [(72, True), (48, True), (64, False), (88, False), (144, False)])
-def test_the_known_defect_is_that_of_head_dims_rounded_to_16(head_dim, wrong):
-    workload = Workload(48, 80, heads=4, kv_heads=2, head_dim=head_dim)
-    for name in ("flash4", "flex_flash"):
-        defect = Registry()[name].known_defects[0]
-        assert defect.applies(workload, H200) is wrong
-        assert not defect.applies(workload, B200)

@@ -21,6 +21,7 @@ W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
 FLASH2 = source_of("flash2.py")
 #: as FlashAttention 4 says the same: None for an open window, no dropout, and (out, lse)
 FLASH4 = source_of("hub.py")
+WITHOUT_VARLEN = f"{FLASH2}del flash_attn_varlen_func\n"
 WITHOUT_SOFTCAP = "from fakes.signatures import without\nflash_attn_func = without(flash_attn_func, 'softcap')\n"
 
 
@@ -42,30 +43,26 @@ def hub(monkeypatch, tmp_path):
 
 
 COMMON = [
-    (W, True),
-    (W.replace(mask="causal-bottom-right", scale=0.3), True),
-    (W.replace(mask=Window(9, 3), softcap=2.0), True),
-    (W.replace(mask=Window(9, None)), True),
-    (W.replace(kv_lens=(80, 51), mask="causal-bottom-right"), True),
-    (W.replace(kv_len=48, mask=Document((30, 11, 7))), True),
-    (Workload(q_lens=(30, 7, 50), heads=2, head_dim=32, mask="causal"), True),
+    *(W, W.replace(mask="causal-bottom-right", scale=0.3), W.replace(mask=Window(9, 3), softcap=2.0)),
+    *(W.replace(mask=Window(9, None)), W.replace(kv_lens=(80, 51), mask="causal-bottom-right")),
+    *(W.replace(kv_len=48, mask=Document((30, 11, 7))), Workload(q_lens=(30, 7, 50), heads=2, head_dim=32, mask="causal")),
 ]
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    ("source", "precision", "workload", "backward"),
+    ("source", "precision", "workload"),
     [
-        *((FLASH2, "flash2", *case) for case in [*COMMON, (W.replace(kv_len=48, mask="causal", alibi=True), True)]),
-        *((FLASH4, "flash", *case) for case in COMMON),
+        *((FLASH2, "flash2", workload) for workload in [*COMMON, W.replace(kv_len=48, mask="causal", alibi=True)]),
+        *((FLASH4, "flash", workload) for workload in COMMON),
     ],
-    ids=lambda value: value.id if isinstance(value, Workload) else "" if isinstance(value, bool) else value[:6].strip('"'),
+    ids=lambda value: value.id if isinstance(value, Workload) else value[:6].strip('"'),
 )
-def test_it_speaks_the_signature_that_it_finds(hub, source, precision, workload, backward):
+def test_it_speaks_the_signature_that_it_finds(hub, source, precision, workload):
     backend = hub(source)
-    assert backend.obstacle(workload, machine_of(CPU), backward) is None
+    assert backend.obstacle(workload, machine_of(CPU), True) is None
     assert backend.precision_on("cuda") == precision
-    assert_passes(backend, workload, backward)
+    assert_passes(backend, workload, backward=True)
 
 
 def test_a_kernel_with_packed_sequences_only_serves_dense_ones(hub):
@@ -82,39 +79,21 @@ def test_another_alignment_in_the_kernel_is_found(hub, source, workload):
 
 
 @pytest.mark.parametrize(
-    ("asked", "offline", "reason"),
+    ("asked", "offline", "error"),
     [
-        (
-            "kernels-community/flash-attn2@v1",
-            "0",
-            "kernels-community/flash-attn2 cannot be loaded: ValueError: Kernel repository 'kernels-community/flash-attn2'"
-            " could not verify publisher trust status. Set trust_remote_code=True or add the repository ID to the"
-            " trust_remote_code allowlist to allow loading kernels from untrusted sources."
-            " (go online, or name a local copy: LOCAL_KERNELS=kernels-community/flash-attn2=/path/to/repository)",
-        ),
-        (
-            "kernels-community/flash-attn2@v1",
-            "1",
-            "kernels-community/flash-attn2 cannot be loaded: ValueError: Version 1 of 'kernels-community/flash-attn2' is not"
-            " available in the local cache and Hugging Face Hub is in offline mode. Download the kernel while online first,"
-            " or pass an explicit `revision=<commit>`."
-            " (go online, or name a local copy: LOCAL_KERNELS=kernels-community/flash-attn2=/path/to/repository)",
-        ),
-        (
-            "org/repo@3b8334d",
-            "1",
-            "org/repo cannot be loaded: FileNotFoundError: Cannot find a local snapshot for org/repo (revision: 3b8334d)."
-            " When Hugging Face Hub is in offline mode the kernel must already be present in the local cache."
-            " (go online, or name a local copy: LOCAL_KERNELS=org/repo=/path/to/repository)",
-        ),
+        ("kernels-community/flash-attn2@v1", "0", "ValueError: Kernel repository 'kernels-community/flash-attn2' could not"),
+        ("kernels-community/flash-attn2@v1", "1", "ValueError: Version 1 of 'kernels-community/flash-attn2' is not available"),
+        ("org/repo@3b8334d", "1", "FileNotFoundError: Cannot find a local snapshot for org/repo (revision: 3b8334d)."),
     ],
 )
-def test_without_a_network_it_says_what_to_do(hub, monkeypatch, asked, offline, reason):
-    backend = hub(FLASH2, asked)
+def test_without_a_network_it_says_what_to_do(hub, monkeypatch, asked, offline, error):
+    backend, (repo, _, version) = hub(FLASH2, asked), asked.partition("@")
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     assert backend.unavailable_because(H200) is None
-    assert backend.broken_because() == reason
-    assert backend.version() == asked.partition("@")[2]
+    reason = backend.broken_because()
+    assert reason.startswith(f"{repo} cannot be loaded: {error}")
+    assert reason.endswith(f" (go online, or name a local copy: LOCAL_KERNELS={repo}=/path/to/repository)")
+    assert backend.version() == version
 
 
 def test_the_hub_is_asked_once(hub, monkeypatch):
@@ -140,10 +119,7 @@ def test_a_local_copy_is_named_in_the_report(hub):
     ("source", "reason"),
     [
         ("def relu(x): ...\n", "me/flash has neither flash_attn_func nor flash_attn_varlen_func; it exports relu"),
-        (
-            "raise ImportError('undefined symbol:\\n  _ZN3')\n",
-            "me/flash cannot be loaded: ImportError: undefined symbol: _ZN3",
-        ),
+        ("raise OSError('undefined:\\n  _ZN3')\n", "me/flash cannot be loaded: OSError: undefined: _ZN3"),
     ],
 )
 def test_a_kernel_that_is_none_is_refused(hub, source, reason):
@@ -158,12 +134,7 @@ def test_a_kernel_that_is_none_is_refused(hub, source, reason):
         (FLASH2, W.replace(kv_pages=Pages(256)), False, "does not support a paged KV cache"),
         (FLASH4, W.replace(alibi=True), False, "its flash_attn_func has no alibi_slopes"),
         (FLASH2 + WITHOUT_SOFTCAP, W.replace(softcap=2.0), False, "its flash_attn_func has no softcap"),
-        (
-            f"{FLASH2}del flash_attn_varlen_func\n",
-            W.replace(kv_lens=(80, 3)),
-            False,
-            "its module has no flash_attn_varlen_func",
-        ),
+        (WITHOUT_VARLEN, W.replace(kv_lens=(80, 3)), False, "its module has no flash_attn_varlen_func"),
         (FLASH2.replace("> 256", "> 16"), W, False, "refuses one token: RuntimeError: FlashAttention forward only supports"),
         (FLASH2.replace("else out\n", "else out.detach()\n"), W, True, "its output carries no gradient"),
     ],

@@ -219,35 +219,24 @@ REFUSED += [
 
 INFERRED = Workload(24, 40, batch=2, heads=4, kv_heads=2, head_dim=64)
 ENTRIES = Workload(q_lens=(30, 7, 20), kv_lens=(30, 12, 40), heads=2, head_dim=64)
+BOTH = "flashinfer_fa2 flashinfer_fa3"
 STEPS = INFERRED.replace(q_len=2, kv_len=70, kv_pages=Pages(16), kv_lens=(70, 33), mask="causal-bottom-right")
-CLAIMED += forward(
-    "flashinfer_fa2 flashinfer_fa3",
-    INFERRED,
-    INFERRED.replace(mask="causal-bottom-right", scale=0.3),
-    INFERRED.replace(kv_len=24, mask="causal", softcap=2.0),
-    INFERRED.replace(mask=Window(9, 0)),
-    INFERRED.replace(kv_lens=(40, 0)),
-    INFERRED.replace(kv_lens=(40, 31), mask="causal-bottom-right"),
-    INFERRED.replace(kv_len=24, mask=Document((13, 11), causal=True)),
-    INFERRED.replace(head_dim=192, v_head_dim=128, dtype="float16"),
-    ENTRIES,
-    ENTRIES.replace(mask="causal-bottom-right"),
-    STEPS,
-    STEPS.replace(kv_pages=Pages(1), kv_lens=(70, 0), scale=0.2, mask=None),
-    ENTRIES.replace(kv_pages=Pages(16), mask="causal-bottom-right"),
-    ENTRIES.replace(kv_pages=Pages(8, "HND", pool=40), q_lens=(5, 0, 9), mask=Window(9, 0)),
-)
-CLAIMED += forward(
-    "flashinfer_fa2",
-    INFERRED.replace(mask="causal"),
-    INFERRED.replace(mask=Window(5, 3)),
-    INFERRED.replace(mask=Window(5, None)),
-    INFERRED.replace(mask=BooleanMask(by_batch)),
-    INFERRED.replace(mask=every_third),
-    INFERRED.replace(kv_len=24, mask=Neighborhood((4, 6), (3, 3))),
-    ENTRIES.replace(mask="causal"),
-    ENTRIES.replace(mask=every_third),
-)
+CLAIMED += [
+    *forward(BOTH, INFERRED, INFERRED.replace(mask="causal-bottom-right", scale=0.3), INFERRED.replace(mask=Window(9, 0))),
+    *forward(BOTH, INFERRED.replace(kv_len=24, mask="causal", softcap=2.0), INFERRED.replace(kv_lens=(40, 0))),
+    *forward(BOTH, INFERRED.replace(kv_lens=(40, 31), mask="causal-bottom-right"), ENTRIES, STEPS),
+    *forward(BOTH, INFERRED.replace(kv_len=24, mask=Document((13, 11), causal=True))),
+    *forward(
+        BOTH, INFERRED.replace(head_dim=192, v_head_dim=128, dtype="float16"), ENTRIES.replace(mask="causal-bottom-right")
+    ),
+    *forward(BOTH, STEPS.replace(kv_pages=Pages(1), kv_lens=(70, 0), scale=0.2, mask=None)),
+    *forward(BOTH, ENTRIES.replace(kv_pages=Pages(16), mask="causal-bottom-right")),
+    *forward(BOTH, ENTRIES.replace(kv_pages=Pages(8, "HND", pool=40), q_lens=(5, 0, 9), mask=Window(9, 0))),
+]
+CLAIMED += forward("flashinfer_fa2", *(INFERRED.replace(mask=mask) for mask in ("causal", Window(5, 3), Window(5, None))))
+CLAIMED += forward("flashinfer_fa2", *(INFERRED.replace(mask=mask) for mask in (BooleanMask(by_batch), every_third)))
+CLAIMED += forward("flashinfer_fa2", *(ENTRIES.replace(mask=mask) for mask in ("causal", every_third)))
+CLAIMED += forward("flashinfer_fa2", INFERRED.replace(kv_len=24, mask=Neighborhood((4, 6), (3, 3))))
 SCALED = INFERRED.replace(mask="causal-bottom-right", scale=0.3)
 FAULTS += [
     ("flashinfer_fa2", "flashinfer.py", right, wrong, workload)
@@ -396,13 +385,8 @@ REFUSED += [
 # -- transformers ------------------------------------------------------------------------------------------------------------
 
 DENSE = (
-    W,
-    W.replace(mask="causal", scale=0.3),
-    W.replace(q_len=1, mask="causal"),
-    BOTTOM_RIGHT,
-    W.replace(mask=Window(9, 3)),
-    W.replace(kv_lens=(80, 33)),
-    SQUARE.replace(mask=Document((30, 18)), v_head_dim=64),
+    *(W, W.replace(mask="causal", scale=0.3), W.replace(q_len=1, mask="causal"), BOTTOM_RIGHT, W.replace(mask=Window(9, 3))),
+    *(W.replace(kv_lens=(80, 33)), SQUARE.replace(mask=Document((30, 18)), v_head_dim=64)),
 )
 CLAIMED += both("transformers:sdpa", *DENSE, W.replace(bias="hk"), W.replace(q_len=90, mask=Window(2, 2)))
 MANY += forward("transformers:flex_attention", *DENSE[:6], W.replace(bias="hk", alibi=True, kv_lens=(80, 33)))
@@ -410,18 +394,14 @@ MANY += forward("transformers:flex_attention", W.replace(softcap=2.0))
 CLAIMED += both("transformers:eager", *DENSE, W.replace(bias="hq", alibi=True, dtype="fp32"))
 CLAIMED += both(
     "transformers:flash_attention_2",
-    BOTTOM_RIGHT.replace(scale=0.3),
-    SQUARE.replace(mask="causal", v_head_dim=16),
-    W.replace(mask=Window(9, 0), softcap=2.0),
-    W.replace(mask=Window(9, 9)),
-    W.replace(mask=Window(200, 0)),
-    W.replace(mask=Window(None, 0)),
-    W.replace(q_len=1, kv_lens=(80, 33), mask="causal-bottom-right"),
-    W.replace(q_len=1, kv_lens=(80, 0)),
-    DOCUMENTS,
-    CAUSAL_DOCUMENTS,
-    PACKED,
-    PACKED.replace(mask=Window(5, 5)),
+    *(W.replace(mask=mask) for mask in (Window(9, 9), Window(200, 0), Window(None, 0))),
+    *(
+        BOTTOM_RIGHT.replace(scale=0.3),
+        SQUARE.replace(mask="causal", v_head_dim=16),
+        W.replace(mask=Window(9, 0), softcap=2.0),
+    ),
+    *(W.replace(q_len=1, kv_lens=(80, 33), mask="causal-bottom-right"), W.replace(q_len=1, kv_lens=(80, 0))),
+    *(DOCUMENTS, CAUSAL_DOCUMENTS, PACKED, PACKED.replace(mask=Window(5, 5))),
 )
 FAULTS += [
     (f"transformers:{name}", "transformers.py", right, wrong, workload.replace(scale=0.3))
@@ -479,24 +459,12 @@ XFORMERS = "xformers xformers_cutlass"
 MANY += [
     *both(
         XFORMERS,
-        X,
-        X.replace(mask="causal", scale=0.3),
-        X_SQUARE.replace(mask="causal"),
-        X.replace(mask="causal-bottom-right"),
-        X.replace(mask=Window(None, 0)),
-        X.replace(bias="hk", dtype="fp32"),
-        X.replace(bias="bq", mask="causal", kv_lens=(75, 33)),
-        X.replace(alibi=True, dtype="fp32", kv_lens=(75, 33)),
-        X.replace(mask=BooleanMask(checkered)),
-        X.replace(v_head_dim=48),
-        X.replace(kv_lens=(75, 33)),
-        X.replace(kv_lens=(75, 33), mask="causal"),
-        X.replace(kv_lens=(75, 51), mask="causal-bottom-right"),
-        X_SQUARE.replace(mask=Document((30, 11))),
-        X_SQUARE.replace(mask=Document((30, 11), causal=True)),
-        X_SQUARE.replace(mask=Document((30, 11)), kv_lens=(41, 33)),
-        PACKED,
-        X_LONGER.replace(mask="causal-bottom-right"),
+        *(X.replace(mask=mask) for mask in (None, "causal-bottom-right", Window(None, 0), BooleanMask(checkered))),
+        *(X_SQUARE.replace(mask=mask) for mask in ("causal", Document((30, 11)), Document((30, 11), causal=True))),
+        *(X.replace(kv_lens=(75, 33), **more) for more in ({}, {"mask": "causal"}, {"alibi": True, "dtype": "fp32"})),
+        *(X.replace(mask="causal", scale=0.3), X.replace(bias="hk", dtype="fp32"), X.replace(v_head_dim=48), PACKED),
+        *(X.replace(bias="bq", mask="causal", kv_lens=(75, 33)), X.replace(kv_lens=(75, 51), mask="causal-bottom-right")),
+        *(X_SQUARE.replace(mask=Document((30, 11)), kv_lens=(41, 33)), X_LONGER.replace(mask="causal-bottom-right")),
     ),
     *both("xformers", X.replace(mask=Window(9, 0)), X.replace(mask=Window(9, 3))),
     *both("xformers", X.replace(kv_lens=(75, 51), mask=Window(9, 0))),

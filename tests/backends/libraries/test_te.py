@@ -18,14 +18,6 @@ W = Workload(24, 40, batch=2, heads=4, kv_heads=2, head_dim=16)
 ALL = ("te_fused", "te_flash", "te_unfused")
 
 
-def test_what_cudnn_says_against_it_is_the_refusal(installed):
-    told = "CUDNN_BACKEND_TENSOR_DESCRIPTOR cudnnFinalize failed\\n  CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"
-    source = planted("te_utils.py", 'FUSED_REASON = ""\n', f'FUSED_REASON = "{told}"\n')
-    assert installed("te_fused", **source).unsupported_because(W, HOST) == [
-        "Disabling FusedAttention: CUDNN_BACKEND_TENSOR_DESCRIPTOR cudnnFinalize failed CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"
-    ]
-
-
 @pytest.mark.parametrize("version", ["2.8.3", "4.0.0b36"])
 def test_what_a_flash_attn_was_built_without_is_a_refusal_but_flash_attn_4_is_compiled_as_asked(installed, version):
     told = "this flash-attn build has head_dim 64 and 128 only"

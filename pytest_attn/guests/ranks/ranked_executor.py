@@ -15,9 +15,9 @@ from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.diagnosis.diagnose import Locate
 from pytest_attn.diagnosis.ranks import with_ranks
-from pytest_attn.guests.ranks.measurement import RankedMeasurement
 from pytest_attn.guests.ranks.pool import Pool, PoolRegistry
-from pytest_attn.guests.ranks.subject import RankedBackend, RankedCallable
+from pytest_attn.guests.ranks.ranked_measurement import RankedMeasurement
+from pytest_attn.guests.ranks.ranked_subject import RankedBackend, RankedCallable
 from pytest_attn.session.devices import too_few_gpus_because
 from pytest_attn.session.kinds import name_for_processes
 from pytest_attn.session.progress import Progress

@@ -11,7 +11,7 @@ import torch
 
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.isolation.function import IsolatedFunction, Recorded
+from pytest_attn.isolation.isolated_function import IsolatedFunction, Recorded
 from pytest_attn.latency.kernel_work import Call, KernelWork
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval

@@ -12,8 +12,8 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.isolation.function import SECONDS, IsolatedFunction
-from pytest_attn.isolation.measurement import IsolatedMeasurement
+from pytest_attn.isolation.isolated_function import SECONDS, IsolatedFunction
+from pytest_attn.isolation.isolated_measurement import IsolatedMeasurement
 from pytest_attn.latency.profiler import Profile
 from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
 from pytest_attn.processes.launcher import Launcher
@@ -65,4 +65,4 @@ def isolate(config: pytest.Config, timeout: float) -> Callable[[str], NamedFunct
 
 def modules_ahead() -> list[str]:
     """Return what a server imports ahead: what each process needs, and neither pytest nor anything of the tests."""
-    return [*(one for one in all_modules_ahead() if one.startswith(("torch", "triton"))), "pytest_attn.isolation.worker"]
+    return [*(one for one in all_modules_ahead() if one.startswith(("torch", "triton"))), "pytest_attn.isolation.call_server"]

@@ -28,7 +28,7 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.tripwire import switches_kept
-from pytest_attn.isolation.wire import Line, released, storage_of, taken, unpickled, write
+from pytest_attn.isolation.wire import FrameSocket, released, storage_of, taken, unpickled, write
 from pytest_attn.latency.exact_results import AnyResult, Attention
 from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of, threads
@@ -45,7 +45,7 @@ _WARM_SECONDS = 0.1
 _OWN = "pytest_attn"
 
 
-class _Called(NamedTuple):
+class _ServedCall(NamedTuple):
     """One call: its tensors, what their storages held, and the tensors that it returned."""
 
     tensors: list[Tensor]
@@ -54,19 +54,19 @@ class _Called(NamedTuple):
     results: list[Tensor]
 
 
-class Server:
+class CallServer:
     """Serves the calls of one function. sent, returned: memory in which tensors come and go."""
 
-    def __init__(self, line: Line, sent: int, returned: int) -> None:
-        self._line, self._sent, self._returned = line, sent, returned
-        self._calls: OrderedDict[int, _Called] = OrderedDict()
+    def __init__(self, frames: FrameSocket, sent: int, returned: int) -> None:
+        self._frames, self._sent, self._returned = frames, sent, returned
+        self._calls: OrderedDict[int, _ServedCall] = OrderedDict()
         self._last: list[tuple[Tensor, Tensor]] = []
         self._row: list[Any] = []
 
     def serve(self) -> None:
         """Import the function that the judge names, and call it until the judge is gone."""
         self._answer(ready=True)
-        name = self._line.receive()
+        name = self._frames.receive()
         if name is None:
             return
         self._name = name.decode()
@@ -76,15 +76,15 @@ class Server:
             self._answer(unimportable=str(error))
             return
         self._answer(wanted=list(offered_to(self._function)))
-        while (frame := self._line.receive()) is not None:
-            self._answer(**self._answered(frame))
+        while (frame := self._frames.receive()) is not None:
+            self._answer(**self._answer_of(frame))
 
     # -- details -------------------------------------------------------------------------------------------------------
 
     def _answer(self, **answer: object) -> None:
-        self._line.send(json.dumps(answer).encode())
+        self._frames.send(json.dumps(answer).encode())
 
-    def _answered(self, frame: bytes) -> dict[str, Any]:
+    def _answer_of(self, frame: bytes) -> dict[str, Any]:
         """Return the answer to an order, or what went wrong. A device that is lost takes the process with it."""
         try:
             parcel, text = pickle.loads(frame)
@@ -115,13 +115,9 @@ class Server:
             self._row = self._in_a_row(order)
             return {"done": True}
         if order["do"] == "result":
-            return self._returns(self._row[order["number"]], _Called([], [], [], []))
+            return self._returns(self._row[order["number"]], _ServedCall([], [], [], []))
         call = self._calls.pop(order["number"])
-        pairs = [(out, dout) for out, dout in zip(call.results, order["douts"], strict=True) if dout is not None]
-        leaves = [t for t in call.tensors if t.requires_grad]
-        found = torch.autograd.grad([out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True)
-        gradients = iter(found)
-        return self._returns([next(gradients) if t.requires_grad else None for t in call.tensors], call)
+        return self._returns(_gradients(call.results, call.tensors, order["douts"]), call)
 
     def _called(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
         """Call the function, and return what it returns."""
@@ -137,7 +133,7 @@ class Server:
         for tensor, before in self._last:
             if not torch.equal(storage_of(tensor.detach()), before):
                 raise ContractError("the callable changed the out of an earlier call, which is in use")
-        call = _Called(tensors, storages, kept, [])
+        call = _ServedCall(tensors, storages, kept, [])
         answer = self._returns(result, call)
         self._last = [(one, storage_of(one.detach()).clone()) for one in call.results if one.untyped_storage().nbytes()]
         if any(one.requires_grad for one in call.results):
@@ -173,7 +169,7 @@ class Server:
             keywords = [_with_own_out(all_keywords[0]) for _ in range(number)]
             self._get_ready(device, number)
             self._answer(ready=True)
-            if (frame := self._line.receive()) is None:
+            if (frame := self._frames.receive()) is None:
                 return []
             chosen = iter(array("q", frame))
             with no_collection():
@@ -200,7 +196,7 @@ class Server:
                 wait(device)
         wait(device)
 
-    def _returns(self, result: object, call: _Called) -> dict[str, Any]:
+    def _returns(self, result: object, call: _ServedCall) -> dict[str, Any]:
         """Write a result, and what was changed of what was given; return how the judge finds them."""
         found: list[Tensor] = []
         structure = _structure(result, found, call.tensors)
@@ -276,15 +272,15 @@ def main() -> None:
     descriptor = inherited_channel()
     if descriptor is None:
         raise SystemExit("is started by pytest --attn-isolated")
-    told = Channel.of_descriptor(os.dup(descriptor)).recv()
-    if told is None:
+    message = Channel.of_descriptor(os.dup(descriptor)).recv()
+    if message is None:
         return
-    sys.path[:] = told["path"]
+    sys.path[:] = message["path"]
     end = socket.socket(fileno=descriptor)
     _, memory, _, _ = socket.recv_fds(end, 1, 2)
     for one in (descriptor, *memory):
         os.set_inheritable(one, False)
-    Server(Line(end), *memory).serve()
+    CallServer(FrameSocket(end), *memory).serve()
 
 
 if __name__ == "__main__":

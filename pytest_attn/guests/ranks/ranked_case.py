@@ -23,8 +23,8 @@ from pytest_attn.cases.context import CaseContext, mark_of
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.guests.ranks.executor import OnRanks
 from pytest_attn.guests.ranks.rank_server import Rank, RankServer, rank_of
+from pytest_attn.guests.ranks.ranked_executor import OnRanks
 from pytest_attn.guests.ranks.shards import RankCache, parts_of, whole_of
 from pytest_attn.guests.ranks.worker_timing import RankTiming
 from pytest_attn.invariants.report import InvariantReport

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RankedSubject(Subject):
-    """What is called on every rank of a team with its shards."""
+    """A subject that is called on every rank of a team with its shards."""
 
     needs_all_gradients = True
     is_contained = False

@@ -24,7 +24,7 @@ from torch import Tensor
 from pytest_attn.backends.named import OFFERED, NamedFunction
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError
 from pytest_attn.correctness.contract import ContractError, elements
-from pytest_attn.isolation.wire import GarbageError, Line, pickled, put, read_bytes, released, shared_memory
+from pytest_attn.isolation.wire import FrameSocket, GarbageError, pickled, put, read_bytes, released, shared_memory
 from pytest_attn.latency.disturbance import process_waited
 from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
@@ -72,24 +72,24 @@ class IsolatedProcess:
         self.name, self._seconds, self.is_forked = name, seconds, is_forked
         self._sent, self._returned = shared_memory(), shared_memory()
         self._folder = tempfile.TemporaryDirectory(prefix="pytest-attn-")
-        output, told = Path(self._folder.name) / "output", {"path": sys.path}
-        command = Command([], worker_environment(), Path.cwd(), output, told, "pytest_attn.isolation.worker")
+        output, message = Path(self._folder.name) / "output", {"path": sys.path}
+        command = Command([], worker_environment(), Path.cwd(), output, message, "pytest_attn.isolation.call_server")
         self._process = launcher.start(command, is_forked)
         end = socket.socket(fileno=os.dup(self._process.channel.fileno()))
-        self._line = Line(end)
+        self._frames = FrameSocket(end)
         with suppress(OSError):  # it has ended, as is soon heard
             socket.send_fds(end, [b"m"], [self._sent, self._returned])
         self._is_closed = False
-        self._heard("while it started", _START_SECONDS)
-        said = self._asked(name.encode(), "while its module was imported", self._seconds + _IMPORT_SECONDS)
-        if "unimportable" in said:
+        self._next_answer("while it started", _START_SECONDS)
+        answer = self._answer_to(name.encode(), "while its module was imported", self._seconds + _IMPORT_SECONDS)
+        if "unimportable" in answer:
             self.close()
-            raise IsolatedRaisedError(_text(said["unimportable"]))
-        self.wanted = tuple(one for one in OFFERED if one in _list(said.get("wanted"), len(OFFERED)))
+            raise IsolatedRaisedError(_text(answer["unimportable"]))
+        self.wanted = tuple(one for one in OFFERED if one in _list(answer.get("wanted"), len(OFFERED)))
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can be called."""
+        """True where it can be called."""
         return not self._is_closed and not self._has_ended()
 
     @property
@@ -106,23 +106,24 @@ class IsolatedProcess:
         """
         released(self._sent)
         parcel, storages = put(self._sent, tensors)
-        said = self._asked(pickle.dumps((parcel, text)), "while it was called")
+        answer = self._answer_to(pickle.dumps((parcel, text)), "while it was called")
         end = time.monotonic() + seconds
-        while seconds and said.get("alive") is True:
+        while seconds and answer.get("alive") is True:
             if time.monotonic() > end:
                 self.give_up(f"no time after {seconds:g} s")
-            said = self._heard("while it was timed", self._seconds + _PAUSE_SECONDS)
-        if "contract" in said:
-            raise ContractError(_text(said["contract"]))
-        if "stale" in said:
-            raise WrongResultError(_text(said["stale"]))
-        if "ends" in said:
-            raise EndsTestError(_text(said["ends"]), _text(said.get("where", "")))
-        if "declined" in said:
-            raise NotImplementedError(_text(said["declined"]))
-        if "raised" in said:
-            raise IsolatedRaisedError(f"{self.name} raised {_text(said['raised'])}\n{_text(said.get('text', ''))}".rstrip())
-        return said, storages
+            answer = self._next_answer("while it was timed", self._seconds + _PAUSE_SECONDS)
+        if "contract" in answer:
+            raise ContractError(_text(answer["contract"]))
+        if "stale" in answer:
+            raise WrongResultError(_text(answer["stale"]))
+        if "ends" in answer:
+            raise EndsTestError(_text(answer["ends"]), _text(answer.get("where", "")))
+        if "declined" in answer:
+            raise NotImplementedError(_text(answer["declined"]))
+        if "raised" in answer:
+            raised, frames = _text(answer["raised"]), _text(answer.get("text", ""))
+            raise IsolatedRaisedError(f"{self.name} raised {raised}\n{frames}".rstrip())
+        return answer, storages
 
     def go(self, chosen: bytes) -> float:
         """Have it make the calls for which it is ready; return the seconds that these take by the clock of this process.
@@ -130,9 +131,9 @@ class IsolatedProcess:
         chosen: what it could not know before.
         """
         begun = time.perf_counter()
-        said = self._asked(chosen, "while it was called in a row")
+        answer = self._answer_to(chosen, "while it was called in a row")
         seconds = time.perf_counter() - begun
-        if said.get("done") is not True:
+        if answer.get("done") is not True:
             self.give_up("its process did not make the calls that were asked for")
         return seconds
 
@@ -161,7 +162,7 @@ class IsolatedProcess:
         if self._is_closed:
             return
         self._is_closed = True
-        self._line.close()
+        self._frames.close()
         self._process.kill()
         os.close(self._sent)
         os.close(self._returned)
@@ -172,15 +173,15 @@ class IsolatedProcess:
         except ServerError:
             return True
 
-    def _asked(self, frame: bytes, when: str, seconds: float = 0.0) -> dict[str, Any]:
+    def _answer_to(self, frame: bytes, when: str, seconds: float = 0.0) -> dict[str, Any]:
         with suppress(OSError):  # it has ended, as is soon heard
-            self._line.send(frame, self._seconds)
-        return self._heard(when, seconds or self._seconds)
+            self._frames.send(frame, self._seconds)
+        return self._next_answer(when, seconds or self._seconds)
 
-    def _heard(self, when: str, seconds: float) -> dict[str, Any]:
+    def _next_answer(self, when: str, seconds: float) -> dict[str, Any]:
         """Return what it says next."""
         try:
-            frame = self._line.receive(time.monotonic() + seconds, _LONGEST, self._has_ended)
+            frame = self._frames.receive(time.monotonic() + seconds, _LONGEST, self._has_ended)
         except TimeoutError:
             self.give_up(f"no result after {seconds:g} s (--attn-timeout), {when}")
         except (GarbageError, OSError) as error:
@@ -191,12 +192,12 @@ class IsolatedProcess:
         if frame is None:
             self.give_up(f"its process {self._end()} {when}")
         try:
-            said = json.loads(frame)
+            answer = json.loads(frame)
         except (ValueError, RecursionError):
-            said = None
-        if not isinstance(said, dict):
+            answer = None
+        if not isinstance(answer, dict):
             self.give_up(f"its process sent garbage, {when}: {len(frame):,} bytes")
-        return said
+        return answer
 
     def _end(self) -> str:
         """Say how it has ended."""
@@ -285,8 +286,8 @@ class IsolatedFunction(NamedFunction):
 
     def measured(self, **order: Any) -> dict[str, Any]:
         """Have it time itself; return what it says."""
-        said, _ = self.start().ask(*pickled({"do": "measure", **order}), _MEASURE_SECONDS)
-        claimed = said.get("latency")
+        answer, _ = self.start().ask(*pickled({"do": "measure", **order}), _MEASURE_SECONDS)
+        claimed = answer.get("latency")
         if not isinstance(claimed, dict):
             self.start().give_up("its process returned garbage")
         return claimed
@@ -302,8 +303,8 @@ class IsolatedFunction(NamedFunction):
         """
         process = self.start()
         order = {"do": "repeat", "calls": [one.order for one in calls], "direction": direction, "number": len(chosen)}
-        said, _ = process.ask(*pickled({**order, "threads": torch.get_num_threads()}))
-        if said.get("ready") is not True:
+        answer, _ = process.ask(*pickled({**order, "threads": torch.get_num_threads()}))
+        if answer.get("ready") is not True:
             process.give_up("its process returned garbage")
         waited = process_waited(process.pid)
         seconds = process.go(array("q", itertools.chain.from_iterable(chosen)).tobytes())
@@ -318,7 +319,7 @@ class IsolatedFunction(NamedFunction):
         grad = torch.is_grad_enabled()
         threads = torch.get_num_threads()
         order = {"do": "call", "given": given, "keywords": keywords, "seed": seed, "grad": grad, "threads": threads}
-        call = Call(self.start(), {**order, "number": next(self._numbers)})
+        call = IsolatedCall(self.start(), {**order, "number": next(self._numbers)})
         if self._recorded is not None:
             self._recorded.append(Recorded(given, keywords, call))
         if grad and any(tensor.requires_grad for tensor in call.tensors):
@@ -330,7 +331,7 @@ class _Differentiable(torch.autograd.Function):
     """One call, and its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *_: Tensor) -> Any:
+    def forward(ctx: Any, call: IsolatedCall, *_: Tensor) -> Any:
         ctx.call = call
         results = call.forward()
         ctx.mark_non_differentiable(*(one for one, needs in zip(results, call.needs_grad, strict=True) if not needs))
@@ -342,7 +343,7 @@ class _Differentiable(torch.autograd.Function):
         return None, *ctx.call.backward(douts)
 
 
-class Call:
+class IsolatedCall:
     """One call. tensors: all that it is given. needs_grad: which of the tensors that it returns need a gradient."""
 
     def __init__(self, process: IsolatedProcess, order: dict[str, Any]) -> None:
@@ -362,8 +363,8 @@ class Call:
 
     def forward(self) -> list[Tensor]:
         """Return the tensors that it returns."""
-        said, self._storages = self._process.ask(self._text, self.tensors)
-        return self._results(said)
+        answer, self._storages = self._process.ask(self._text, self.tensors)
+        return self._results(answer)
 
     def backward(self, douts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients of all that was given, None where there is none."""
@@ -371,8 +372,8 @@ class Call:
             return self.known
         self.douts = douts
         text, tensors = pickled({"do": "backward", "number": self._number, "douts": list(douts)})
-        said, _ = self._process.ask(text, tensors)
-        gradients: Sequence[Tensor | None] = self.built(self._results(said))
+        answer, _ = self._process.ask(text, tensors)
+        gradients: Sequence[Tensor | None] = self.built(self._results(answer))
         if not isinstance(gradients, list) or len(gradients) != len(self.tensors):
             self._process.give_up("its process returned other gradients than were asked for")
         return gradients
@@ -380,8 +381,8 @@ class Call:
     def fetched(self, number: int) -> Any:
         """Return the result of one of the calls that were made in a row."""
         text, tensors = pickled({"do": "result", "number": number})
-        said, _ = self._process.ask(text, tensors)
-        return self.built(self._results(said))
+        answer, _ = self._process.ask(text, tensors)
+        return self.built(self._results(answer))
 
     def built(self, results: Sequence[Tensor]) -> Any:
         """Return what the function has returned. results: the tensors in it."""
@@ -394,12 +395,12 @@ class Call:
         """End the process, which returns garbage."""
         self._process.give_up("its process returned garbage")
 
-    def _results(self, said: dict[str, Any]) -> list[Tensor]:
+    def _results(self, answer: dict[str, Any]) -> list[Tensor]:
         """Return copies of the tensors of an answer, and put what was changed into what was given."""
         most = _BYTES + _TIMES * sum(one.numel() for one in self._storages)
         try:
-            described = [_described(one) for one in _list(said["tensors"], _MOST_TENSORS)]
-            changed = [self._storages[at] for at in dict.fromkeys(_list(said["changed"], len(self._storages)))]
+            described = [_described(one) for one in _list(answer["tensors"], _MOST_TENSORS)]
+            changed = [self._storages[at] for at in dict.fromkeys(_list(answer["changed"], len(self._storages)))]
             lengths = [math.prod(size) * dtype.itemsize for dtype, size, _, _ in described]
             if sum(lengths) > most:
                 raise ValueError(f"{sum(lengths):,} bytes; at most {most:,} are taken")
@@ -408,7 +409,7 @@ class Call:
         read = self._process.read([*lengths, *(one.numel() for one in changed)])
         for given, now in zip(changed, read[len(lengths) :], strict=True):
             given.copy_(now)
-        self._structure, self.needs_grad = said.get("result"), [needs_grad for *_, needs_grad in described]
+        self._structure, self.needs_grad = answer.get("result"), [needs_grad for *_, needs_grad in described]
         device = self.tensors[0].device
         results = []
         for (dtype, size, is_host, _), one in zip(described, read, strict=False):
@@ -420,14 +421,14 @@ class Call:
 class Recorded:
     """A call that was made once, with what it was given. result, gradients: in their place when it is made again."""
 
-    def __init__(self, given: tuple[Tensor, ...], keywords: dict[str, Any], call: Call) -> None:
+    def __init__(self, given: tuple[Tensor, ...], keywords: dict[str, Any], call: IsolatedCall) -> None:
         self.given, self.keywords, self.call = given, keywords, call
         self.result: Any = None
         self.gradients: list[Tensor | None] = []
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """What a process needs to make it."""
+        """The tensors and keywords with which a process makes it."""
         return self.given, self.keywords, list(self.call.douts)
 
     def keep(self, fetched: Any, direction: str) -> None:
