@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,11 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pytest_attn.backends.precision import Precision
 from pytest_attn.guests.models.exact import SeededGenerators
-from pytest_attn.guests.models.interception import in_backward_pass, intercept_attention, lacks_masks, uncompiled
-from pytest_attn.guests.models.ratios import Exact, Nearest, distances, scatter_of, tensors_of
-from pytest_attn.guests.models.step import device_of, run_step
+from pytest_attn.guests.models.interception import in_backward_pass, uncompiled
+from pytest_attn.guests.models.ratios import Exact, Nearest, Rerun, distances, scatter_of
+from pytest_attn.guests.models.step import device_of
 from pytest_attn.latency.profiler import launches_of
 from pytest_attn.workloads.dtypes import DTYPES
 
@@ -76,53 +75,35 @@ class CompiledRun:
         return {**vars(self), "ratios": dict(self.ratios), "limits": dict(self.limits), "kernels": list(self.kernels)}
 
 
-def judge_compiled(
-    model: torch.nn.Module,
-    step: Callable[[], Any],
-    again: Callable[[], None],
-    *,
-    backward: bool,
-    functions: Iterable[Callable[..., Any] | str] = (),
-    precision: str | Precision | None = None,
-    beside: Collection[tuple[str, str]] = (),
-) -> CompiledRun:
-    """Run a compiled step twice, and compare the second with exact attention. again: makes the model what it was."""
-    functions = tuple(functions)
-    options: Any = {"precision": precision, "beside": beside, "is_whole": True}
-    again()
+def judge_compiled(rerun: Rerun) -> CompiledRun:
+    """Run a compiled step twice, and compare the second with exact attention."""
     before = compilations()
-    run_step(step, model, backward)
+    rerun.as_it_is()
     graphs, breaks = compilations().since(before)
-    again()
     found: dict[str, torch.Tensor] = {}
 
     def second() -> None:
-        found.update({name: t.clone() for name, t in tensors_of(run_step(step, model, backward)).items()})
+        found.update({name: t.clone() for name, t in rerun.as_it_is().items()})
 
     compiled = compilations()
-    launched = launches_of(second, device_of(model))
+    launched = launches_of(second, device_of(rerun.model))
     recompiled = compilations().since(compiled).graphs
     kernels = tuple(dict.fromkeys(one.symbol for one in launched if "attention" in one.words or "attention" in one.symbol))
-    facts: dict[str, Any] = {"graphs": graphs, "breaks": breaks, "recompiled": recompiled, "kernels": kernels}
-    if name := _drops(model):
-        return CompiledRun(
-            unknown=f"{name} drops at random, and a compiled model draws other numbers; call model.eval()", **facts
-        )
+    return _compared(CompiledRun(graphs=graphs, breaks=breaks, recompiled=recompiled, kernels=kernels), found, rerun)
 
-    def run(handler: Exact, mode: Any) -> dict[str, torch.Tensor]:
-        again()
-        with intercept_attention(handler, model, functions, replaces=lacks_masks(model, is_replaced=False)), mode:
-            return tensors_of(run_step(step, model, backward))
 
-    first, second_draw = Exact(**options), Exact(**options)
-    exact = run(first, nullcontext())
-    redrawn = distances(run(second_draw, _drawing_otherwise()), exact)
+def _compared(run: CompiledRun, found: dict[str, torch.Tensor], rerun: Rerun) -> CompiledRun:
+    """Return a compiled run with how far what it gave is from exact attention."""
+    if name := _drops(rerun.model):
+        return run.not_compared(f"{name} drops at random, and a compiled model draws other numbers; call model.eval()")
+    options: Any = {"precision": rerun.precision, "beside": rerun.beside, "is_whole": True}
+    first = Exact(**options)
+    exact = rerun.through(first)
+    redrawn = distances(rerun.through(Exact(**options), _drawing_otherwise()), exact)
     if any(distance > _RANDOM * float(exact[name].double().norm()) for name, distance in redrawn.items()):
-        return CompiledRun(
-            unknown="the step draws random numbers, and a compiled one draws others; call model.eval()", **facts
-        )
-    scattered = (run(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
-    unit = _unit(exact, scattered, lambda: run(Nearest(first.dtypes, **options), emulate_fusion()))
+        return run.not_compared("the step draws random numbers, and a compiled one draws others; call model.eval()")
+    scattered = (rerun.through(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
+    unit = _unit(exact, scattered, lambda: rerun.through(Nearest(first.dtypes, **options), emulate_fusion()))
     ratios = _ratios(found, exact, unit)
     meaningful = _meaningful(exact, unit, first.dtypes)
     limits = {}
@@ -131,7 +112,7 @@ def judge_compiled(
         if limit is not None and name in meaningful:
             limits[name] = limit
     unknown = "" if limits else "every output and gradient has fewer than 32 elements, or is mostly rounding error"
-    return CompiledRun(ratios, limits, unknown=unknown, **facts)
+    return replace(run, ratios=ratios, limits=limits, unknown=unknown)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,27 +97,41 @@ class Nearest(Exact):
         return Dithered(self._profile(intercepted, device), 1.0)
 
 
-def ratios_of(
-    result: StepResult,
-    model: torch.nn.Module,
-    step: Callable[[], Any],
-    subject: Subject | None,
-    again: Callable[[], None],
-    *,
-    backward: bool,
-    functions: Iterable[Callable[..., Any] | str],
-    runs: int,
-    precision: str | Precision | None = None,
-    beside: Collection[tuple[str, str]] = (),
-) -> dict[str, float]:
-    """Return the deviation of each tensor of a run, in units of honest scatter. again: makes the model what it was."""
-    functions = tuple(functions)
-    replaces = lacks_masks(model, is_replaced=subject is not None)
+@dataclass(frozen=True)
+class Rerun:
+    """Runs a step once more, from the state that its model had before the first run.
+
+    again: makes the model what it was. functions: as for `capture`. subject: what computes the calls instead of the model,
+    None for itself. precision, beside: as for `Exact`.
+    """
+
+    model: torch.nn.Module
+    step: Callable[[], Any]
+    again: Callable[[], None]
+    backward: bool
+    functions: Iterable[Callable[..., Any] | str] = ()
+    subject: Subject | None = None
+    precision: str | Precision | None = None
+    beside: Collection[tuple[str, str]] = ()
+
+    def as_it_is(self) -> dict[str, torch.Tensor]:
+        """Return all that a run gives."""
+        self.again()
+        return tensors_of(run_step(self.step, self.model, self.backward))
+
+    def through(self, handler: Exact, mode: AbstractContextManager[object] | None = None) -> dict[str, torch.Tensor]:
+        """Return all that a run gives whose attention calls a handler computes. mode: surrounds it."""
+        self.again()
+        replaces = lacks_masks(self.model, is_replaced=self.subject is not None)
+        with intercept_attention(handler, self.model, self.functions, replaces=replaces), mode or nullcontext():
+            return tensors_of(run_step(self.step, self.model, self.backward))
+
+
+def ratios_of(result: StepResult, rerun: Rerun, runs: int) -> dict[str, float]:
+    """Return the deviation of each tensor of a run, in units of the honest scatter of so many runs."""
 
     def run(seed: int | None) -> dict[str, torch.Tensor]:
-        again()
-        with intercept_attention(Exact(subject, seed, precision, beside), model, functions, replaces=replaces):
-            return tensors_of(run_step(step, model, backward))
+        return rerun.through(Exact(rerun.subject, seed, rerun.precision, rerun.beside))
 
     exact = run(None)
     scatter = scatter_of(map(run, range(runs)), exact)
