@@ -268,7 +268,7 @@ class _CallJudge:
 
     @property
     def are_rounded(self) -> bool:
-        """Whether all calls are in half precision, and what they hold in rows that see no key counts for nothing."""
+        """True where all calls are in half precision, and what they hold in rows that see no key counts for nothing."""
         return bool(self.calls) and not self.fills_empty_rows and all(c.workload.dtype != "float32" for c in self.calls)
 
     def notes(self) -> Iterator[str]:

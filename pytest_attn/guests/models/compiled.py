@@ -45,7 +45,7 @@ _RANDOM = 0.01
 
 @dataclass(frozen=True)
 class CompiledRun:
-    """What is known of the compiled run.
+    """Facts about the compiled run.
 
     ratios: name of an output, the loss or a gradient -> its distance from exact attention in units of honest rounding;
     limits: of those that are judged. graphs, breaks: that torch.compile made in the first run; recompiled: graphs in the
@@ -179,14 +179,14 @@ def compilations() -> Compilations:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether torch.compile made the model, or a part of it."""
+    """Return whether torch.compile made the model, or a part of it."""
     return any(
         hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None for part in model.modules()
     )
 
 
 def runs_compiled(model: torch.nn.Module, step: Callable[[], Any]) -> bool:
-    """Whether a step runs what torch.compile made: the step itself, the model, or what the step closes over."""
+    """Return whether a step runs what torch.compile made: the step itself, the model, or what the step closes over."""
     if uncompiled(step) is not None or is_compiled(model):
         return True
     function = inspect.unwrap(getattr(step, "func", step))
@@ -304,7 +304,7 @@ def emulate_fusion() -> Iterator[None]:
 
 
 def _has_dtype(dtypes: tuple[str, ...], value: Any) -> bool:
-    """Whether a tensor's dtype, or the one that keyword arguments ask for, is one of some."""
+    """Return whether a tensor's dtype, or the one that keyword arguments ask for, is one of some."""
     return str(value.get("dtype") if isinstance(value, dict) else getattr(value, "dtype", "")) in dtypes
 
 

@@ -1,4 +1,4 @@
-"""Which masks a layer was handed, and whether its attention call shows a key that these hide.
+"""Masks that a layer was handed, and keys that these hide and its attention call shows.
 
 A mask may be forgotten on its way to the call: then the call is right for what it was asked, and the model is wrong. Honest
 layers hand masks on in another dtype, sliced to the keys, merged with others, or as a flag. So what counts is which pairs of
@@ -46,10 +46,10 @@ def handed_to(name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: M
     """Return the masks that a module is called with. name: what reports call it."""
     parameters = _parameters(type(module).forward)
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    masks = {key: value for key, value in given.items() if _is_mask(key, value)}
-    takes = tuple(key for key in dict.fromkeys((*parameters, *given)) if _names_mask(key))
-    others = [key for key, value in given.items() if isinstance(value, torch.Tensor) and key not in takes]
-    second = [given[key] for key in others if any(part in key for part in _OTHERS)]
+    masks = dict(item for item in given.items() if _is_mask(*item))
+    takes = tuple(filter(_names_mask, dict.fromkeys((*parameters, *given))))
+    others = {key: value for key, value in given.items() if isinstance(value, torch.Tensor) and key not in takes}
+    second = [value for key, value in others.items() if any(part in key for part in _OTHERS)]
     memory = next((one for one in second if one.is_floating_point() and one.dim() == 3), None)
     has_two = bool(second) or any(key.startswith(("decoder_", "tgt")) for key in parameters)
     return HandedMasks(name, masks, takes, has_two, memory)

@@ -46,7 +46,7 @@ from pytest_attn.guests.models.written_out import WrittenOut
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd computes gradients at the moment, in this thread."""
+    """Return whether autograd computes gradients at the moment, in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -76,12 +76,12 @@ class InterceptedCall:
 
     @property
     def is_of_ours(self) -> bool:
-        """Whether the model was switched to our implementation, which returns out alone."""
+        """True where the model was switched to our implementation, which returns out alone."""
         return self.function.shown == f"transformers:{NAME}"
 
     @property
     def is_again(self) -> bool:
-        """Whether it is made within a backward pass, as checkpointing computes a forward pass again."""
+        """True where it is made within a backward pass, as checkpointing computes a forward pass again."""
         return in_backward_pass()
 
     @property
@@ -112,7 +112,7 @@ class InterceptedCall:
 
 
 class Handler(Protocol):
-    """What becomes of a call that was intercepted: returns what the model is given."""
+    """Decides what becomes of a call that was intercepted."""
 
     def handle(self, intercepted: InterceptedCall) -> Any:
         """Return the result of the call."""
@@ -504,7 +504,7 @@ class Tracker:
 
 
 def is_setting(value: object) -> bool:
-    """Whether a value says how something is to be done."""
+    """Return whether a value says how something is to be done."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -547,12 +547,12 @@ def transformers_intercepted(
 
 
 def is_of_transformers(model: torch.nn.Module | None) -> bool:
-    """Whether a model has parts of transformers, which say what masks they want."""
+    """Return whether a model has parts of transformers, which say what masks they want."""
     return model is not None and bool(_configs(model))
 
 
 def lacks_masks(model: torch.nn.Module | None, is_replaced: bool) -> bool:
-    """Whether a model of transformers has to be switched for its calls to be handed every mask as others can take it.
+    """Return whether a model of transformers has to be switched for its calls to be handed every mask as others can take it.
 
     What SDPA is handed says all, also where a sparse model makes a mask for it, and for no name that it does not know. So does
     what eager attention is handed, but only eager attention has a meaning for rows without a key there.

@@ -1,4 +1,4 @@
-"""How far a whole model is from what exact attention would give it, in units of what honest rounding does to the same model.
+"""Distance of a whole model from itself with exact attention, in units of what honest rounding does to the same model.
 
 For each output, the loss and the gradient of each parameter: |T - T_exact| over the root mean square of |T_k - T_exact|, with
 T_k from runs in which attention is exact but rounded at random where the precision profile says that kernels round. About 1

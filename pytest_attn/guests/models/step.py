@@ -21,7 +21,7 @@ __tracebackhide__ = True  # what it raises is the step's own mistake
 
 @dataclass
 class StepResult:
-    """What one run of a step gave. outputs: its tensors by name. loss: the scalar among them. gradients: of parameters."""
+    """Results of one run of a step. outputs: its tensors by name. loss: the scalar among them. gradients: of parameters."""
 
     outputs: dict[str, torch.Tensor]
     loss: torch.Tensor | None
@@ -29,7 +29,7 @@ class StepResult:
 
     @property
     def infers(self) -> bool:
-        """Whether it was computed in inference mode, where nothing has a gradient."""
+        """True where it was computed in inference mode, where nothing has a gradient."""
         return any(t.is_inference() for t in (*self.outputs.values(), self.loss) if t is not None)
 
     def settled(self) -> StepResult:

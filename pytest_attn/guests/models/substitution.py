@@ -110,7 +110,7 @@ class Replacer(Recorder):
 
 
 class ModelAttention(Subject):
-    """What the model calls itself; nothing is put in its place."""
+    """The model's own attention; nothing is put in its place."""
 
     name = "model"
     is_backend = False
@@ -160,7 +160,7 @@ class Seen(NamedTuple):
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether the model has changed none of the tensors since."""
+        """True where the model has changed none of the tensors since."""
         return self.versions == [t._version for t in (self.inputs.q, self.inputs.k, self.inputs.v, self.out)]
 
 

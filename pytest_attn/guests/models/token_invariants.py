@@ -56,7 +56,7 @@ def reach(of: TokenModel) -> int | None:
 
 
 def has_windows(of: TokenModel) -> bool:
-    """Whether it is sure that layers have the window of the configuration: it names them, or the model asks for one."""
+    """Return whether it is sure that layers have the window of the configuration: it names them, or the model asks for one."""
     if of.window is None:
         return False
     asks = any(w.mask is not None and w.mask.band is not None and w.mask.band.left is not None for _, w in of.asked.calls)
@@ -119,15 +119,19 @@ def wrong_scores(of: TokenModel) -> str:
 
 
 def _is_named(of: TokenModel, module: Any, workload: Workload) -> bool:
-    """Whether a scale is usual, or of a configuration; True of what transformers does not define."""
+    """Return whether a scale is usual, or of a configuration; True of what transformers does not define."""
     rope, scale = str(of.says("rope_parameters") or of.says("rope_scaling") or ""), workload.softmax_scale
     if not type(getattr(of.model, "_orig_mod", of.model)).__module__.startswith("transformers.") or "mscale" in rope:
         return True
+    return any(abs(scale / one - 1) < 1e-4 for one in _named_scales(of, module, workload))
+
+
+def _named_scales(of: TokenModel, module: Any, workload: Workload) -> list[float]:
+    """Return the scales that a configuration may mean."""
     says = {**vars(of.config), **vars(getattr(module, "config", None) or of.config)}
     positive = {name: value for name, value in says.items() if isinstance(value, int | float) and value > 0}
     sizes, scales = ([v for n, v in positive.items() if any(part in n for part in parts)] for parts in (_OF_SIZES, _OF_SCALES))
-    named = [1.0, *(v**-0.5 for v in (workload.head_dim, *sizes, *scales)), *scales, *(1 / v for v in scales)]
-    return any(abs(scale / one - 1) < 1e-4 for one in named)
+    return [1.0, *(v**-0.5 for v in (workload.head_dim, *sizes, *scales)), *scales, *(1 / v for v in scales)]
 
 
 #: parts of the names of numbers of a configuration: scores may be divided by the root of one, or else multiplied with it
@@ -155,7 +159,7 @@ def future(of: TokenModel) -> str:
 
 def receptive_field(of: TokenModel) -> str:
     """Each layer asks for what the configuration and layers like it ask for, and rows beyond all windows are bit-equal."""
-    is_windowed = of.has_tokens and has_windows(of)
+    is_windowed = of.batch.has_tokens and has_windows(of)
     if wrong := wrong_scores(of) or (is_windowed and wrong_masks(of)):
         return wrong
     if not is_windowed and len(of.asked.calls) < 2:
@@ -278,7 +282,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _cuts_unasked(of: TokenModel) -> bool:
-    """Whether its caches cut keys at a window that no layer is sure to have."""
+    """Return whether its caches cut keys at a window that no layer is sure to have."""
     return of.window is not None and not has_windows(of)
 
 
@@ -307,7 +311,7 @@ def decoding(of: TokenModel, kind: str) -> str:
     """Prefill, then one token after the other through a cache, gives the rows of the whole."""
     if not (of.is_causal and of.cache_name):
         raise NotApplicable("it is not a causal model of transformers that takes a cache")
-    if of.is_decoder and kind != "dynamic":
+    if of.batch.is_decoder and kind != "dynamic":
         raise NotApplicable("a decoder beside an encoder has a cache of its own kind")
     if kind == "sliding" and of.window is None:
         raise NotApplicable("its configuration names no window")
@@ -329,20 +333,29 @@ def _supports_static(of: TokenModel) -> bool:
     return bool(getattr(model, "_supports_static_cache", getattr(model, "_can_compile_fullgraph", True)))
 
 
+def _first_cache(of: TokenModel, kind: str) -> Any:
+    """Return an empty cache, None for the model's own."""
+    transformers: Any = importlib.import_module("transformers")
+    if kind == "static":
+        return transformers.StaticCache(config=of.config, max_cache_len=of.ids.shape[1] + 3)
+    keeps_all = kind == "dynamic" and of.window is not None and not of.mixes_otherwise
+    return transformers.DynamicCache() if keeps_all else None
+
+
+def _decoding_steps(of: TokenModel, kind: str) -> tuple[int, list[tuple[int, int, str]]]:
+    """Return where decoding begins, and each run's first token, end, and what it is."""
+    tokens = of.ids.shape[1]
+    middle = 1 if of.batch.is_decoder else tokens // 2  # beside an encoder it begins with one token
+    steps = [(0, middle, f"prefill with a {kind} cache")]
+    if not (of.mixes_otherwise or of.batch.is_decoder):
+        steps.append((middle, middle + 3, f"three tokens at once with a {kind} cache"))
+    return middle, steps + [(at, at + 1, f"decoding with a {kind} cache") for at in range(steps[-1][1], tokens)]
+
+
 def _decoded(of: TokenModel, kind: str) -> str:
     """Say how rows through a cache differ, "" for not at all."""
-    transformers: Any = importlib.import_module("transformers")
-    tokens = of.ids.shape[1]
-    middle = 1 if of.is_decoder else tokens // 2  # beside an encoder it begins with one token
-    cache = None  # the model's own
-    if kind == "static":
-        cache = transformers.StaticCache(config=of.config, max_cache_len=tokens + 3)
-    elif kind == "dynamic" and of.window is not None and not of.mixes_otherwise:
-        cache = transformers.DynamicCache()  # that keeps all
-    steps = [(0, middle, f"prefill with a {kind} cache")]
-    if not (of.mixes_otherwise or of.is_decoder):
-        steps.append((middle, middle + 3, f"three tokens at once with a {kind} cache"))
-    steps += [(at, at + 1, f"decoding with a {kind} cache") for at in range(steps[-1][1], tokens)]
+    tokens, cache = of.ids.shape[1], _first_cache(of, kind)
+    middle, steps = _decoding_steps(of, kind)
     positions = torch.arange(tokens, device=of.ids.device).expand_as(of.ids)
     told: dict[str, torch.Tensor] = {}
     for start, end, what in steps:
@@ -381,24 +394,33 @@ _ABSOLUTE = re.compile(r"pos|wpe").search
 
 def shifted(of: TokenModel) -> str:
     """Rotation tells how far tokens are apart, so positions that all begin later give the same rows."""
-    if not (of.takes("position_ids") and of.asked.masks and not of.mixes_otherwise):
-        raise NotApplicable("it is not a model of transformers that takes position_ids")
-    ran = {id(part) for part in of.asked.parts}
-    ran_parts = [(name, part) for name, part in of.model.named_modules() if id(part) in ran]
-    if of.routing:
-        raise NotApplicable("the rounding of its angles may decide between experts")
-    if not any("rotary" in type(part).__name__.lower() for _, part in ran_parts):
-        raise NotApplicable("it rotates nothing by position_ids")
-    if any(isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in ran_parts):
-        raise NotApplicable("it learns an embedding of each position")
-    says = {**vars(of.config), **(of.says("rope_parameters") or {})}
-    bounds = [v for name, v in says.items() if isinstance(v, int) and v > 0 and ("max_position" in name or "floor" in name)]
-    if min(bounds, default=_SHIFT) < _SHIFT + _SHIFTED or any(kind in str(says.get("rope_parameters")) for kind in _BY_LENGTH):
-        raise NotApplicable("its angles depend on the length, or its positions end early")
+    if reason := _not_shifted_because(of):
+        raise NotApplicable(reason)
     ids, places = of.ids[:, :_SHIFTED], of.places[:, :_SHIFTED]
     at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     first, later = (of.rows_of(ids, places, position_ids=at + start) for start in (0, _SHIFT))
     return of.far_rows(later, first, f"with positions that begin at {_SHIFT}")
+
+
+def _not_shifted_because(of: TokenModel) -> str:
+    if not (of.takes("position_ids") and of.asked.masks and not of.mixes_otherwise):
+        return "it is not a model of transformers that takes position_ids"
+    if of.routing:
+        return "the rounding of its angles may decide between experts"
+    ran = set(map(id, of.asked.parts))
+    parts = [(name, part) for name, part in of.model.named_modules() if id(part) in ran]
+    if not any("rotary" in type(part).__name__.lower() for _, part in parts):
+        return "it rotates nothing by position_ids"
+    if any(isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in parts):
+        return "it learns an embedding of each position"
+    return "its angles depend on the length, or its positions end early" if _has_few_positions(of) else ""
+
+
+def _has_few_positions(of: TokenModel) -> bool:
+    says = {**vars(of.config), **(of.says("rope_parameters") or {})}
+    bounds = [v for name, v in says.items() if isinstance(v, int) and v > 0 and ("max_position" in name or "floor" in name)]
+    is_by_length = any(kind in str(says.get("rope_parameters")) for kind in _BY_LENGTH)
+    return is_by_length or min(bounds, default=_SHIFT) < _SHIFT + _SHIFTED
 
 
 #: kinds of rotary embeddings whose angles depend on how long a sequence is
@@ -454,14 +476,14 @@ def judge_model_invariants(
     quiet = [number for number, one in enumerate(findings) if one.outcome == "passed" and not one.evidence]
     if quiet:  # it is of all of them
         findings[quiet[-1]] = replace(findings[quiet[-1]], evidence=of.routing.note)
-    what = f"{tuple(of.ids.shape)} tokens" if of.has_tokens else count(len(of.ids), "entry", "entries")
+    what = f"{tuple(of.ids.shape)} tokens" if of.batch.has_tokens else count(len(of.ids), "entry", "entries")
     return InvariantReport(what, type(model).__name__, tuple(findings))
 
 
 def _finding(name: str, of: TokenModel) -> Finding:
     of.note = ""
     try:
-        if not of.has_tokens and name not in _OF_ANY:
+        if not of.batch.has_tokens and name not in _OF_ANY:
             raise NotApplicable("the batch has no token ids")
         if of.routing and name != "field" and (limit := _capacity(of)):
             raise NotApplicable(f"experts take so many tokens at most ({limit}), so that each token depends on the others")

@@ -240,7 +240,7 @@ class _DvColumnsMisplaced(Kernel):
 
 @GRADIENTS("FA#404", "FA#889", "FA#1137", condition="lse-gradient")
 class _GradientOfLseIgnored(Kernel):
-    """What flows back through lse is dropped."""
+    """The gradient that flows back through lse is dropped."""
 
     def delta(self, call: Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         return super().delta(call, out, dout, None)
@@ -248,7 +248,7 @@ class _GradientOfLseIgnored(Kernel):
 
 @GRADIENTS("FA#1137", "NATTEN#299", condition="lse-gradient")
 class _GradientOfLseWithWrongSign(Kernel):
-    """What flows back through lse is added to delta, not taken off."""
+    """The gradient that flows back through lse is added to delta, not taken off."""
 
     def delta(self, call: Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         return super().delta(call, out, dout, None if dlse is None else -dlse)

@@ -46,7 +46,7 @@ class Call:
 
     @property
     def workload(self) -> Workload:
-        """What is asked."""
+        """The workload that is asked."""
         return self.inputs.workload
 
     @cached_property
@@ -62,7 +62,7 @@ class Call:
 
 
 class Extent(NamedTuple):
-    """How long a batch entry is, and where it begins along the tokens of packed tensors (0 elsewhere)."""
+    """Length of a batch entry, and where it begins along the tokens of packed tensors (0 elsewhere)."""
 
     q_start: int
     q_len: int
@@ -83,7 +83,7 @@ class Sequence:
 
     @property
     def workload(self) -> Workload:
-        """What is asked."""
+        """The workload that is asked."""
         return self.call.workload
 
 
@@ -97,7 +97,7 @@ class Tile:
 
     @property
     def workload(self) -> Workload:
-        """What is asked."""
+        """The workload that is asked."""
         return self.seq.call.workload
 
     @property
@@ -140,7 +140,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the backward pass loads of some query rows: q, dout (heads, rows, dim), lse and delta (heads, rows)."""
+    """Tensors that the backward pass loads of some query rows: q, dout (heads, rows, dim), lse and delta (heads, rows)."""
 
     q: Tensor
     dout: Tensor

@@ -91,7 +91,7 @@ class _SequencesNotSeparated(Kernel):
 
 
 def _tail_is_followed(w: Workload) -> bool:
-    """Whether a packed sequence with a tail that no mask hides is followed by another."""
+    """Return whether a packed sequence with a tail that no mask hides is followed by another."""
     is_top_left = w.band is not None and w.band.top_left
     return w.packs_keys and not is_top_left and any(kv_len % TILE for _, kv_len in sequence_lengths(w)[:-1])
 
@@ -109,7 +109,7 @@ class _TailReadsNextSequence(Kernel):
 
 
 def _aligns_to_its_end(w: Workload) -> bool:
-    """Whether some sequence's last row stands elsewhere, from its first key, than that of the longest."""
+    """Return whether some sequence's last row stands elsewhere, from its first key, than that of the longest."""
     if not is_band(w) or w.mask.band.top_left:
         return False
     return any(kv_len - q_len != w.kv_len - w.q_len for q_len, kv_len in sequence_lengths(w))

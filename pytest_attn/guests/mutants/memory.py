@@ -137,7 +137,7 @@ class _DeltaReadBeforeItIsWritten(Kernel):
 
 
 def _has_tail_before_another(w: Workload) -> bool:
-    """Whether a packed sequence whose last tile of rows is not full is followed by another."""
+    """Return whether a packed sequence whose last tile of rows is not full is followed by another."""
     return w.is_packed and any(q_len % TILE for q_len, _ in sequence_lengths(w)[:-1])
 
 

@@ -29,7 +29,7 @@ class _Wraps(Kernel):
 
 
 def _keys_are_far(w: Workload) -> bool:
-    """Whether memory has so many keys, padding and unused parts of pages included."""
+    """Return whether memory has so many keys, padding and unused parts of pages included."""
     page = 1 if w.kv_pages is None else w.kv_pages.size
     dense = w.batch * math.ceil(w.kv_len / page) * page
     tokens = sum(kv_len for _, kv_len in sequence_lengths(w)) if w.packs_keys else dense
