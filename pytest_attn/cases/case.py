@@ -30,8 +30,8 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import judge, judge_output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.guests.models.check import Target, module_step
-from pytest_attn.guests.models.comparison import ModelComparison
+from pytest_attn.guests.models.check_model import Target, module_step
+from pytest_attn.guests.models.model_comparison import ModelComparison
 from pytest_attn.guests.ranks.rank_server import rank_of
 from pytest_attn.invariants.check import Names, chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from pytest_attn.reports.latency import closing as closing_of_latencies
-from pytest_attn.reports.latency import decided
+from pytest_attn.reports.latency_output import closing as closing_of_latencies
+from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import count, duration_in_column, labeled, together
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks

@@ -180,7 +180,7 @@ class Unread(NamedTuple):
     reason: str
 
 
-class Expected(NamedTuple):
+class ConfiguredMasks(NamedTuple):
     """Masks that the configuration of a model of transformers has for a call, from a run that builds every mask in full.
 
     visible: what its mask shows then, (batch, 1 or heads, q_len, kv_len), if it has one. handed: see `InterceptedCall`.
@@ -248,7 +248,7 @@ def other_sinks(asked: AttentionArguments, intercepted: InterceptedCall) -> str:
     return "" if torch.equal(own, asked.sinks.detach().flatten()) else "its sinks are not those of its module"
 
 
-def _misled(arguments: AttentionArguments, intercepted: InterceptedCall, expected: Expected) -> str:
+def _misled(arguments: AttentionArguments, intercepted: InterceptedCall, expected: ConfiguredMasks) -> str:
     """Say what the layer of a call should have asked, "" where it asked that."""
     handed = intercepted.handed
     if mask := forgotten(arguments, handed) or forgotten(arguments, expected.handed):
@@ -322,7 +322,7 @@ class Recorder:
         self,
         done: Callable[[AttentionCall], None],
         backward: bool = True,
-        expected: Mapping[tuple[str, int], Expected] | None = None,
+        expected: Mapping[tuple[str, int], ConfiguredMasks] | None = None,
         kept_bytes: int = KEPT_BYTES,
         judges: bool = False,
         precision: str | Precision | None = None,
@@ -351,7 +351,7 @@ class Recorder:
         intercepted, sinks = _with_own_sinks(intercepted.with_tensors(*map(alias, intercepted.tensors)))
         by = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
         self._numbers[by] += 1
-        expected = self._expected.get((intercepted.module, self._numbers[by]), Expected(None, ()))
+        expected = self._expected.get((intercepted.module, self._numbers[by]), ConfiguredMasks(None, ()))
         try:
             arguments, is_narrower = _believed(intercepted, expected.visible)
             inputs = to_inputs(arguments)

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pytest_attn.guests.models.exact import SeededGenerators
+from pytest_attn.guests.models.exact_attention import SeededGenerators
 from pytest_attn.guests.models.interception import in_backward_pass, uncompiled
-from pytest_attn.guests.models.ratios import Exact, Nearest, Rerun, distances, scatter_of
+from pytest_attn.guests.models.ratios import Exact, Nearest, RepeatableStep, distances, scatter_of
 from pytest_attn.guests.models.step import device_of
 from pytest_attn.latency.profiler import launches_of
 from pytest_attn.workloads.dtypes import DTYPES
@@ -75,35 +75,35 @@ class CompiledRun:
         return {**vars(self), "ratios": dict(self.ratios), "limits": dict(self.limits), "kernels": list(self.kernels)}
 
 
-def judge_compiled(rerun: Rerun) -> CompiledRun:
+def judge_compiled(repeatable: RepeatableStep) -> CompiledRun:
     """Run a compiled step twice, and compare the second with exact attention."""
     before = compilations()
-    rerun.as_it_is()
+    repeatable.as_it_is()
     graphs, breaks = compilations().since(before)
     found: dict[str, torch.Tensor] = {}
 
     def second() -> None:
-        found.update({name: t.clone() for name, t in rerun.as_it_is().items()})
+        found.update({name: t.clone() for name, t in repeatable.as_it_is().items()})
 
     compiled = compilations()
-    launched = launches_of(second, device_of(rerun.model))
+    launched = launches_of(second, device_of(repeatable.model))
     recompiled = compilations().since(compiled).graphs
     kernels = tuple(dict.fromkeys(one.symbol for one in launched if "attention" in one.words or "attention" in one.symbol))
-    return _compared(CompiledRun(graphs=graphs, breaks=breaks, recompiled=recompiled, kernels=kernels), found, rerun)
+    return _compared(CompiledRun(graphs=graphs, breaks=breaks, recompiled=recompiled, kernels=kernels), found, repeatable)
 
 
-def _compared(run: CompiledRun, found: dict[str, torch.Tensor], rerun: Rerun) -> CompiledRun:
+def _compared(run: CompiledRun, found: dict[str, torch.Tensor], repeatable: RepeatableStep) -> CompiledRun:
     """Return a compiled run with how far what it gave is from exact attention."""
-    if name := _drops(rerun.model):
+    if name := _drops(repeatable.model):
         return run.not_compared(f"{name} drops at random, and a compiled model draws other numbers; call model.eval()")
-    options: Any = {"precision": rerun.precision, "beside": rerun.beside, "is_whole": True}
+    options: Any = {"precision": repeatable.precision, "beside": repeatable.beside, "is_whole": True}
     first = Exact(**options)
-    exact = rerun.through(first)
-    redrawn = distances(rerun.through(Exact(**options), _drawing_otherwise()), exact)
+    exact = repeatable.through(first)
+    redrawn = distances(repeatable.through(Exact(**options), _drawing_otherwise()), exact)
     if any(distance > _RANDOM * float(exact[name].double().norm()) for name, distance in redrawn.items()):
         return run.not_compared("the step draws random numbers, and a compiled one draws others; call model.eval()")
-    scattered = (rerun.through(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
-    unit = _unit(exact, scattered, lambda: rerun.through(Nearest(first.dtypes, **options), emulate_fusion()))
+    scattered = (repeatable.through(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
+    unit = _unit(exact, scattered, lambda: repeatable.through(Nearest(first.dtypes, **options), emulate_fusion()))
     ratios = _ratios(found, exact, unit)
     meaningful = _meaningful(exact, unit, first.dtypes)
     limits = {}

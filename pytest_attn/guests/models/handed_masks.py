@@ -89,10 +89,12 @@ def forgotten(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:
             if not all(readings):
                 continue
             shown = shown_by(given) if shown is None else shown
-            found = [_seen(hidden, shown, shape) for alternatives in readings for hidden in alternatives]
+            found = [_pairs_shown(hidden, shown, shape) for alternatives in readings for hidden in alternatives]
             if all(pairs is not None for pairs in found):
                 name = next(iter(group))
-                return f"{name} {tuple(group[name].shape)} of {level.module or 'the model'} hides {_told(found[0], shape)}"
+                return (
+                    f"{name} {tuple(group[name].shape)} of {level.module or 'the model'} hides {_described(found[0], shape)}"
+                )
     return ""
 
 
@@ -199,7 +201,7 @@ def shown_by(given: AttentionArguments) -> torch.Tensor:
     return shown if given.bias is None else shown & (given.bias.detach() > HIDES)
 
 
-def _seen(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+def _pairs_shown(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
     """Return which hidden keys a call shows, None where none; rows of padded queries are free."""
     hidden = hidden.to(shown.device)
     seen = hidden & shown & ~hidden.all(-1, keepdim=True)
@@ -209,7 +211,7 @@ def _seen(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> 
     return seen if bool(seen.any()) else None
 
 
-def _told(seen: torch.Tensor | None, shape: tuple[int, ...]) -> str:
+def _described(seen: torch.Tensor | None, shape: tuple[int, ...]) -> str:
     assert seen is not None
     batch, _, row, key = seen.nonzero()[0].tolist()
     where = f" of batch entry {batch}" if seen.shape[0] > 1 else ""

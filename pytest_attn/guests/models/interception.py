@@ -40,7 +40,7 @@ from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import SDPA, autocast, read_plain
 from pytest_attn.backends.libraries.transformers import function_called, read_call
 from pytest_attn.guests.models.call_to_workload import to_inputs
-from pytest_attn.guests.models.exact import exact_attention, exact_weights
+from pytest_attn.guests.models.exact_attention import exact_attention, exact_weights
 from pytest_attn.guests.models.handed_masks import HandedMasks, handed_to
 from pytest_attn.guests.models.written_out import WrittenOut
 
@@ -417,7 +417,7 @@ class Tracker:
         #: for each of their calls, which parts of the module had run before
         self.before: dict[str, list[list[torch.nn.Module]]] = {}
         #: settings and kinds of the arguments with which they were called last
-        self.told: dict[str, tuple[object, ...]] = {}
+        self.call_settings: dict[str, tuple[object, ...]] = {}
         #: modules that computed a softmax outside of every attention call
         self.with_softmax: dict[str, None] = {}
         #: modules that computed attention outside of every attention call, with the shape of its scores
@@ -479,7 +479,7 @@ class Tracker:
         if self._running:
             module, args, kwargs, ran = self._running[-1]
             self.callers[self.current] = module
-            self.told[self.current] = tuple(
+            self.call_settings[self.current] = tuple(
                 v if is_setting(v) else type(v).__name__ for v in (*args, *kwargs, *kwargs.values())
             )
             if not in_backward_pass():  # where checkpointing computes it again

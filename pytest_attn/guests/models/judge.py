@@ -28,7 +28,7 @@ from pytest_attn.correctness.judge import compare_all, mismatch_of, unshown_by, 
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference, score_elements, with_drawn_rows
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.guests.models.capture import AttentionCall
-from pytest_attn.guests.models.exact import Dithered, Passes
+from pytest_attn.guests.models.exact_attention import Dithered, Passes
 from pytest_attn.workloads.inputs import Inputs
 
 #: by what share of itself, and how many of its taus, a gradient of sinks is off that is another one

@@ -22,7 +22,14 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.guests.models.call_to_workload import to_inputs
 from pytest_attn.guests.models.capture import alias, precision_of, without_gradient
-from pytest_attn.guests.models.exact import Dithered, Rounding, Scatter, SeededGenerators, exact_attention, exact_weights
+from pytest_attn.guests.models.exact_attention import (
+    Dithered,
+    Rounder,
+    Scatter,
+    SeededGenerators,
+    exact_attention,
+    exact_weights,
+)
 from pytest_attn.guests.models.interception import InterceptedCall, intercept_attention, lacks_masks
 from pytest_attn.guests.models.step import StepResult, run_step
 
@@ -69,7 +76,7 @@ class Exact:
     def unread(self, module: str, function: str, reason: str) -> None:
         """Leave it to the model."""
 
-    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding | None:
+    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounder | None:
         generators = self._generators
         return None if generators is None else Scatter(self._profile(intercepted, device), generators[device])
 
@@ -93,12 +100,12 @@ class Nearest(Exact):
         dtype = next(self._dtypes)
         return super().handle(intercepted.with_tensors(*(t.double().to(dtype) for t in intercepted.tensors)))
 
-    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding:
+    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounder:
         return Dithered(self._profile(intercepted, device), 1.0)
 
 
 @dataclass(frozen=True)
-class Rerun:
+class RepeatableStep:
     """Runs a step once more, from the state that its model had before the first run.
 
     again: makes the model what it was. functions: as for `capture`. subject: what computes the calls instead of the model,
@@ -127,11 +134,11 @@ class Rerun:
             return tensors_of(run_step(self.step, self.model, self.backward))
 
 
-def ratios_of(result: StepResult, rerun: Rerun, runs: int) -> dict[str, float]:
+def ratios_of(result: StepResult, repeatable: RepeatableStep, runs: int) -> dict[str, float]:
     """Return the deviation of each tensor of a run, in units of the honest scatter of so many runs."""
 
     def run(seed: int | None) -> dict[str, torch.Tensor]:
-        return rerun.through(Exact(rerun.subject, seed, rerun.precision, rerun.beside))
+        return repeatable.through(Exact(repeatable.subject, seed, repeatable.precision, repeatable.beside))
 
     exact = run(None)
     scatter = scatter_of(map(run, range(runs)), exact)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_attn.guests.models.capture import AttentionCall, digest_of
-from pytest_attn.guests.models.comparison import CallComparison, Traits
 from pytest_attn.guests.models.handed_masks import HIDES
 from pytest_attn.guests.models.interception import PROJECTS_KEYS, Tracker, build_of, is_setting
+from pytest_attn.guests.models.model_comparison import CallComparison, Traits
 from pytest_attn.workloads.dtypes import dtype_name
 from pytest_attn.workloads.workload import Workload
 
@@ -174,8 +174,11 @@ def _other_roundings(group: Siblings) -> Iterator[Oddity]:
 
 def _other_masks(group: Siblings) -> Iterator[Oddity]:
     """Yield calls with a mask of their own among those of one shape whose modules were told the same."""
-    told = [(_settings(module), group.tracker.told[call.module]) for call, module in zip(group, group.modules, strict=True)]
-    kinds = [call.traits.seen and (told.index(one), call.traits.seen[0]) for one, call in zip(told, group, strict=True)]
+    given = [group.tracker.call_settings[call.module] for call in group]
+    settings = list(zip(map(_settings, group.modules), given, strict=True))
+    kinds = [
+        call.traits.seen and (settings.index(own), call.traits.seen[0]) for own, call in zip(settings, group, strict=True)
+    ]
     for kind in dict.fromkeys(filter(None, kinds)):
         seen = [
             call.traits.seen[1] if call.traits.seen and one == kind else None for one, call in zip(kinds, group, strict=True)
@@ -256,15 +259,15 @@ def _arrived(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
 def _settings(module: torch.nn.Module) -> dict[str, object]:
     """Return the settings of a module, but for which layer it is, and of what computes attention for it."""
     computing = {name: value for name, value in vars(module).items() if callable(value) and name != "forward"}
-    told = {name: value if isroutine(value) else (type(value), _plain(value)) for name, value in computing.items()}
+    callables = {name: value if isroutine(value) else (type(value), _plain(value)) for name, value in computing.items()}
     kinds, at = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[at] if isinstance(kinds, list | tuple) and isinstance(at, int) and at < len(kinds) else None
-    return {**_plain(module), **told, "layer_types": kind}
+    return {**_plain(module), **callables, "layer_types": kind}
 
 
-def _plain(of: object) -> dict[str, object]:
+def _plain(owner: object) -> dict[str, object]:
     is_place = re.compile("idx|index|layer|^_").search
-    return {name: value for name, value in getattr(of, "__dict__", {}).items() if is_setting(value) and not is_place(name)}
+    return {name: value for name, value in getattr(owner, "__dict__", {}).items() if is_setting(value) and not is_place(name)}
 
 
 def _dtypes(module: torch.nn.Module) -> list[torch.dtype]:

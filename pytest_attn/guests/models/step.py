@@ -208,7 +208,7 @@ def untouched(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
 
     Gradients are None at the start of every run, and those of before come back at the end.
     """
-    random_numbers, state = _RandomNumbers(), _State(model)
+    random_numbers, state = _RandomNumbers(), _ModelState(model)
 
     def again() -> None:
         state.restore()
@@ -225,7 +225,7 @@ def untouched(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
             every.callback(state.restore)
 
 
-class _State:
+class _ModelState:
     """Copies of all that belongs to a model, and the objects themselves."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -21,7 +21,7 @@ import torch
 from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.capture import Recorder
 from pytest_attn.guests.models.compiled import is_compiled
-from pytest_attn.guests.models.exact import SeededGenerators
+from pytest_attn.guests.models.exact_attention import SeededGenerators
 from pytest_attn.guests.models.interception import intercept_attention, is_of_transformers
 from pytest_attn.guests.models.routing import Routing
 from pytest_attn.guests.models.step import named_tensors
@@ -41,7 +41,7 @@ _OTHERS = {"linear_attention", "hybrid", "hybrid_sliding", "conv", "attention", 
 _CONVOLUTIONS = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
 
 
-class Asked(NamedTuple):
+class Requests(NamedTuple):
     """Requests of a model in one run.
 
     calls: module and workload of each attention call. masks: functions of transformers that it had make its masks.
@@ -55,7 +55,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """A batch as the forward pass takes it, without padding, cut to its shortest sequence.
 
     ids: (batch, tokens); the numbers of the entries, (batch, 1), of a model that takes no token ids. length: tokens of a
@@ -73,7 +73,7 @@ class Batch:
     rest: Mapping[str, Any]
 
     @classmethod
-    def read(cls, batch: Any, takes_ids: bool) -> Batch:
+    def read(cls, batch: Any, takes_ids: bool) -> TokenBatch:
         """Return a batch as a test gives it: a mapping, or a tensor. Raises TypeError and ValueError where it is neither."""
         given = _named(batch, takes_ids)
         is_decoder = "decoder_input_ids" in given
@@ -119,12 +119,12 @@ class TokenModel:
     causal: whether a token may see only those before it; None for what the model says.
     """
 
-    def __init__(self, model: torch.nn.Module, batch: Any, causal: bool | None = None) -> None:
-        self.model, self._causal = model, causal
-        self._inner: Any = getattr(model, "_orig_mod", model)
+    def __init__(self, module: torch.nn.Module, batch: Any, causal: bool | None = None) -> None:
+        self.module, self._causal = module, causal
+        self._inner: Any = getattr(module, "_orig_mod", module)
         parameters = inspect.signature(self._inner.forward).parameters
         self._parameters = frozenset(parameters)
-        self.batch = Batch.read(batch, takes_ids="input_ids" in parameters)
+        self.batch = TokenBatch.read(batch, takes_ids="input_ids" in parameters)
         takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         self._takes_use_cache = "use_cache" in parameters or (takes_more and bool(self.cache_name))
         #: of each token, which one it is
@@ -150,7 +150,7 @@ class TokenModel:
     @property
     def cache_name(self) -> str:
         """Name that its forward pass has for a cache of keys and values, "" where it takes none."""
-        return next((name for name in _CACHES if self.takes(name)), "") if is_of_transformers(self.model) else ""
+        return next((name for name in _CACHES if self.takes(name)), "") if is_of_transformers(self.module) else ""
 
     def says(self, name: str) -> Any:
         """Return a field of its configuration, None where it has none, or one per layer."""
@@ -187,7 +187,7 @@ class TokenModel:
     def pad_id(self) -> int | None:
         """The token that its configuration, or its embedding, says is padding."""
         found = self.says("pad_token_id")
-        embeddings = [part for part in self.model.modules() if isinstance(part, torch.nn.Embedding)]
+        embeddings = [part for part in self.module.modules() if isinstance(part, torch.nn.Embedding)]
         if not isinstance(found, int):
             found = next((part.padding_idx for part in embeddings), None)
         size = max((part.num_embeddings for part in embeddings), default=0)
@@ -210,25 +210,25 @@ class TokenModel:
         return self.ids.new_tensor(ids)
 
     @cached_property
-    def asked(self) -> Asked:
+    def requests(self) -> Requests:
         """Requests of its attention calls, in a run of all tokens."""
         calls: list[tuple[str, Workload]] = []
         recorder = Recorder(lambda call: None, backward=False)
         recorder.made = lambda call: calls.append((call.module, call.workload))
-        with _masks_watched(self.model) as masks, intercept_attention(recorder, self.model) as tracker:
+        with _masks_watched(self.module) as masks, intercept_attention(recorder, self.module) as tracker:
             self.rows_of(self.ids, self.places)
         recorder.finish()
-        return Asked(calls, set(masks), any(masks.values()), list(tracker.ran.values()))
+        return Requests(calls, set(masks), any(masks.values()), list(tracker.ran.values()))
 
     @property
     def mixes_otherwise(self) -> bool:
         """True where it mixes tokens by more than attention: by convolutions, or by a state that goes from token to token."""
         # the weights of those of one dimension may be used where the module itself does not run
-        parts = (part for part in self.model.modules() if isinstance(part, _CONVOLUTIONS))
-        ran = set(map(id, self.asked.parts))
+        parts = (part for part in self.module.modules() if isinstance(part, _CONVOLUTIONS))
+        ran = set(map(id, self.requests.parts))
         is_convolving = any({*p.kernel_size} != {1} and (id(p) in ran or len(p.kernel_size) == 1) for p in parts)
         kinds = set(self.says("layer_types") or ())
-        return is_convolving or not kinds <= _ATTENTION or "create_recurrent_attention_mask" in self.asked.masks
+        return is_convolving or not kinds <= _ATTENTION or "create_recurrent_attention_mask" in self.requests.masks
 
     @property
     def unknown_kinds(self) -> list[str]:
@@ -244,13 +244,13 @@ class TokenModel:
         """
         if self._causal is not None:
             return self._causal
-        makes_causal = any("causal" in name for name in self.asked.masks)
+        makes_causal = any("causal" in name for name in self.requests.masks)
         if self.batch.is_decoder:
             return makes_causal or None
         is_encoder_decoder = getattr(getattr(self._inner, "config", None), "is_encoder_decoder", False)
         if is_encoder_decoder or self.says("use_bidirectional_attention") or self.says("is_causal") is False:
             return None  # functions that make causal masks make others then
-        makes_others = any("bidirectional" in name for name in self.asked.masks)
+        makes_others = any("bidirectional" in name for name in self.requests.masks)
         is_said = self.says("is_decoder") is True or self._callers_are_causal or self._calls_are_causal
         return is_said or (makes_causal and not makes_others) or None
 
@@ -258,13 +258,13 @@ class TokenModel:
     def _callers_are_causal(self) -> bool:
         """True where is_causal is set on each module that calls attention, of those that have it."""
         parts = dict(self._inner.named_modules())
-        callers = [parts[name] for name, _ in self.asked.calls if name in parts] or list(parts.values())
+        callers = [parts[name] for name, _ in self.requests.calls if name in parts] or list(parts.values())
         return {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)} == {True}
 
     @property
     def _calls_are_causal(self) -> bool:
         """True where each call within one sequence asks for a causal mask."""
-        bands = [w.mask.band if w.mask is not None else None for _, w in self.asked.calls if w.q_len == w.kv_len]
+        bands = [w.mask.band if w.mask is not None else None for _, w in self.requests.calls if w.q_len == w.kv_len]
         return bool(bands) and all(band is not None and band.right == 0 for band in bands)
 
     @cached_property
@@ -307,7 +307,7 @@ class TokenModel:
             has_tokens = self.batch.has_tokens
             named = {self.batch.name_of("input_ids"): ids} if has_tokens and self.takes("input_ids") else {}
             first = [more.pop("")] if "" in more else [ids] if has_tokens and not named else []
-            returned = self.model(*first, **named, **self.batch.rest, **more)
+            returned = self.module(*first, **named, **self.batch.rest, **more)
         outputs = named_tensors(returned).outputs
         rows = next(
             (t for t in map(self._rows_of_output, outputs.values()) if t.dim() == 3 and t.shape[:2] == ids.shape), None
@@ -349,7 +349,7 @@ class TokenModel:
 
     def prepare(self) -> None:
         """Note its routers' choices. Raises DropoutError where two runs on the same tokens differ by more than rounding."""
-        if is_compiled(self.model):
+        if is_compiled(self.module):
             self._refuse_compiled_experts()
             watched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         else:
@@ -366,7 +366,7 @@ class TokenModel:
 
     def _refuse_compiled_experts(self) -> None:
         """Raise ValueError for experts that torch.compile hides: nobody can hold their choice."""
-        routed = next((name for name, _ in self.model.named_modules() if name.rpartition(".")[2] == "experts"), "")
+        routed = next((name for name, _ in self.module.named_modules() if name.rpartition(".")[2] == "experts"), "")
         if routed:
             raise ValueError(
                 f"check_invariants: {routed} is a mixture of experts, whose choice cannot be held where torch.compile made the"
@@ -408,7 +408,7 @@ class TokenModel:
         exact = self.rows.double()
         total = 0.0
         for seed in range(_RUNS):
-            with _rounded_otherwise(self.model, seed), self.routing.measuring():
+            with _rounded_otherwise(self.module, seed), self.routing.measuring():
                 total += float((self.rows_of(self.ids, self.places).double() - exact).square().sum(-1).mean())
         return max(float((total / _RUNS) ** 0.5), 1e-30)
 

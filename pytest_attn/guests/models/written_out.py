@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-Shape = tuple[int, ...]
+ScoresShape = tuple[int, ...]
 
 
-class Stage(Enum):
+class Content(Enum):
     """Stages on the way to attention, of tensors that an operation is given."""
 
     NOTHING = 0
@@ -40,13 +40,14 @@ class OperationKind(Enum):
 class Operation(NamedTuple):
     """One operation. stage: of what it is given, of: the shape of its scores, () of scores that have too few dimensions."""
 
-    stage: Stage
-    of: Shape
+    content: Content
+    of: ScoresShape
     given: list[torch.Tensor]
     result: Any
 
     @property
     def multiplies_activations(self) -> bool:
+        """True where it is given two tensors that are no weights."""
         return len([t for t in self.given if t.dim() > 2 and not isinstance(t, torch.nn.Parameter)]) > 1
 
 
@@ -59,12 +60,12 @@ class WrittenOut:
     note_softmax: is called at each softmax, whatever it is.
     """
 
-    def __init__(self, found: Callable[[Shape], None], note_softmax: Callable[[], None]) -> None:
+    def __init__(self, found: Callable[[ScoresShape], None], note_softmax: Callable[[], None]) -> None:
         self._found, self._note_softmax = found, note_softmax
         #: of probabilities the shape of the scores that they are of, None of scores
         self._known: Any = WeakTensorKeyDictionary()
         #: whether the last scores of a shape were a product of two activations
-        self._is_product: dict[Shape, bool] = {}
+        self._is_product: dict[ScoresShape, bool] = {}
 
     def see(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Take note of one operation."""
@@ -80,8 +81,8 @@ class WrittenOut:
             self._softmax(args, kwargs, result)
         elif kind is OperationKind.PRODUCT or self._known:
             given = list(_tensors((*args, *kwargs.values())))
-            operation = Operation(*self._stage_of(given), given, result)
-            if step := _STEPS.get((operation.stage, kind)):
+            operation = Operation(*self._content_of(given), given, result)
+            if step := _STEPS.get((operation.content, kind)):
                 step(self, operation)
 
     def _softmax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -93,12 +94,12 @@ class WrittenOut:
             self._known[result] = tuple(scores.shape)
             self._is_product[tuple(scores.shape)] = is_product
 
-    def _stage_of(self, given: list[torch.Tensor]) -> tuple[Stage, Shape]:
+    def _content_of(self, given: list[torch.Tensor]) -> tuple[Content, ScoresShape]:
         known = [t for t in given if t in self._known]
         for tensor in known:
             if (of := self._known[tensor]) is not None:
-                return Stage.PROBABILITIES, of
-        return (Stage.SCORES if known else Stage.NOTHING), next((tuple(t.shape) for t in known if t.dim() > 3), ())
+                return Content.PROBABILITIES, of
+        return (Content.SCORES if known else Content.NOTHING), next((tuple(t.shape) for t in known if t.dim() > 3), ())
 
     # -- what an operation makes of a stage ------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class WrittenOut:
 
     def _keep(self, operation: Operation) -> None:
         for tensor in _tensors((operation.result,)):
-            self._known[tensor] = operation.of if operation.stage is Stage.PROBABILITIES else None
+            self._known[tensor] = operation.of if operation.content is Content.PROBABILITIES else None
 
     def _mix(self, operation: Operation) -> None:
         if operation.of and isinstance(operation.result, torch.Tensor) and operation.result.numel() == math.prod(operation.of):
@@ -128,16 +129,16 @@ class WrittenOut:
 
 
 #: what an operation does, by the stage of what it is given; nothing where it has no row
-_STEPS: Mapping[tuple[Stage, OperationKind], Callable[[WrittenOut, Operation], None]] = {
-    (Stage.NOTHING, OperationKind.PRODUCT): WrittenOut._begin,
-    (Stage.SCORES, OperationKind.PRODUCT): WrittenOut._begin,
-    (Stage.SCORES, OperationKind.TIMES): WrittenOut._keep,
-    (Stage.SCORES, OperationKind.END): WrittenOut._mix,
-    (Stage.SCORES, OperationKind.OTHER): WrittenOut._keep,
-    (Stage.PROBABILITIES, OperationKind.PRODUCT): WrittenOut._multiply,
-    (Stage.PROBABILITIES, OperationKind.TIMES): WrittenOut._weigh,
-    (Stage.PROBABILITIES, OperationKind.END): WrittenOut._mix,
-    (Stage.PROBABILITIES, OperationKind.OTHER): WrittenOut._keep,
+_STEPS: Mapping[tuple[Content, OperationKind], Callable[[WrittenOut, Operation], None]] = {
+    (Content.NOTHING, OperationKind.PRODUCT): WrittenOut._begin,
+    (Content.SCORES, OperationKind.PRODUCT): WrittenOut._begin,
+    (Content.SCORES, OperationKind.TIMES): WrittenOut._keep,
+    (Content.SCORES, OperationKind.END): WrittenOut._mix,
+    (Content.SCORES, OperationKind.OTHER): WrittenOut._keep,
+    (Content.PROBABILITIES, OperationKind.PRODUCT): WrittenOut._multiply,
+    (Content.PROBABILITIES, OperationKind.TIMES): WrittenOut._weigh,
+    (Content.PROBABILITIES, OperationKind.END): WrittenOut._mix,
+    (Content.PROBABILITIES, OperationKind.OTHER): WrittenOut._keep,
 }
 
 

@@ -22,8 +22,7 @@ from pytest_attn.correctness.comparison import TensorComparison, limits_named, l
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.guests.models.call_to_workload import DropoutError
-from pytest_attn.guests.models.capture import AttentionCall, Expected, Recorder
-from pytest_attn.guests.models.comparison import CallComparison, ModelComparison, describe
+from pytest_attn.guests.models.capture import AttentionCall, ConfiguredMasks, Recorder
 from pytest_attn.guests.models.compiled import CompiledRun, judge_compiled, runs_compiled
 from pytest_attn.guests.models.interception import (
     InterceptedCall,
@@ -36,7 +35,8 @@ from pytest_attn.guests.models.interception import (
     outside_inference,
 )
 from pytest_attn.guests.models.judge import judge_call, known_defect_of
-from pytest_attn.guests.models.ratios import Rerun, ratios_of
+from pytest_attn.guests.models.model_comparison import CallComparison, ModelComparison, describe
+from pytest_attn.guests.models.ratios import RepeatableStep, ratios_of
 from pytest_attn.guests.models.siblings import traits_of, with_strangers
 from pytest_attn.guests.models.step import StepResult, device_of, refuse_scripted, require_arguments, run_step, untouched
 from pytest_attn.guests.models.substitution import Replacer, replacement
@@ -168,7 +168,7 @@ class _ModelJudge:
         """Run the step, and judge each attention call that it makes. again: makes the model what it was."""
         model, subject, backward = self._model, self._subject, self._backward
         if subject is None:
-            masks, self._note = expected_masks(self._step, model)
+            masks, self._note = configured_masks(self._step, model)
             again()
             self._recorder = Recorder(self._judged.judge, backward, masks, judges=True, precision=self._options.precision)
         else:
@@ -193,17 +193,19 @@ class _ModelJudge:
         if self._backward and self._result.infers and not self._result.gradients:
             self._backward, self._about_gradients = False, _INFERS
         how, model, step, backward = self._options, self._model, self._step, self._backward
-        rerun = Rerun(model, step, again, backward, how.functions, self._subject, how.precision, self._recorder.beside)
+        repeatable = RepeatableStep(
+            model, step, again, backward, how.functions, self._subject, how.precision, self._recorder.beside
+        )
         if how.scatter and self._judged.are_rounded and not (self._subject and self._subject.is_approximate):
-            self._ratios = ratios_of(self._result, rerun, how.scatter)
+            self._ratios = ratios_of(self._result, repeatable, how.scatter)
         if how.compiled and runs_compiled(model, step):
-            self._judge_compiled_run(rerun)
+            self._judge_compiled_run(repeatable)
 
-    def _judge_compiled_run(self, rerun: Rerun) -> None:
+    def _judge_compiled_run(self, repeatable: RepeatableStep) -> None:
         if self._subject is not None:
             self._about_compiled = _NOT_COMPILED.format(self._subject.name)
             return
-        self._compiled, self._about_compiled = judge_compiled(rerun), eager_because()
+        self._compiled, self._about_compiled = judge_compiled(repeatable), eager_because()
         if self._judged.has_empty_rows and self._compiled.wrong:
             self._compiled = self._compiled.not_compared(_EMPTY_ROWS_COMPILED)
 
@@ -321,11 +323,11 @@ class _CallJudge:
 # -- the masks that a model of transformers expects --------------------------------------------------------------------------
 
 
-class ExpectedMasks:
+class MaskRecorder:
     """Notes what each call may see, by module and number of its call."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, int], Expected] = {}
+        self.found: dict[tuple[str, int], ConfiguredMasks] = {}
         self._numbers: Counter[str] = Counter()
 
     def handle(self, intercepted: InterceptedCall) -> Any:
@@ -336,7 +338,7 @@ class ExpectedMasks:
         mask, visible = intercepted.arguments.get("attention_mask"), None
         if mask is not None and getattr(mask, "ndim", 0) == 4 and str(mask.dtype) == "torch.bool":
             visible = mask[..., : intercepted.tensors[1].shape[-2]]
-        self.found[intercepted.module, self._numbers[intercepted.module]] = Expected(visible, intercepted.handed)
+        self.found[intercepted.module, self._numbers[intercepted.module]] = ConfiguredMasks(visible, intercepted.handed)
         return intercepted.compute()
 
     def unread(self, module: str, function: str, reason: str) -> None:
@@ -344,7 +346,9 @@ class ExpectedMasks:
         self._numbers[module] += 1
 
 
-def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tuple[dict[tuple[str, int], Expected], str]:
+def configured_masks(
+    step: Callable[[], Any], model: torch.nn.Module | None
+) -> tuple[dict[tuple[str, int], ConfiguredMasks], str]:
     """Run a step with every mask built in full, and return these; "" or why there are none.
 
     A name that is registered with the functions of transformers but not with its masks gets none: the model asks for a mask
@@ -352,7 +356,7 @@ def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tu
     """
     if not is_of_transformers(model):
         return {}, ""
-    expected = ExpectedMasks()
+    expected = MaskRecorder()
     try:
         with intercept_attention(expected, model, replaces=True):
             step()
