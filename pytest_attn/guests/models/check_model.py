@@ -98,7 +98,7 @@ def check_model(
     return comparison
 
 
-@dataclass(frozen=True)
+@dataclass
 class JudgeOptions:
     """Options of `judge_model`: those of `check_model`, and two more. Raises ValueError for an unknown precision.
 
@@ -116,16 +116,12 @@ class JudgeOptions:
     def __post_init__(self) -> None:
         if self.precision is not None:
             precision_named(self.precision)
-        object.__setattr__(self, "functions", as_functions(self.functions))
-        object.__setattr__(self, "inline", (self.inline,) if isinstance(self.inline, str) else tuple(self.inline))
+        self.functions = as_functions(self.functions)
+        self.inline = (self.inline,) if isinstance(self.inline, str) else tuple(self.inline)
 
 
 def judge_model(
-    model: torch.nn.Module,
-    step: Callable[[], Any],
-    backend: Target | None = None,
-    backward: bool = True,
-    **options: Any,
+    model: torch.nn.Module, step: Callable[[], Any], backend: Target | None = None, backward: bool = True, **options: Any
 ) -> ModelComparison:
     """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`.
 

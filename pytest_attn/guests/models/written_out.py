@@ -19,7 +19,7 @@ ScoresShape = tuple[int, ...]
 
 
 class Content(Enum):
-    """Stages on the way to attention, of tensors that an operation is given."""
+    """Content of a tensor on the way to attention."""
 
     NOTHING = 0
     SCORES = 1
@@ -38,7 +38,7 @@ class OperationKind(Enum):
 
 
 class Operation(NamedTuple):
-    """One operation. stage: of what it is given, of: the shape of its scores, () of scores that have too few dimensions."""
+    """One operation. content: of what it is given; of: the shape of its scores, () where these have too few dimensions."""
 
     content: Content
     of: ScoresShape
@@ -47,7 +47,7 @@ class Operation(NamedTuple):
 
     @property
     def multiplies_activations(self) -> bool:
-        """True where it is given two tensors that are no weights."""
+        """True where two of its tensors are activations, not weights."""
         return len([t for t in self.given if t.dim() > 2 and not isinstance(t, torch.nn.Parameter)]) > 1
 
 
@@ -101,7 +101,7 @@ class WrittenOut:
                 return Content.PROBABILITIES, of
         return (Content.SCORES if known else Content.NOTHING), next((tuple(t.shape) for t in known if t.dim() > 3), ())
 
-    # -- what an operation makes of a stage ------------------------------------------------------------------------------
+    # -- what an operation does to a content ------------------------------------------------------------------------------
 
     def _begin(self, operation: Operation) -> None:
         if operation.multiplies_activations:
@@ -128,7 +128,7 @@ class WrittenOut:
             self._keep(operation)  # a projection may mix the heads
 
 
-#: what an operation does, by the stage of what it is given; nothing where it has no row
+#: what an operation does, by the content of what it is given; nothing where it has no row
 _STEPS: Mapping[tuple[Content, OperationKind], Callable[[WrittenOut, Operation], None]] = {
     (Content.NOTHING, OperationKind.PRODUCT): WrittenOut._begin,
     (Content.SCORES, OperationKind.PRODUCT): WrittenOut._begin,
