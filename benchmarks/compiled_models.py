@@ -19,7 +19,7 @@ from torch import nn
 
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current, machine_of, resolve_device
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 from pytest_attn.guests.models.compiled import LIMITS, CompiledRun
 from pytest_attn.suite.models import library_model, torch_model
 

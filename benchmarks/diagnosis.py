@@ -180,7 +180,7 @@ def rows_of_models(only: list[str]) -> Iterator[Row]:
     """Yield what checks of models say of the faults planted in them, which have no identities. only: names of models."""
     from model_faults import FAULTS, build, ids_of
 
-    from pytest_attn.guests.models.check import judge_model
+    from pytest_attn.guests.models.check_model import judge_model
 
     ids = ids_of(2)
     for sharper, fault, name in ((s, one, name) for s in (8, 1) for one in FAULTS for name in one.models.split()):

@@ -23,7 +23,7 @@ import torch
 import transformers
 from transformers import cache_utils, masking_utils, modeling_utils
 
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 from pytest_attn.guests.models.token_invariants import judge_model_invariants
 
 TOKENS, WINDOW, VOCABULARY = 40, 12, 64

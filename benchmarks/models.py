@@ -29,9 +29,9 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current, machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
-from pytest_attn.guests.models.check import judge_model
-from pytest_attn.guests.models.comparison import ModelComparison
+from pytest_attn.guests.models.check_model import judge_model
 from pytest_attn.guests.models.compiled import compilations
+from pytest_attn.guests.models.model_comparison import ModelComparison
 from pytest_attn.guests.models.step_timing import AttentionShare, attention_share
 from pytest_attn.guests.models.substitution import BackendSubstitute, substitutes_of
 from pytest_attn.suite.models import Block

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.contract import ContractError
     from pytest_attn.guests.models.call_to_workload import DropoutError
     from pytest_attn.guests.models.capture import AttentionCall, NotReadError, capture
-    from pytest_attn.guests.models.check import check_model, check_module
-    from pytest_attn.guests.models.comparison import ModelComparison
+    from pytest_attn.guests.models.check_model import check_model, check_module
+    from pytest_attn.guests.models.model_comparison import ModelComparison
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
     from pytest_attn.latency.work import StaleError
@@ -92,7 +92,7 @@ _HOMES = {
     "KnownDefect": "pytest_attn.backends.defects",
     "Latency": "pytest_attn.latency.result",
     "Machine": "pytest_attn.backends.machine",
-    "ModelComparison": "pytest_attn.guests.models.comparison",
+    "ModelComparison": "pytest_attn.guests.models.model_comparison",
     "Neighborhood": "pytest_attn.workloads.masks",
     "NotReadError": "pytest_attn.guests.models.capture",
     "Pages": "pytest_attn.workloads.pages",
@@ -103,8 +103,8 @@ _HOMES = {
     "capture": "pytest_attn.guests.models.capture",
     "check": "pytest_attn.cases.api",
     "check_invariants": "pytest_attn.cases.api",
-    "check_model": "pytest_attn.guests.models.check",
-    "check_module": "pytest_attn.guests.models.check",
+    "check_model": "pytest_attn.guests.models.check_model",
+    "check_module": "pytest_attn.guests.models.check_model",
     "draw_inputs": "pytest_attn.workloads.inputs",
     "split_cache": "pytest_attn.workloads.kv_layout",
     "load_failure": "pytest_attn.cases.saved_failure",

@@ -21,10 +21,10 @@ from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.measurement import WAITING_SECONDS, Measurement
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.guests.models.check import Target, judge_model, module_step
-from pytest_attn.guests.models.comparison import CallComparison, ModelComparison, headline
+from pytest_attn.guests.models.check_model import Target, judge_model, module_step
 from pytest_attn.guests.models.compiled import compilations, is_compiled
 from pytest_attn.guests.models.interception import as_functions
+from pytest_attn.guests.models.model_comparison import CallComparison, ModelComparison, headline
 from pytest_attn.guests.models.step import untouched
 from pytest_attn.guests.models.step_timing import StepWork, attention_share, optimizer_untouched
 from pytest_attn.guests.models.substitution import (

@@ -191,13 +191,13 @@ def aligned(
 
 def narrowed(table: Sequence[Sequence[str]], width: int | None, expendable: Sequence[str]) -> list[list[str]]:
     """Return the table without as many of the expendable columns, named by their titles, as must go for it to fit."""
-    left = [list(row) for row in table]
+    kept = [list(row) for row in table]
     for title in expendable:
-        if width is None or max(map(len, aligned(left))) <= width:
+        if width is None or max(map(len, aligned(kept))) <= width:
             break
-        at = left[0].index(title)
-        left = [row[:at] + row[at + 1 :] for row in left]
-    return left
+        at = kept[0].index(title)
+        kept = [row[:at] + row[at + 1 :] for row in kept]
+    return kept
 
 
 def _bands(table: Sequence[Sequence[str]], width: int | None, least: int) -> list[_Band]:

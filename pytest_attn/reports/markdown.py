@@ -1,12 +1,12 @@
-"""What code hosts show: pages in Markdown of --attn-output and of a job of GitHub Actions, and annotations beside a test."""
+"""Output for code hosts: pages in Markdown of --attn-output and of a job of GitHub Actions, and annotations beside a test."""
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from pytest_attn.reports.latency import closing as closing_of_latencies
-from pytest_attn.reports.latency import decided
+from pytest_attn.reports.latency_output import closing as closing_of_latencies
+from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import count, duration_in_column, labeled, together
 from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
@@ -167,21 +167,22 @@ def support_page(records: Sequence[Record], groups: Mapping[str, str], title: st
     groups: the group of each workload's id; workloads of no group stand for themselves. title: machine, date, versions.
     A backend that the machine lacks is "not here" in every column.
     """
-    cells: dict[str, dict[str, Counter[str]]] = {record["subject"]: {} for record in records}
     missing = {record["subject"] for record in records if record["cause"] == Cause.NOT_HERE}
+    cells: dict[str, dict[str, Counter[str]]] = {record["subject"]: {} for record in records}
     for record in records:
-        if record["subject"] in missing:
-            continue
-        group = groups.get(record["name"], record["workload"])
-        verdicts = cells.setdefault(record["subject"], {}).setdefault(group, Counter())
-        verdicts[record["verdict"]] += 1
+        if record["subject"] not in missing:
+            group = groups.get(record["name"], record["workload"])
+            cells[record["subject"]].setdefault(group, Counter())[record["verdict"]] += 1
     columns = list(dict.fromkeys(group for row in cells.values() for group in row)) or ["cases"]
     lines = ["# Which backend runs what", "", title, "", _row("backend", *columns), _row(*["---"] * (len(columns) + 1))]
     for backend, row in cells.items():
-        counts = [row.get(group, Counter()) for group in columns]
-        shown = [", ".join(f"{some[v]} {word}" for v, word in _WORDS.items() if some[v]) or "-" for some in counts]
-        lines.append(_row(f"`{backend}`", *([_MISSING] * len(shown) if backend in missing else shown)))
+        shown = [_MISSING if backend in missing else _verdicts(row.get(group, Counter())) for group in columns]
+        lines.append(_row(f"`{backend}`", *shown))
     return "\n".join([*lines, *_reasons(records)]) + "\n"
+
+
+def _verdicts(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[verdict]} {word}" for verdict, word in _WORDS.items() if counts[verdict]) or "-"
 
 
 def _reasons(records: Sequence[Record]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which backend to use: for each workload and direction the fastest that is right, its ties, and what else is worth a look.
+"""Ranking of backends: for each workload and direction the fastest that is right, its ties, and what else is worth a look.
 
 `rank` takes records (reports/records.py), of this run or of a file, makes candidates of them and says how they stand;
 reports/ranking_output.py prints and writes that. Exact and approximate backends are ranked apart: what quantization itself
@@ -63,15 +63,15 @@ class Timed(NamedTuple):
 
 
 def share_processes(timed: Sequence[Timed]) -> bool:
-    """Whether recorded processes of the same day can stand for all."""
+    """Return whether recorded processes of the same day can stand for all."""
     same_day = len({one.date for one in timed}) == 1
     return same_day and all(len(one.processes) >= FEWEST_PROCESSES for one in timed)
 
 
 def is_slower(slow: Timed, fast: Timed, kind: str, rivals: int) -> bool:
-    """Whether `slow` is slower for certain, at `ALPHA` divided by the number of rivals of the fastest. kind: of the device.
+    """Return whether `slow` is slower for certain, at `ALPHA` divided by the number of rivals of the fastest.
 
-    What was launched in another mode than the fastest is given what that may have added: see `LONGER`.
+    What was launched in another mode than the fastest is given what that may have added: see `LONGER`. kind: of the device.
     """
     slow = _shortened(slow, 1 + LONGER.get((slow.mode, fast.mode), 0.0))
     level = ALPHA / max(1, rivals)
@@ -148,17 +148,17 @@ class Candidate(NamedTuple):
         return self.timed.p50
 
 
-class _Identity(NamedTuple):
-    """Whose a record is."""
+class _Owner(NamedTuple):
+    """Identity of who a record is of."""
 
     name: str
     function: str  # of a callable's test; a backend is the same in every test
 
 
-class _Measurement(NamedTuple):
-    """What one candidate comes from: a backend, or the nth callable of one name that a test measured."""
+class _Origin(NamedTuple):
+    """Origin of one candidate: a backend, or the nth callable of one name that a test measured."""
 
-    identity: _Identity
+    owner: _Owner
     number: int
 
 
@@ -169,37 +169,37 @@ def candidates_of(
 
     judged: the records of checks and invariants; asked: those of them whose tests measure this direction.
     """
-    measurements = _measurements(timed)
+    origins = _origins(timed)
     functions = defaultdict(set)
-    for identity, _ in measurements:
-        functions[identity.name].add(identity.function)
-    for measurement, latencies in measurements.items():
-        identity = measurement.identity
-        mine = [r for r in judged if _identity(r) == identity]
-        label = _label(measurement, is_ambiguous=len(functions[identity.name]) > 1)
+    for owner, _ in origins:
+        functions[owner.name].add(owner.function)
+    for origin, latencies in origins.items():
+        owner = origin.owner
+        mine = [r for r in judged if _owner_of(r) == owner]
+        label = _label(origin, is_ambiguous=len(functions[owner.name]) > 1)
         yield _candidate(label, latencies, mine, direction)
-    known = {identity for identity, _ in measurements}
-    for identity in dict.fromkeys(_identity(r) for r in asked if _identity(r) not in known):
-        mine = [r for r in judged if _identity(r) == identity]
+    known = {owner for owner, _ in origins}
+    for owner in dict.fromkeys(_owner_of(r) for r in asked if _owner_of(r) not in known):
+        mine = [r for r in judged if _owner_of(r) == owner]
         excluded, reason = _flaw(mine, direction) or ("", "")
-        if excluded and excluded != "unchecked" and identity.name not in ("-", "out"):
-            yield Candidate(identity.name, mine[0].get("version", ""), excluded=excluded, reason=reason)
+        if excluded and excluded != "unchecked" and owner.name not in ("-", "out"):
+            yield Candidate(owner.name, mine[0].get("version", ""), excluded=excluded, reason=reason)
 
 
-def _measurements(timed: Sequence[Record]) -> dict[_Measurement, list[Record]]:
+def _origins(timed: Sequence[Record]) -> dict[_Origin, list[Record]]:
     """Return the records of each measurement; of a backend, all are one."""
-    found: dict[_Measurement, list[Record]] = {}
+    found: dict[_Origin, list[Record]] = {}
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for r in timed:
         counts[r["test"], r["subject"]] += 1
         number = counts[r["test"], r["subject"]] if _is_callable(r) else 1
-        found.setdefault(_Measurement(_identity(r), number), []).append(r)
+        found.setdefault(_Origin(_owner_of(r), number), []).append(r)
     return found
 
 
-def _label(measurement: _Measurement, is_ambiguous: bool) -> str:
+def _label(origin: _Origin, is_ambiguous: bool) -> str:
     """Return the name to show. is_ambiguous: whether callables of several tests have it."""
-    (name, function), number = measurement
+    (name, function), number = origin
     label = f"{name} of {function.rpartition('::')[2]}" if is_ambiguous else name
     return label + (f" #{number}" if number > 1 else "")
 
@@ -286,8 +286,8 @@ def _is_callable(record: Record) -> bool:
     return (record.get("tags") or {}).get("family") == "callable"
 
 
-def _identity(record: Record) -> _Identity:
-    return _Identity(record["subject"], function_of(record) if _is_callable(record) else "")
+def _owner_of(record: Record) -> _Owner:
+    return _Owner(record["subject"], function_of(record) if _is_callable(record) else "")
 
 
 # -- how candidates stand ----------------------------------------------------------------------------------------------
@@ -317,15 +317,15 @@ class Standing:
 
     @property
     def ahead(self) -> float | None:
-        """How many times as long the first takes that does not tie; None where there is none."""
+        """Factor by which the first that does not tie takes longer; None where there is none."""
         return self.times_as_long(self.slower[0]) if self.slower else None
 
     def times_as_long(self, other: Candidate) -> float:
-        """How many times as long as the fastest another candidate takes."""
+        """Return the factor by which another candidate takes longer than the fastest."""
         return self.value(other) / self.value(self.ranked[0])
 
     def is_told_from_fastest(self, other: Candidate) -> bool:
-        """Whether another candidate is slower for certain."""
+        """Return whether another candidate is slower for certain."""
         return other in self.slower
 
     def value(self, one: Candidate) -> float:
@@ -361,7 +361,7 @@ class RankingLine:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What `rank` found. tuned: the backend whose configurations compete, "" where backends do. date: of the last record.
+    """Result of `rank`. tuned: the backend whose configurations compete, "" where backends do. date: of the last record.
 
     untimed: reasons for which what was to be timed was not.
     """
@@ -382,8 +382,8 @@ class Ranking:
         return standing.fastest if default is None or standing.is_told_from_fastest(default) else default
 
 
-class _Place(NamedTuple):
-    """Where times are comparable, but for the conditions that only timed records have. shape: of a model its test."""
+class _Scope(NamedTuple):
+    """Bounds of what is comparable, but for the conditions that only timed records have. shape: of a model its test."""
 
     machine: tuple[str, str, str]
     workload: str
@@ -401,10 +401,10 @@ def rank(records: Iterable[Record], tuned: str = "") -> Ranking:
     directions = defaultdict(set)
     for r in latencies:
         directions[function_of(r)].add(r["direction"])
-    places: dict[_Place, list[Record]] = {}
+    scopes: dict[_Scope, list[Record]] = {}
     for r in kept:
-        places.setdefault(_place(r), []).append(r)
-    lines = [line for place, mine in places.items() for line in _lines_at(place, mine, directions)]
+        scopes.setdefault(_scope_of(r), []).append(r)
+    lines = [line for scope, mine in scopes.items() for line in _lines_at(scope, mine, directions)]
     untimed = [r["reason"] for r in latencies if r["verdict"] == "untimed"]
     return Ranking(
         lines=tuple(lines),
@@ -414,30 +414,37 @@ def rank(records: Iterable[Record], tuned: str = "") -> Ranking:
     )
 
 
-def _lines_at(place: _Place, records: Sequence[Record], directions: Mapping[str, set[str]]) -> Iterator[RankingLine]:
-    latencies = [r for r in records if r["question"] == "latency"]
+def _lines_at(scope: _Scope, records: Sequence[Record], directions: Mapping[str, set[str]]) -> Iterator[RankingLine]:
+    machine = next((r["machine"] for r in records if r.get("machine")), {})
+    judged = [r for r in records if r["question"] != "latency"]
     for direction in DIRECTIONS:
-        timed = [r for r in latencies if r["direction"] == direction]
-        judged = [r for r in records if r["question"] != "latency"]
+        timed = [r for r in records if r["question"] == "latency" and r["direction"] == direction]
         asked = [r for r in judged if direction in directions.get(function_of(r), ())]
-        conditions = list(dict.fromkeys(_conditions(r) for r in timed if latency_of(r).get("p50")))
-        for l2, threads in conditions or [("", None)]:
-            here = [r for r in timed if not latency_of(r).get("p50") or _conditions(r) == (l2, threads)]
-            candidates = list(candidates_of(here, judged, asked, direction))
-            if not candidates:
-                continue
-            ranked = [one for one in candidates if not one.excluded]
-            yield RankingLine(
-                workload=place.workload,
-                shape=place.shape,
-                direction=direction,
-                machine=next((r["machine"] for r in records if r.get("machine")), {}),
-                l2=l2,
-                threads=threads,
-                exact=_stand([one for one in ranked if not one.is_approximate], _kind(records)),
-                approximate=_stand([one for one in ranked if one.is_approximate], _kind(records)),
-                excluded=tuple(one for one in candidates if one.excluded),
-            )
+        for conditions, here in _by_conditions(timed):
+            if candidates := list(candidates_of(here, judged, asked, direction)):
+                yield _line(RankingLine(scope.workload, scope.shape, direction, machine, *conditions), candidates)
+
+
+def _by_conditions(timed: Sequence[Record]) -> Iterator[tuple[tuple[str, int | None], list[Record]]]:
+    """Yield L2 state and threads with the records of these, and with those that have no time."""
+    known = dict.fromkeys(_conditions(r) for r in timed if _is_timed(r))
+    for conditions in known or [("", None)]:
+        yield conditions, [r for r in timed if not _is_timed(r) or _conditions(r) == conditions]
+
+
+def _is_timed(record: Record) -> bool:
+    return bool(latency_of(record).get("p50"))
+
+
+def _line(empty: RankingLine, candidates: Sequence[Candidate]) -> RankingLine:
+    """Return a line with its candidates."""
+    kind, ranked = str(empty.machine.get("kind", "")), [one for one in candidates if not one.excluded]
+    return replace(
+        empty,
+        exact=_stand([one for one in ranked if not one.is_approximate], kind),
+        approximate=_stand([one for one in ranked if one.is_approximate], kind),
+        excluded=tuple(one for one in candidates if one.excluded),
+    )
 
 
 def _stand(candidates: Sequence[Candidate], kind: str) -> Standing:
@@ -476,17 +483,13 @@ def _front(standing: Standing) -> Iterator[Candidate]:
             yield one
 
 
-def _place(record: Record) -> _Place:
+def _scope_of(record: Record) -> _Scope:
     machine = record.get("machine") or {}
     where = (machine.get("name", ""), machine.get("device", ""), machine.get("torch", ""))
     if record.get("model"):  # two models of one class are two problems, whatever their calls ask
         test = str(record["test"]).replace(record["subject"], "").replace("[]", "")
-        return _Place(where, record["workload"], test)
-    return _Place(where, record["workload"], (record.get("shape") or {}).get("id", ""))
-
-
-def _kind(records: Sequence[Record]) -> str:
-    return next((str(r["machine"].get("kind", "")) for r in records if r.get("machine")), "")
+        return _Scope(where, record["workload"], test)
+    return _Scope(where, record["workload"], (record.get("shape") or {}).get("id", ""))
 
 
 def _conditions(record: Record) -> tuple[str, int | None]:

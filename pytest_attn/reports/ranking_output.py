@@ -274,24 +274,21 @@ def to_python(ranking: Ranking) -> str:
     if ranking.tuned:
         what = "which configuration of BACKEND"
         which = "{} is the backend's default, also where nothing is faster for certain."
-    doubts = [_doubt(line) for line in ranking.timed if line.rivals_in_doubt]
     parts = [
         f'"""For each workload {what} is fastest and right; written by pytest-attn.\n\n{which}\n"""\n',
-        *(["\n".join(doubts) + "\n"] if doubts else []),
+        "".join(f"{_doubt(line)}\n" for line in ranking.timed if line.rivals_in_doubt),
         _assignment("MACHINE", {**{name: first.get(name) for name in _SHOWN}, "date": ranking.date}),
-        *([_assignment("BACKEND", ranking.tuned)] if ranking.tuned else []),
-        *(_assignment(name, _table(ranking, direction, first)) for direction, name in TABLES.items()),
+        _assignment("BACKEND", ranking.tuned) if ranking.tuned else "",
+        *(_assignment(name, table) for name, table in _tables(ranking, first).items()),
     ]
-    others = [m for m in machines if m is not first]
-    if others:
-        tables = {
-            (str(m.get("name")), str(m.get("device")), str(m.get("torch"))): {
-                name: _table(ranking, direction, m) for direction, name in TABLES.items()
-            }
-            for m in others
-        }
+    if others := [m for m in machines if m is not first]:
+        tables = {tuple(str(m.get(name)) for name in ("name", "device", "torch")): _tables(ranking, m) for m in others}
         parts += ["# by (name, device, torch) of a machine\n", _assignment("OTHER_MACHINES", tables)]
-    return "\n".join(parts)
+    return "\n".join(filter(None, parts))
+
+
+def _tables(ranking: Ranking, machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: _table(ranking, direction, machine) for direction, name in TABLES.items()}
 
 
 def _doubt(line: RankingLine) -> str:

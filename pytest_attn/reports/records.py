@@ -269,20 +269,28 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
         raise ValueError(
             f"{where}: is not JSON ({error}); expected a line of a .jsonl file that --attn-output wrote"
         ) from None
-    if not isinstance(record, dict) or type(record.get("schema")) is not int:
-        raise ValueError(f'{where}: has no "schema"; expected a line of a .jsonl file that --attn-output wrote')
-    if record["schema"] > SCHEMA:
-        raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
+    _require_schema(record, where)
     if RUN in record and "question" not in record:
         return None
-    for name, kind, _ in FIELDS:
-        if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
-            found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
-            raise ValueError(f"{where}: has {found}, expected {kind}; is it a line of a .jsonl file that --attn-output wrote?")
+    _require_fields(record, where)
     known = record
     if any(word in line for word in _QUOTED):  # most lines hold none, and looking at each value takes longest
         known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
     return cast(Record, {**_empty(known), **known})
+
+
+def _require_schema(record: Any, where: str) -> None:
+    if not isinstance(record, dict) or type(record.get("schema")) is not int:
+        raise ValueError(f'{where}: has no "schema"; expected a line of a .jsonl file that --attn-output wrote')
+    if record["schema"] > SCHEMA:
+        raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
+
+
+def _require_fields(record: Mapping[str, Any], where: str) -> None:
+    for name, kind, _ in FIELDS:
+        if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
+            found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
+            raise ValueError(f"{where}: has {found}, expected {kind}; is it a line of a .jsonl file that --attn-output wrote?")
 
 
 #: without which a record says nothing

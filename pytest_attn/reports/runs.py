@@ -11,7 +11,7 @@ from pytest_attn.reports.records import RUN, SCHEMA, Record, read_line
 
 
 class RunFacts(TypedDict):
-    """What the closing line of a run says; there ids of tests are by what is before their first bracket: {"a::b": ["[c]"]}."""
+    """The closing line of a run; there ids of tests are by what is before their first bracket: {"a::b": ["[c]"]}."""
 
     command: Annotated[str, "what was typed"]
     choice: Annotated[str, "-k, -m and --deselect; --lf if it left out tests that did not fail before"]

@@ -1,4 +1,4 @@
-"""What the terminal says: records in, lines out. Latencies are in latency.py, rankings in ranking_output.py."""
+"""Text of the terminal: records in, lines out. Latencies are in latency_output.py, rankings in ranking_output.py."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,23 +184,28 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
 
 def untested(records: Sequence[Record], with_sums: bool = True) -> Iterator[str]:
     """Say what the checks that passed could not see: options that change nothing, and sums in a low precision."""
-    workloads: dict[str, list[str]] = {}
+    workloads: dict[str, dict[str, None]] = {}
     for r in records:
         for option in r["untested"]:
-            names = workloads.setdefault(option, [])
-            names += [] if r["workload"] in names else [r["workload"]]
-    workloads.pop(LONG_SUMS, None)
+            workloads.setdefault(option, {})[r["workload"]] = None
     for option, names in workloads.items():
-        yield f"{option} of {some(names, 3)}: results without it are within every limit"
-    of_kernels: dict[str, list[Record]] = {}
+        if option != LONG_SUMS:
+            yield f"{option} of {some(list(names), 3)}: results without it are within every limit"
+    if with_sums:
+        yield from _untested_sums(records)
+
+
+def _untested_sums(records: Sequence[Record]) -> Iterator[str]:
+    """Say of which kernels every workload is too short to show a fault in sums of a low precision."""
+    judged: dict[str, list[Record]] = {}
     for r in records:
         dtype = r["shape"] and r["shape"]["dtype"]  # a model has no shape
         if r["question"] == "check" and r["verdict"] == Verdict.PASSED and dtype in ("bfloat16", "float16"):
-            of_kernels.setdefault(r["subject"], []).append(r)
-    short = [rs for rs in of_kernels.values() if all(LONG_SUMS in r["untested"] for r in rs)] if with_sums else []
+            judged.setdefault(r["subject"], []).append(r)
+    short = {name: mine for name, mine in judged.items() if all(LONG_SUMS in r["untested"] for r in mine)}
     if short:
-        whose = f"of {short[0][0]['subject']}" if len(short) == 1 else f"of {len(short)} kernels"
-        longest = max(r["shape"]["kv_len"] for rs in short for r in rs)
+        whose = f"of {next(iter(short))}" if len(short) == 1 else f"of {len(short)} kernels"
+        longest = max(r["shape"]["kv_len"] for mine in short.values() for r in mine)
         yield f"sums {whose} in low precision: faults in them show over about 2,000 keys, the longest workload has {longest:,}"
 
 
@@ -215,18 +220,23 @@ def _next(records: Sequence[Record], are_saved: bool) -> str:
 def closing(records: Sequence[Record]) -> Line:
     """Return the sentence that says how it all went, of checks and invariants."""
     counts = Counter(_as_counted(r) for r in records)
-    backends = {r["subject"] for r in records if r["verdict"] != Verdict.SKIPPED}
-    workloads = {r["workload"] for r in records if r["verdict"] != Verdict.SKIPPED}
     text = ", ".join(f"{counts[v]:,} {v.counted}" for v in _COUNTED if counts[v]) or "nothing was judged"
-    if backends:
-        text += f"; {count(len(backends), 'kernel')} on {count(len(workloads), 'workload')}"
+    tones = {verdict.tone for verdict in counts if verdict is not None}
+    tone = next((tone for tone in (Tone.BAD, Tone.GOOD) if tone in tones), Tone.NONE)
+    return f"{text}{_kernels(records)}{_largest_z(records)}", _MARKUP[tone]
+
+
+def _kernels(records: Sequence[Record]) -> str:
+    kernels, workloads = ({r[of] for r in records if r["verdict"] != Verdict.SKIPPED} for of in ("subject", "workload"))
+    return f"; {count(len(kernels), 'kernel')} on {count(len(workloads), 'workload')}" if kernels else ""
+
+
+def _largest_z(records: Sequence[Record]) -> str:
     exact = [r for r in records if r["verdict"] == Verdict.PASSED and not r["is_approximate"]]
-    if good := [(r["z_element"], r) for r in exact if r["z_element"] is not None]:
-        z, worst = max(good, key=lambda one: one[0])
-        text += f", largest passing z {z:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
-    found = {v for v in counts if v is not None}
-    tone = Tone.BAD if any(v.is_wrong for v in found) else Tone.GOOD if any(v.tone is Tone.GOOD for v in found) else Tone.NONE
-    return text, _MARKUP[tone]
+    worst = max((r for r in exact if r["z_element"] is not None), key=lambda r: r["z_element"] or 0.0, default=None)
+    if worst is None:
+        return ""
+    return f", largest passing z {worst['z_element']:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
 
 
 def counted_cases(records: Sequence[Record]) -> str:

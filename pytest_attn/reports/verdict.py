@@ -9,7 +9,7 @@ LONG_SUMS = "long sums"
 
 
 class Tone(str, Enum):
-    """How a report shows a verdict."""
+    """Look of a verdict in a report."""
 
     BAD = "bad"
     DOUBT = "doubt"
@@ -32,7 +32,7 @@ class Cause(str, Enum):
 
 
 class Verdict(str, Enum):
-    """How one judgment ended; the gravest come first, and what says nothing of a kernel comes last.
+    """End of one judgment; the gravest come first, and what says nothing of a kernel comes last.
 
     The value is the name in JSON, but for those below "as shown": there a report tells apart what JSON calls "passed" or
     "raised". word: as a reader meets it. counted: behind a number. tone: of its color. glyph: beside the color, never without.
@@ -87,12 +87,12 @@ class Verdict(str, Enum):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it ends a run with a failure: of its test, or of the recording that was asked for."""
+        """True where it ends a run with a failure: of its test, or of the recording that was asked for."""
         return self.level == "error"
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether somebody should look at it although nothing failed."""
+        """True where somebody should look at it although nothing failed."""
         return self.level in ("warning", "notice")
 
 

@@ -11,7 +11,7 @@ import pytest
 from pytest_attn.backends.configured import split
 from pytest_attn.backends.registry import tables
 from pytest_attn.reports import files
-from pytest_attn.reports.latency import is_notable, latency_summary
+from pytest_attn.reports.latency_output import is_notable, latency_summary
 from pytest_attn.reports.lines import count, room
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.ranking import Ranking, rank

@@ -5,7 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Window, Workload, check
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.guests.models.comparison import CallComparison, ModelComparison
+from pytest_attn.guests.models.model_comparison import CallComparison, ModelComparison
 from pytest_attn.reports.records import new_record
 from pytest_attn.reports.terminal import untested
 from pytest_attn.reports.verdict import LONG_SUMS

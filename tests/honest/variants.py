@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.guests.mutants.kernel import QKV, Call, Kernel, KernelBackend, Sequence, Softmax, SplitKernel, Tile
+from pytest_attn.guests.mutants.kernel import QKV, Kernel, KernelBackend, KernelCall, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.workloads.workload import grouped
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class FourSplits(SplitKernel):
 class HeadsRounded(Kernel):
     """dk and dv of each query head are rounded before they are summed over the group, as in flash-attention 2."""
 
-    def gradient_sums(self, call: Call) -> QKV:
+    def gradient_sums(self, call: KernelCall) -> QKV:
         """Keep dk and dv per query head, beside each other where heads lie."""
         import torch
 
@@ -105,7 +105,7 @@ class HeadsRounded(Kernel):
         """Sum nothing yet."""
         return x
 
-    def finish_gradient(self, call: Call, total: Tensor, of: Tensor) -> Tensor:
+    def finish_gradient(self, call: KernelCall, total: Tensor, of: Tensor) -> Tensor:
         """Round, then sum over the group."""
         rounded = super().finish_gradient(call, total, of)
         if of is call.q:
@@ -121,7 +121,7 @@ class ScaledQuery(Kernel):
         """Fold the scale into q."""
         return (super().load_q(seq, rows) * super().scale(seq.call)).to(seq.call.q.dtype).float()
 
-    def scale(self, call: Call) -> float:
+    def scale(self, call: KernelCall) -> float:
         """It is in q already."""
         return 1.0
 
@@ -137,7 +137,7 @@ class ScaledKey(Kernel):
         """Fold the scale into k."""
         return (super().load_k(tile) * super().scale(tile.seq.call)).to(tile.dtype).float()
 
-    def scale(self, call: Call) -> float:
+    def scale(self, call: KernelCall) -> float:
         """It is in k already."""
         return 1.0
 
@@ -221,7 +221,7 @@ class Tf32Products(Kernel):
     #: added to the bits before they are cut
     rounding = 0
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         """Cut in every product."""
         with _with_operands(self.cut):
             return super().forward(call)

@@ -373,7 +373,7 @@ def test_refusals_of_single_calls_are_a_skip_where_they_are_excused_and_the_rest
 @pytest.mark.slow("is another way")
 @pytest.mark.parametrize(("excused", "outcome"), [("()", "failed"), ("['known defects']", "xfailed")])
 def test_a_known_defect_of_what_the_model_chose_fails_unless_it_is_excused(run, pytester, monkeypatch, excused, outcome):
-    monkeypatch.setattr("pytest_attn.guests.models.check.known_defect_of", lambda *_: "lib#1: out is a tenth too large")
+    monkeypatch.setattr("pytest_attn.guests.models.check_model.known_defect_of", lambda *_: "lib#1: out is a tenth too large")
     result = run(f"""
 def tenth_too_large(q, k, v):
     return F.scaled_dot_product_attention(q, k, v) * 1.1

@@ -8,7 +8,7 @@ import pytest
 from fakes.pages import CPU, FLUX, SDPA, set_filter, settled, texts
 from fakes.records import BACKENDS, HOSTILE, check, record, run_of, timing, workloads
 
-from pytest_attn.reports.latency import decided
+from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import duration
 
 

@@ -24,7 +24,7 @@ _MOST_DOCUMENTS = 4096
 
 
 def asks_the_same(one: Workload, other: Workload) -> bool:
-    """Whether two workloads are equal: with functions that do the same, and masks whose tensors are equal.
+    """Return whether two workloads are equal: with functions that do the same, and masks whose tensors are equal.
 
     Each layer of a model may make its own function, or its own tensor, and mean the same.
     """
@@ -42,7 +42,7 @@ def asks_the_same(one: Workload, other: Workload) -> bool:
 
 
 def _does_the_same(one: Any, other: Any) -> bool:
-    """Whether two functions are one, or made twice by the same lines around the same objects."""
+    """Return whether two functions are one, or made twice by the same lines around the same objects."""
     if one is other:
         return True
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)) or vars(one) or vars(other):
@@ -246,7 +246,7 @@ def _mask_of(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any
 
 
 def says_the_same(given: AttentionArguments, visible: torch.Tensor) -> bool:
-    """Whether a call hides by an additive mask alone what is not visible; rows that see nothing are not checked."""
+    """Return whether a call hides by an additive mask alone what is not visible; rows that see nothing are not checked."""
     if given.bias is None or given.visible is not None or given.mask is not None:
         return False
     shown = given.bias > torch.finfo(given.bias.dtype).min / 2

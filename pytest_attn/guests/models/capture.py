@@ -88,7 +88,7 @@ class AttentionCall:
 
     @property
     def fills_empty_rows(self) -> bool:
-        """Whether rows that see no key hold something else than 0, as the mean of all v where a mask is the lowest number."""
+        """True where rows that see no key are not 0, but as the mean of all v where a mask is the lowest number."""
         bias = self.inputs.bias
         if bias is not None and bool((bias <= torch.finfo(bias.dtype).min / 2).all(-1).any()):
             return True
@@ -139,7 +139,7 @@ class AttentionCall:
 
     @property
     def label(self) -> str:
-        """What reports call it: its module, and which of its calls where it made more than one."""
+        """Name in reports: its module, and which of its calls where it made more than one."""
         return f"{self.module or 'outside any module'}{f', call {self.number}' if self.number > 1 else ''}"
 
     def receive(self, name: str, gradient: torch.Tensor) -> None:
@@ -180,8 +180,8 @@ class Unread(NamedTuple):
     reason: str
 
 
-class Expected(NamedTuple):
-    """What the configuration of a model of transformers says of a call, found by a run in which every mask is built in full.
+class ConfiguredMasks(NamedTuple):
+    """Masks that the configuration of a model of transformers has for a call, from a run that builds every mask in full.
 
     visible: what its mask shows then, (batch, 1 or heads, q_len, kv_len), if it has one. handed: see `InterceptedCall`.
     """
@@ -191,7 +191,7 @@ class Expected(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What a call gave: the function's result, the precision profile of who computed it, and who that was if not the model."""
+    """Result of a call: what the function returned, the precision profile of who computed it, and who, if not the model."""
 
     result: Any
     precision: str | Precision
@@ -248,6 +248,67 @@ def other_sinks(asked: AttentionArguments, intercepted: InterceptedCall) -> str:
     return "" if torch.equal(own, asked.sinks.detach().flatten()) else "its sinks are not those of its module"
 
 
+def _misled(arguments: AttentionArguments, intercepted: InterceptedCall, expected: ConfiguredMasks) -> str:
+    """Say what the layer of a call should have asked, "" where it asked that."""
+    handed = intercepted.handed
+    if mask := forgotten(arguments, handed) or forgotten(arguments, expected.handed):
+        return f"a mask was forgotten: {mask}"
+    # one of pairs is the test's own word, whatever window the layer has
+    is_of_pairs = bool(handed) and any(mask.dim() > 2 for mask in handed[-1].masks.values())
+    window = "" if is_of_pairs else beyond_window(arguments, intercepted.arguments.get("sliding_window"))
+    return window or other_sinks(arguments, intercepted) or causal_across(arguments, handed)
+
+
+#: from the layout of a function to (batch, heads, rows, dim), or packed
+ToNative = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class ReadCall:
+    """A call that was read, and is to be computed on aliases of its tensors.
+
+    number: which call of its module. sinks: an alias of its sinks. misled, is_narrower: as in `AttentionCall`.
+    """
+
+    intercepted: InterceptedCall
+    number: int
+    arguments: AttentionArguments
+    inputs: Inputs
+    sinks: torch.Tensor | None
+    misled: str
+    is_narrower: bool
+
+    def __post_init__(self) -> None:
+        #: q, k and v, and what autograd and the count of changes say of them so far
+        self.tensors = self.intercepted.tensors
+        self._nodes, self._versions = [t.grad_fn for t in self.tensors], [_version_of(t) for t in self.tensors]
+
+    @property
+    def needed(self) -> set[str]:
+        """The gradients that the model needs."""
+        return {name for name, t in zip(GRADIENTS, self.tensors, strict=True) if t.requires_grad}
+
+    @property
+    def changed(self) -> str:
+        """The first of q, k and v that was changed in place since it was read, "" for none."""
+        before = zip("qkv", self.tensors, self._versions, strict=True)
+        return next((name for name, t, version in before if version != _version_of(t)), "")
+
+    def reached_from(self, out: torch.Tensor) -> set[str]:
+        """Return the gradients that a backward pass from out gives, as autograd sees it."""
+        nodes = set(nodes_behind(out, self._nodes))
+        return {name for name, node in zip(GRADIENTS, self._nodes, strict=True) if node in nodes}
+
+    def awaited(self, names: set[str], out: torch.Tensor) -> dict[str, tuple[torch.Tensor, ToNative]]:
+        """Return the tensors whose gradients arrive, that of sinks too, and how each is put into the native layout."""
+        to_native, sinks = self.arguments.to_native, self.sinks
+        found = {name: (t, to_native) for name, t in zip(GRADIENTS, self.tensors, strict=True) if name in names}
+        if sinks is None or not sinks.requires_grad:
+            return found
+        is_behind = sinks.grad_fn in set(nodes_behind(out, [*self._nodes, sinks.grad_fn]))
+        return {**found, "dsinks": (sinks, unchanged)} if is_behind else found
+
+
 class Recorder:
     """Handles calls as the model makes them: as it is, and with copies of all tensors.
 
@@ -261,7 +322,7 @@ class Recorder:
         self,
         done: Callable[[AttentionCall], None],
         backward: bool = True,
-        expected: Mapping[tuple[str, int], Expected] | None = None,
+        expected: Mapping[tuple[str, int], ConfiguredMasks] | None = None,
         kept_bytes: int = KEPT_BYTES,
         judges: bool = False,
         precision: str | Precision | None = None,
@@ -287,77 +348,68 @@ class Recorder:
         """Compute a call on aliases of its tensors, which are this call's alone, and record it."""
         if self._is_going_back and intercepted.is_again and not intercepted.module:
             return intercepted.compute()  # a backward pass that computes its forward pass again, which is not checked
-        aliases = [alias(t) for t in intercepted.tensors]
-        intercepted, sinks = _with_own_sinks(intercepted.with_tensors(*aliases))
-        of = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
-        self._numbers[of] += 1
-        number = self._numbers[of]
-        expected = self._expected.get((intercepted.module, number), Expected(None, ()))
+        intercepted, sinks = _with_own_sinks(intercepted.with_tensors(*map(alias, intercepted.tensors)))
+        by = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
+        self._numbers[by] += 1
+        expected = self._expected.get((intercepted.module, self._numbers[by]), ConfiguredMasks(None, ()))
         try:
             arguments, is_narrower = _believed(intercepted, expected.visible)
             inputs = to_inputs(arguments)
         except UnreadableError as error:
             self.unread(intercepted.module, intercepted.function.shown, str(error))
             return intercepted.compute()
-        wrong = ""
-        if self._judges and not intercepted.is_again:
-            mask = forgotten(arguments, intercepted.handed) or forgotten(arguments, expected.handed)
-            said = intercepted.handed[-1].masks.values() if intercepted.handed else ()
-            is_asked = any(one.dim() > 2 for one in said)  # of pairs: the test's own word, whatever window the layer has
-            window = "" if is_asked else beyond_window(arguments, intercepted.arguments.get("sliding_window"))
-            wrong = f"a mask was forgotten: {mask}" if mask else window or other_sinks(arguments, intercepted)
-            wrong = wrong or causal_across(arguments, intercepted.handed)
-        return self.record(intercepted, arguments, inputs, number, aliases, wrong, is_narrower, sinks)
+        misled = _misled(arguments, intercepted, expected) if self._judges and not intercepted.is_again else ""
+        return self._record(ReadCall(intercepted, self._numbers[by], arguments, inputs, sinks, misled, is_narrower))
 
-    def record(
-        self,
-        intercepted: InterceptedCall,
-        arguments: AttentionArguments,
-        inputs: Inputs,
-        number: int,
-        aliases: list[torch.Tensor],
-        wrong: str,
-        is_narrower: bool,
-        sinks: torch.Tensor | None = None,
-    ) -> Any:
-        """Compute a call that was read, and record it. wrong: what its layer should have asked. sinks: an alias of them."""
-        pristine = self._copies(inputs)
-        needs_gradient = self._backward and torch.is_grad_enabled()
-        expected = {name for name, t in zip(GRADIENTS, aliases, strict=True) if t.requires_grad and needs_gradient}
-        nodes, versions = [t.grad_fn for t in aliases], [_version_of(t) for t in aliases]
-        result, precision, subject = self.computed(intercepted, arguments, inputs)
+    def _record(self, read: ReadCall) -> Any:
+        """Compute a call, and record it; return what the model is given."""
+        intercepted, arguments = read.intercepted, read.arguments
+        pristine = self._copies(read.inputs)
+        needed = read.needed if self._backward and torch.is_grad_enabled() else set()
+        result, precision, subject = self.computed(intercepted, arguments, read.inputs)
         raw = arguments.take_out(result)
-        if self._judges and isinstance(result, tuple | list):
+        if self._judges:
             result = self._apart(intercepted.function, result)
-        out = self._keep(arguments.out_to_native(bare(raw)))
-        call = AttentionCall(intercepted.module, number, intercepted.function.shown, precision, pristine, out, subject)
-        call.is_again, call.order = intercepted.is_again, self._numbers.total()
-        call.misled, call.is_narrower = wrong, is_narrower
-        if self._judges and intercepted.handed and intercepted.handed[0].memory is not None:
-            call.memory = digest_of(intercepted.handed[0].memory)
-        call.empty_rows, call.kernel = EmptyRows(inputs, "finite") if self._judges else None, intercepted.kernel
-        if not intercepted.is_again:
+        call = self._call_of(read, pristine, raw, precision, subject)
+        if not call.is_again:
             self.made(call)
         if subject is not None:
-            before = {"q": pristine.q, "k": pristine.k, "v": pristine.v}
-            call.changes = changes_of({"q": arguments.q, "k": arguments.k, "v": arguments.v}, before)
-        elif expected and (changed := [n for n, t, v in zip("qkv", aliases, versions, strict=True) if v != _version_of(t)]):
-            reason = f"it changes its {changed[0]} in place, which hides the gradient; let it work on a copy"
+            call.changes = changes_of(*({name: getattr(held, name) for name in "qkv"} for held in (arguments, pristine)))
+        elif needed and (name := read.changed):
+            reason = f"it changes its {name} in place, which hides the gradient; let it work on a copy"
             self.unread(intercepted.module, intercepted.function.shown, reason)
             return result
         if raw.requires_grad or subject is not None:
-            reached = set(nodes_behind(raw, nodes))
-            call.missing = [n for n, node in zip(GRADIENTS, nodes, strict=True) if n in expected and node not in reached]
-        call.is_detached = bool(expected) and not raw.requires_grad
-        if not (raw.requires_grad and expected.difference(call.missing)):
+            call.missing = sorted(needed - read.reached_from(raw), key=GRADIENTS.index)
+        call.is_detached = bool(needed) and not raw.requires_grad
+        if raw.requires_grad and (awaited := needed.difference(call.missing)):
+            self._await(call, read.awaited(awaited, raw), arguments, raw)
+        else:
             self._finish(call)
-            return result
-        expected.difference_update(call.missing)
-        waiting = {name: (t, arguments.to_native) for name, t in zip(GRADIENTS, aliases, strict=True) if name in expected}
-        if sinks is not None and sinks.requires_grad and sinks.grad_fn in set(nodes_behind(raw, [*nodes, sinks.grad_fn])):
-            waiting["dsinks"] = sinks, unchanged
-        self._await(call, waiting, arguments, raw)
         return result
+
+    def _call_of(
+        self, read: ReadCall, pristine: Inputs, raw: torch.Tensor, precision: str | Precision, subject: Subject | None
+    ) -> AttentionCall:
+        """Return the record of a call. pristine: copies of its inputs; raw: its output, as the function returned it."""
+        intercepted = read.intercepted
+        memory = intercepted.handed[0].memory if self._judges and intercepted.handed else None
+        return AttentionCall(
+            intercepted.module,
+            read.number,
+            intercepted.function.shown,
+            precision,
+            pristine,
+            self._keep(read.arguments.out_to_native(bare(raw))),
+            subject,
+            is_again=intercepted.is_again,
+            order=self._numbers.total(),
+            empty_rows=EmptyRows(read.inputs, "finite") if self._judges else None,
+            kernel=intercepted.kernel,
+            misled=read.misled,
+            is_narrower=read.is_narrower,
+            memory="" if memory is None else digest_of(memory),
+        )
 
     def computed(self, intercepted: InterceptedCall, arguments: AttentionArguments, inputs: Inputs) -> Computed:
         """Return what the model is given, and what computed it."""
@@ -386,6 +438,8 @@ class Recorder:
 
     def _apart(self, function: AttentionFunction, result: Any) -> Any:
         """Return a result with no way for a gradient through what stands beside out: exact attention knows of out alone."""
+        if not isinstance(result, tuple | list):
+            return result
 
         def used(_: Any = None) -> None:
             self.beside.add(function.place)
@@ -403,7 +457,7 @@ class Recorder:
     def _await(
         self,
         call: AttentionCall,
-        waiting: Mapping[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]],
+        waiting: Mapping[str, tuple[torch.Tensor, ToNative]],
         arguments: AttentionArguments,
         raw: Any,
     ) -> None:
@@ -411,17 +465,15 @@ class Recorder:
         self._waiting[id(call)] = call, awaited
         call.is_awaited = True
 
-        def arrives(name: str, to_native: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
+        def arrives(name: str, to_native: ToNative) -> Callable[[torch.Tensor | None], None]:
             def hook(gradient: torch.Tensor | None) -> None:
                 self._is_going_back = call.is_again or not is_checkpointed
                 if name not in awaited or (gradient is None and not call.has_dout):
                     return  # where only another result of the function, as lse, has a gradient, there is no dout
-                if gradient is None and name in GRADIENTS:
-                    call.missing.append(name)
-                elif gradient is None:
-                    pass
-                else:
+                if gradient is not None:
                     call.receive(name, self._keep(to_native(bare(gradient))))
+                elif name in GRADIENTS:
+                    call.missing.append(name)
                 awaited.discard(name)
                 if not awaited:
                     self._is_going_back = False
@@ -494,7 +546,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 def in_checkpoint() -> bool:
-    """Whether the model runs a part that it may compute again for the backward pass."""
+    """Return whether the model runs a part that it may compute again for the backward pass."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back  # type: ignore[assignment]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,11 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pytest_attn.backends.precision import Precision
-from pytest_attn.guests.models.exact import SeededGenerators
-from pytest_attn.guests.models.interception import in_backward_pass, intercept_attention, lacks_masks, uncompiled
-from pytest_attn.guests.models.ratios import Exact, Nearest, distances, scatter_of, tensors_of
-from pytest_attn.guests.models.step import device_of, run_step
+from pytest_attn.guests.models.exact_attention import SeededGenerators
+from pytest_attn.guests.models.interception import in_backward_pass, uncompiled
+from pytest_attn.guests.models.ratios import Exact, Nearest, RepeatableStep, distances, scatter_of
+from pytest_attn.guests.models.step import device_of
 from pytest_attn.latency.profiler import launches_of
 from pytest_attn.workloads.dtypes import DTYPES
 
@@ -46,7 +45,7 @@ _RANDOM = 0.01
 
 @dataclass(frozen=True)
 class CompiledRun:
-    """What is known of the compiled run.
+    """Facts about the compiled run.
 
     ratios: name of an output, the loss or a gradient -> its distance from exact attention in units of honest rounding;
     limits: of those that are judged. graphs, breaks: that torch.compile made in the first run; recompiled: graphs in the
@@ -76,53 +75,35 @@ class CompiledRun:
         return {**vars(self), "ratios": dict(self.ratios), "limits": dict(self.limits), "kernels": list(self.kernels)}
 
 
-def judge_compiled(
-    model: torch.nn.Module,
-    step: Callable[[], Any],
-    again: Callable[[], None],
-    *,
-    backward: bool,
-    functions: Iterable[Callable[..., Any] | str] = (),
-    precision: str | Precision | None = None,
-    beside: Collection[tuple[str, str]] = (),
-) -> CompiledRun:
-    """Run a compiled step twice, and compare the second with exact attention. again: makes the model what it was."""
-    functions = tuple(functions)
-    options: Any = {"precision": precision, "beside": beside, "is_whole": True}
-    again()
+def judge_compiled(repeatable: RepeatableStep) -> CompiledRun:
+    """Run a compiled step twice, and compare the second with exact attention."""
     before = compilations()
-    run_step(step, model, backward)
+    repeatable.as_it_is()
     graphs, breaks = compilations().since(before)
-    again()
     found: dict[str, torch.Tensor] = {}
 
     def second() -> None:
-        found.update({name: t.clone() for name, t in tensors_of(run_step(step, model, backward)).items()})
+        found.update({name: t.clone() for name, t in repeatable.as_it_is().items()})
 
     compiled = compilations()
-    launched = launches_of(second, device_of(model))
+    launched = launches_of(second, device_of(repeatable.model))
     recompiled = compilations().since(compiled).graphs
     kernels = tuple(dict.fromkeys(one.symbol for one in launched if "attention" in one.words or "attention" in one.symbol))
-    facts: dict[str, Any] = {"graphs": graphs, "breaks": breaks, "recompiled": recompiled, "kernels": kernels}
-    if name := _drops(model):
-        return CompiledRun(
-            unknown=f"{name} drops at random, and a compiled model draws other numbers; call model.eval()", **facts
-        )
+    return _compared(CompiledRun(graphs=graphs, breaks=breaks, recompiled=recompiled, kernels=kernels), found, repeatable)
 
-    def run(handler: Exact, mode: Any) -> dict[str, torch.Tensor]:
-        again()
-        with intercept_attention(handler, model, functions, replaces=lacks_masks(model, is_replaced=False)), mode:
-            return tensors_of(run_step(step, model, backward))
 
-    first, second_draw = Exact(**options), Exact(**options)
-    exact = run(first, nullcontext())
-    redrawn = distances(run(second_draw, _drawing_otherwise()), exact)
+def _compared(run: CompiledRun, found: dict[str, torch.Tensor], repeatable: RepeatableStep) -> CompiledRun:
+    """Return a compiled run with how far what it gave is from exact attention."""
+    if name := _drops(repeatable.model):
+        return run.not_compared(f"{name} drops at random, and a compiled model draws other numbers; call model.eval()")
+    options: Any = {"precision": repeatable.precision, "beside": repeatable.beside, "is_whole": True}
+    first = Exact(**options)
+    exact = repeatable.through(first)
+    redrawn = distances(repeatable.through(Exact(**options), _drawing_otherwise()), exact)
     if any(distance > _RANDOM * float(exact[name].double().norm()) for name, distance in redrawn.items()):
-        return CompiledRun(
-            unknown="the step draws random numbers, and a compiled one draws others; call model.eval()", **facts
-        )
-    scattered = (run(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
-    unit = _unit(exact, scattered, lambda: run(Nearest(first.dtypes, **options), emulate_fusion()))
+        return run.not_compared("the step draws random numbers, and a compiled one draws others; call model.eval()")
+    scattered = (repeatable.through(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
+    unit = _unit(exact, scattered, lambda: repeatable.through(Nearest(first.dtypes, **options), emulate_fusion()))
     ratios = _ratios(found, exact, unit)
     meaningful = _meaningful(exact, unit, first.dtypes)
     limits = {}
@@ -131,7 +112,7 @@ def judge_compiled(
         if limit is not None and name in meaningful:
             limits[name] = limit
     unknown = "" if limits else "every output and gradient has fewer than 32 elements, or is mostly rounding error"
-    return CompiledRun(ratios, limits, unknown=unknown, **facts)
+    return replace(run, ratios=ratios, limits=limits, unknown=unknown)
 
 
 @contextmanager
@@ -198,14 +179,14 @@ def compilations() -> Compilations:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether torch.compile made the model, or a part of it."""
+    """Return whether torch.compile made the model, or a part of it."""
     return any(
         hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None for part in model.modules()
     )
 
 
 def runs_compiled(model: torch.nn.Module, step: Callable[[], Any]) -> bool:
-    """Whether a step runs what torch.compile made: the step itself, the model, or what the step closes over."""
+    """Return whether a step runs what torch.compile made: the step itself, the model, or what the step closes over."""
     if uncompiled(step) is not None or is_compiled(model):
         return True
     function = inspect.unwrap(getattr(step, "func", step))
@@ -323,7 +304,7 @@ def emulate_fusion() -> Iterator[None]:
 
 
 def _has_dtype(dtypes: tuple[str, ...], value: Any) -> bool:
-    """Whether a tensor's dtype, or the one that keyword arguments ask for, is one of some."""
+    """Return whether a tensor's dtype, or the one that keyword arguments ask for, is one of some."""
     return str(value.get("dtype") if isinstance(value, dict) else getattr(value, "dtype", "")) in dtypes
 
 

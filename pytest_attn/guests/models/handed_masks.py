@@ -1,4 +1,4 @@
-"""Which masks a layer was handed, and whether its attention call shows a key that these hide.
+"""Masks that a layer was handed, and keys that these hide and its attention call shows.
 
 A mask may be forgotten on its way to the call: then the call is right for what it was asked, and the model is wrong. Honest
 layers hand masks on in another dtype, sliced to the keys, merged with others, or as a flag. So what counts is which pairs of
@@ -46,10 +46,10 @@ def handed_to(name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: M
     """Return the masks that a module is called with. name: what reports call it."""
     parameters = _parameters(type(module).forward)
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    masks = {key: value for key, value in given.items() if _is_mask(key, value)}
-    takes = tuple(key for key in dict.fromkeys((*parameters, *given)) if _names_mask(key))
-    others = [key for key, value in given.items() if isinstance(value, torch.Tensor) and key not in takes]
-    second = [given[key] for key in others if any(part in key for part in _OTHERS)]
+    masks = dict(item for item in given.items() if _is_mask(*item))
+    takes = tuple(filter(_names_mask, dict.fromkeys((*parameters, *given))))
+    others = {key: value for key, value in given.items() if isinstance(value, torch.Tensor) and key not in takes}
+    second = [value for key, value in others.items() if any(part in key for part in _OTHERS)]
     memory = next((one for one in second if one.is_floating_point() and one.dim() == 3), None)
     has_two = bool(second) or any(key.startswith(("decoder_", "tgt")) for key in parameters)
     return HandedMasks(name, masks, takes, has_two, memory)
@@ -89,10 +89,12 @@ def forgotten(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:
             if not all(readings):
                 continue
             shown = shown_by(given) if shown is None else shown
-            found = [_seen(hidden, shown, shape) for alternatives in readings for hidden in alternatives]
+            found = [_pairs_shown(hidden, shown, shape) for alternatives in readings for hidden in alternatives]
             if all(pairs is not None for pairs in found):
                 name = next(iter(group))
-                return f"{name} {tuple(group[name].shape)} of {level.module or 'the model'} hides {_told(found[0], shape)}"
+                return (
+                    f"{name} {tuple(group[name].shape)} of {level.module or 'the model'} hides {_described(found[0], shape)}"
+                )
     return ""
 
 
@@ -199,7 +201,7 @@ def shown_by(given: AttentionArguments) -> torch.Tensor:
     return shown if given.bias is None else shown & (given.bias.detach() > HIDES)
 
 
-def _seen(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+def _pairs_shown(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
     """Return which hidden keys a call shows, None where none; rows of padded queries are free."""
     hidden = hidden.to(shown.device)
     seen = hidden & shown & ~hidden.all(-1, keepdim=True)
@@ -209,7 +211,7 @@ def _seen(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> 
     return seen if bool(seen.any()) else None
 
 
-def _told(seen: torch.Tensor | None, shape: tuple[int, ...]) -> str:
+def _described(seen: torch.Tensor | None, shape: tuple[int, ...]) -> str:
     assert seen is not None
     batch, _, row, key = seen.nonzero()[0].tolist()
     where = f" of batch entry {batch}" if seen.shape[0] > 1 else ""

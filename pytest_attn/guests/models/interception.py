@@ -40,13 +40,13 @@ from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import SDPA, autocast, read_plain
 from pytest_attn.backends.libraries.transformers import function_called, read_call
 from pytest_attn.guests.models.call_to_workload import to_inputs
-from pytest_attn.guests.models.exact import exact_attention, exact_weights
+from pytest_attn.guests.models.exact_attention import exact_attention, exact_weights
 from pytest_attn.guests.models.handed_masks import HandedMasks, handed_to
 from pytest_attn.guests.models.written_out import WrittenOut
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd computes gradients at the moment, in this thread."""
+    """Return whether autograd computes gradients at the moment, in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -76,12 +76,12 @@ class InterceptedCall:
 
     @property
     def is_of_ours(self) -> bool:
-        """Whether the model was switched to our implementation, which returns out alone."""
+        """True where the model was switched to our implementation, which returns out alone."""
         return self.function.shown == f"transformers:{NAME}"
 
     @property
     def is_again(self) -> bool:
-        """Whether it is made within a backward pass, as checkpointing computes a forward pass again."""
+        """True where it is made within a backward pass, as checkpointing computes a forward pass again."""
         return in_backward_pass()
 
     @property
@@ -112,7 +112,7 @@ class InterceptedCall:
 
 
 class Handler(Protocol):
-    """What becomes of a call that was intercepted: returns what the model is given."""
+    """Decides what becomes of a call that was intercepted."""
 
     def handle(self, intercepted: InterceptedCall) -> Any:
         """Return the result of the call."""
@@ -417,7 +417,7 @@ class Tracker:
         #: for each of their calls, which parts of the module had run before
         self.before: dict[str, list[list[torch.nn.Module]]] = {}
         #: settings and kinds of the arguments with which they were called last
-        self.told: dict[str, tuple[object, ...]] = {}
+        self.call_settings: dict[str, tuple[object, ...]] = {}
         #: modules that computed a softmax outside of every attention call
         self.with_softmax: dict[str, None] = {}
         #: modules that computed attention outside of every attention call, with the shape of its scores
@@ -479,7 +479,7 @@ class Tracker:
         if self._running:
             module, args, kwargs, ran = self._running[-1]
             self.callers[self.current] = module
-            self.told[self.current] = tuple(
+            self.call_settings[self.current] = tuple(
                 v if is_setting(v) else type(v).__name__ for v in (*args, *kwargs, *kwargs.values())
             )
             if not in_backward_pass():  # where checkpointing computes it again
@@ -504,7 +504,7 @@ class Tracker:
 
 
 def is_setting(value: object) -> bool:
-    """Whether a value says how something is to be done."""
+    """Return whether a value says how something is to be done."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -547,12 +547,12 @@ def transformers_intercepted(
 
 
 def is_of_transformers(model: torch.nn.Module | None) -> bool:
-    """Whether a model has parts of transformers, which say what masks they want."""
+    """Return whether a model has parts of transformers, which say what masks they want."""
     return model is not None and bool(_configs(model))
 
 
 def lacks_masks(model: torch.nn.Module | None, is_replaced: bool) -> bool:
-    """Whether a model of transformers has to be switched for its calls to be handed every mask as others can take it.
+    """Return whether a model of transformers has to be switched for its calls to be handed every mask as others can take it.
 
     What SDPA is handed says all, also where a sparse model makes a mask for it, and for no name that it does not know. So does
     what eager attention is handed, but only eager attention has a meaning for rows without a key there.

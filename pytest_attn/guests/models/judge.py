@@ -29,7 +29,7 @@ from pytest_attn.correctness.reference import Expected, Reference, compute_refer
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.guests.models.capture import AttentionCall
-from pytest_attn.guests.models.exact import Dithered, Passes
+from pytest_attn.guests.models.exact_attention import Dithered, Passes
 from pytest_attn.workloads.inputs import Inputs
 
 #: by what share of itself, and how many of its taus, a gradient of sinks is off that is another one

@@ -1,4 +1,4 @@
-"""How far a whole model is from what exact attention would give it, in units of what honest rounding does to the same model.
+"""Distance of a whole model from itself with exact attention, in units of what honest rounding does to the same model.
 
 For each output, the loss and the gradient of each parameter: |T - T_exact| over the root mean square of |T_k - T_exact|, with
 T_k from runs in which attention is exact but rounded at random where the precision profile says that kernels round. About 1
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,14 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.guests.models.call_to_workload import to_inputs
 from pytest_attn.guests.models.capture import alias, precision_of, without_gradient
-from pytest_attn.guests.models.exact import Dithered, Rounding, Scatter, SeededGenerators, exact_attention, exact_weights
+from pytest_attn.guests.models.exact_attention import (
+    Dithered,
+    Rounder,
+    Scatter,
+    SeededGenerators,
+    exact_attention,
+    exact_weights,
+)
 from pytest_attn.guests.models.interception import InterceptedCall, intercept_attention, lacks_masks
 from pytest_attn.guests.models.step import StepResult, run_step
 
@@ -67,7 +76,7 @@ class Exact:
     def unread(self, module: str, function: str, reason: str) -> None:
         """Leave it to the model."""
 
-    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding | None:
+    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounder | None:
         generators = self._generators
         return None if generators is None else Scatter(self._profile(intercepted, device), generators[device])
 
@@ -91,31 +100,45 @@ class Nearest(Exact):
         dtype = next(self._dtypes)
         return super().handle(intercepted.with_tensors(*(t.double().to(dtype) for t in intercepted.tensors)))
 
-    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounding:
+    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounder:
         return Dithered(self._profile(intercepted, device), 1.0)
 
 
-def ratios_of(
-    result: StepResult,
-    model: torch.nn.Module,
-    step: Callable[[], Any],
-    subject: Subject | None,
-    again: Callable[[], None],
-    *,
-    backward: bool,
-    functions: Iterable[Callable[..., Any] | str],
-    runs: int,
-    precision: str | Precision | None = None,
-    beside: Collection[tuple[str, str]] = (),
-) -> dict[str, float]:
-    """Return the deviation of each tensor of a run, in units of honest scatter. again: makes the model what it was."""
-    functions = tuple(functions)
-    replaces = lacks_masks(model, is_replaced=subject is not None)
+@dataclass(frozen=True)
+class RepeatableStep:
+    """Runs a step once more, from the state that its model had before the first run.
+
+    again: makes the model what it was. functions: as for `capture`. subject: what computes the calls instead of the model,
+    None for itself. precision, beside: as for `Exact`.
+    """
+
+    model: torch.nn.Module
+    step: Callable[[], Any]
+    again: Callable[[], None]
+    backward: bool
+    functions: Iterable[Callable[..., Any] | str] = ()
+    subject: Subject | None = None
+    precision: str | Precision | None = None
+    beside: Collection[tuple[str, str]] = ()
+
+    def as_it_is(self) -> dict[str, torch.Tensor]:
+        """Return all that a run gives."""
+        self.again()
+        return tensors_of(run_step(self.step, self.model, self.backward))
+
+    def through(self, handler: Exact, mode: AbstractContextManager[object] | None = None) -> dict[str, torch.Tensor]:
+        """Return all that a run gives whose attention calls a handler computes. mode: surrounds it."""
+        self.again()
+        replaces = lacks_masks(self.model, is_replaced=self.subject is not None)
+        with intercept_attention(handler, self.model, self.functions, replaces=replaces), mode or nullcontext():
+            return tensors_of(run_step(self.step, self.model, self.backward))
+
+
+def ratios_of(result: StepResult, repeatable: RepeatableStep, runs: int) -> dict[str, float]:
+    """Return the deviation of each tensor of a run, in units of the honest scatter of so many runs."""
 
     def run(seed: int | None) -> dict[str, torch.Tensor]:
-        again()
-        with intercept_attention(Exact(subject, seed, precision, beside), model, functions, replaces=replaces):
-            return tensors_of(run_step(step, model, backward))
+        return repeatable.through(Exact(repeatable.subject, seed, repeatable.precision, repeatable.beside))
 
     exact = run(None)
     scatter = scatter_of(map(run, range(runs)), exact)

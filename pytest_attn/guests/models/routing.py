@@ -1,4 +1,4 @@
-"""Which experts each token of a model goes to: noted in one run, and held in others where nothing but rounding decides it."""
+"""Experts that each token of a model goes to: noted in one run, and held in others where nothing but rounding decides it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHOOSING = {_aten.topk.default, _aten.max.dim, _aten.argmax.default, _aten.sort
 
 
 class _Choice:
-    """What one router chose in the first run: scores (tokens, experts), and the chosen (tokens, experts per token)."""
+    """The choice of one router in the first run: scores (tokens, experts), and the chosen (tokens, experts per token)."""
 
     def __init__(self, scores: torch.Tensor, chosen: torch.Tensor) -> None:
         self.scores, self.chosen = scores.clone(), chosen.clone()

@@ -1,4 +1,4 @@
-"""What layers that are built alike do alike: a scale, a window, how heads share keys, what learns; and who does not.
+"""Likeness of layers that are built alike: a scale, a window, how heads share keys, what learns; and who differs.
 
 A call that asks for something else than it should is right for what it asks. But layers that are built alike ask alike, or
 differ on purpose: from layer to layer, or half of them. One that differs from all others in what nobody means is wrong.
@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from inspect import isroutine
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
 from pytest_attn.guests.models.capture import AttentionCall, digest_of
-from pytest_attn.guests.models.comparison import CallComparison, Traits
 from pytest_attn.guests.models.handed_masks import HIDES
 from pytest_attn.guests.models.interception import PROJECTS_KEYS, Tracker, build_of, is_setting
+from pytest_attn.guests.models.model_comparison import CallComparison, Traits
 from pytest_attn.workloads.dtypes import dtype_name
 from pytest_attn.workloads.workload import Workload
 
@@ -104,91 +105,147 @@ def with_strangers(calls: Sequence[CallComparison], tracker: Tracker) -> Iterato
 
     tracker: of the step, whose gradients the parameters still have.
     """
-    alike: dict[object, list[CallComparison]] = {}
-    places: dict[object, list[CallComparison]] = {}
+    alike: dict[object, Siblings] = {}
+    places: dict[object, Siblings] = {}
     for call in calls:
         if module := tracker.callers.get(call.module):
-            alike.setdefault((build_of(module), call.workload.head_dim), []).append(call)
-            places.setdefault(_place(call.module, module), []).append(call)
-    strange: dict[int, str] = {}
-    for find, groups in ((_strange, alike), (_strange_of_place, places)):
-        for group in groups.values():
-            for order, words in find(group, tracker):
-                strange.setdefault(order, words)
+            alike.setdefault((build_of(module), call.workload.head_dim), Siblings(tracker)).append(call)
+            places.setdefault(_position(call.module, module), Siblings(tracker)).append(call)
+    strange = {**_oddities(places.values(), OF_POSITION), **_oddities(alike.values(), OF_BUILD)}
     callers = tracker.callers.items()
-    used = {(*_place(at, one), name) for at, one in callers for name, part in one.named_children() if _learns(part)}
+    used = {(*_position(at, one), name) for at, one in callers for name, part in one.named_children() if _learns(part)}
     for call in calls:
         module = tracker.callers.get(call.module)
         own = _mixed(call.traits) or _loses_sinks(call, module) or _leaves_out_norm(call, module, used)
         yield replace(call, misled=call.misled or own or strange.get(call.order, ""))
 
 
-def _place(name: str, module: torch.nn.Module) -> tuple[type, str]:
+def _oddities(groups: Iterable[Siblings], finders: Iterable[Callable[[Siblings], Iterator[Oddity]]]) -> dict[int, str]:
+    """Return what is odd about calls, by their order."""
+    found: dict[int, str] = {}
+    for group in groups:
+        for at, what, sibling in chain.from_iterable(find(group) for find in finders):
+            found.setdefault(group[at].order, f"{what} in {group[sibling].label}, which is the same kind of module")
+    return found
+
+
+def _position(name: str, module: torch.nn.Module) -> tuple[type, str]:
+    """Return where a module stands, the same in every layer."""
     return type(module), re.sub(r"\b\d+\b", "*", name)
 
 
-def _strange_of_place(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str]]:
-    """Yield what `_strange` does, of modules that stand at the same place of layers, whatever parameters they have."""
-    settings = [_settings(tracker.callers[call.module]) for call in group]
-    biases, memories = [call.traits.has_bias for call in group], [call.traits.memory or None for call in group]
-    for at, _ in _lone(biases, is_odd=lambda has_bias: not has_bias):
-        if sibling := next(
-            (other for has, own, other in zip(biases, settings, group, strict=True) if has and own == settings[at]), None
-        ):
-            yield group[at].order, _as_in("nothing is added to its scores, and a bias is", sibling)
-    for at, sibling_at in _lone(memories, is_odd=bool):
-        yield group[at].order, _as_in("it does not attend to the sequence that is attended to", group[sibling_at])
+class Siblings(list[CallComparison]):
+    """Calls of modules that are built alike, or stand at the same position of their layers."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The module that made each call."""
+        return [self.tracker.callers[call.module] for call in self]
 
 
-def _as_in(what: str, sibling: CallComparison) -> str:
-    return f"{what} in {sibling.label}, which is the same kind of module"
+class Oddity(NamedTuple):
+    """A call that asks for something else than its siblings. at, sibling: indices in the group. what: what it does."""
+
+    at: int
+    what: str
+    sibling: int
 
 
-def _strange(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str]]:
-    """Yield the orders of calls that ask for something else than the others of modules built alike, and what that is."""
+# -- of modules built alike --------------------------------------------------------------------------------------------------
 
-    def said(at: int, what: str, sibling: int) -> tuple[int, str]:
-        return group[at].order, _as_in(what, group[sibling])
 
-    modules, traits = [tracker.callers[call.module] for call in group], [call.traits for call in group]
-    gives = [{**_arrived(call, tracker), **_gives_gradients(call, tracker)} for call in group]
+def _other_gradients(group: Siblings) -> Iterator[Oddity]:
+    gives = [{**_arrived(call, group.tracker), **_gives_gradients(call, group.tracker)} for call in group]
     for name in dict.fromkeys(name for one in gives for name in one):
         for at, sibling in _lone([one.get(name) for one in gives], is_odd=lambda given: not given):
-            yield said(at, f"its {name} gets no gradient, and {name} gets one", sibling)
-    for at, sibling in _lone([one.held for one in traits], is_odd=lambda held: held != "float32"):
+            yield Oddity(at, f"its {name} gets no gradient, and {name} gets one", sibling)
+
+
+def _other_roundings(group: Siblings) -> Iterator[Oddity]:
+    held, modules = [call.traits.held for call in group], group.modules
+    for at, sibling in _lone(held, is_odd=lambda dtype: dtype != "float32"):
         if _dtypes(modules[at]) == _dtypes(modules[sibling]):
-            yield said(at, f"its q, k or v was rounded to {traits[at].held}, and none was", sibling)
-    yield from ((group[at].order, _as_in(what, group[sibling])) for at, what, sibling in _other_masks(group, tracker))
-    windows = [one.reach for one in traits]
-    found = [window for window in {*windows} if window is not None]
-    if len(found) == 2 and abs(found[0][0] - found[1][0]) == 1 and len({*map(bool, (found[0][1], found[1][1]))}) == 1:
-        for at, sibling in _others(windows):
-            own_keys, keys = (sum(windows[one] or ()) + 1 for one in (at, sibling))
-            yield said(at, f"its window is {own_keys} keys, and {keys}", sibling)
-    orders = [one.keys for one in traits]
-    many = [None if order is None else len({*order}) for order in orders]
-    odd = _lone(many, is_odd=lambda number: number < max(filter(None, many))) if len({*many} - {None}) > 1 else _others(orders)
-    for at, sibling in odd if len({*orders} - {None}) == 2 else ():
-        if _shapes(modules[at]) == _shapes(modules[sibling]):
-            yield said(at, f"its heads share keys as {_listed(orders[at])}, and as {_listed(orders[sibling])}", sibling)
-    for at, (scale, sibling) in odd_scales([call.workload for call in group], modules[0]).items():
-        own = group[at].workload.softmax_scale
-        yield said(at, f"its scale is {own:.6g}, and {scale:.6g}", sibling)
+            yield Oddity(at, f"its q, k or v was rounded to {held[at]}, and none was", sibling)
 
 
-def _other_masks(group: list[CallComparison], tracker: Tracker) -> Iterator[tuple[int, str, int]]:
-    """Yield which call has a mask of its own among those of one shape whose modules were told the same, how, and a sibling."""
-    told = [(_settings(tracker.callers[call.module]), tracker.told[call.module]) for call in group]
-    kinds = [call.traits.seen and (told.index(one), call.traits.seen[0]) for one, call in zip(told, group, strict=True)]
+def _other_masks(group: Siblings) -> Iterator[Oddity]:
+    """Yield calls with a mask of their own among those of one shape whose modules were told the same."""
+    given = [group.tracker.call_settings[call.module] for call in group]
+    settings = list(zip(map(_settings, group.modules), given, strict=True))
+    kinds = [
+        call.traits.seen and (settings.index(own), call.traits.seen[0]) for own, call in zip(settings, group, strict=True)
+    ]
     for kind in dict.fromkeys(filter(None, kinds)):
         seen = [
             call.traits.seen[1] if call.traits.seen and one == kind else None for one, call in zip(kinds, group, strict=True)
         ]
         for at, sibling in _lone(seen, is_odd=lambda _: True, others=4):
-            what = (
-                "its mask shows other keys than those that are shown" if seen[at] else "it hides no key, and keys are hidden"
-            )
-            yield at, what if seen[sibling] else "its mask hides keys, and no key is hidden", sibling
+            what = "its mask shows other keys than those that are shown"
+            if not seen[at]:
+                what = "it hides no key, and keys are hidden"
+            elif not seen[sibling]:
+                what = "its mask hides keys, and no key is hidden"
+            yield Oddity(at, what, sibling)
+
+
+def _other_windows(group: Siblings) -> Iterator[Oddity]:
+    """Yield calls whose window is one key larger or smaller, where there are two windows."""
+    windows = [call.traits.reach for call in group]
+    found = [window for window in {*windows} if window is not None]
+    if len(found) != 2:
+        return
+    (back, ahead), (other_back, other_ahead) = found
+    if abs(back - other_back) == 1 and bool(ahead) == bool(other_ahead):
+        for at, sibling in _others(windows):
+            own_keys, keys = (sum(windows[one] or ()) + 1 for one in (at, sibling))
+            yield Oddity(at, f"its window is {own_keys} keys, and {keys}", sibling)
+
+
+def _other_heads(group: Siblings) -> Iterator[Oddity]:
+    """Yield calls whose heads share keys in another order, or whose heads share fewer keys than all others'."""
+    orders, modules = [call.traits.keys for call in group], group.modules
+    if len({*orders} - {None}) != 2:
+        return
+    many = [None if order is None else len({*order}) for order in orders]
+    most = max(filter(None, many))
+    odd = _lone(many, is_odd=lambda number: number < most) if len({*many} - {None}) > 1 else _others(orders)
+    for at, sibling in odd:
+        if _shapes(modules[at]) == _shapes(modules[sibling]):
+            yield Oddity(at, f"its heads share keys as {_listed(orders[at])}, and as {_listed(orders[sibling])}", sibling)
+
+
+def _other_scales(group: Siblings) -> Iterator[Oddity]:
+    for at, (scale, sibling) in odd_scales([call.workload for call in group], group.modules[0]).items():
+        yield Oddity(at, f"its scale is {group[at].workload.softmax_scale:.6g}, and {scale:.6g}", sibling)
+
+
+OF_BUILD = (_other_gradients, _other_roundings, _other_masks, _other_windows, _other_heads, _other_scales)
+
+
+# -- of modules at the same position of their layers, whatever parameters they have ------------------------------------------
+
+
+def _without_bias(group: Siblings) -> Iterator[Oddity]:
+    settings, biases = [_settings(module) for module in group.modules], [call.traits.has_bias for call in group]
+    for at, _ in _lone(biases, is_odd=lambda has_bias: not has_bias):
+        alike = (n for n, (has, own) in enumerate(zip(biases, settings, strict=True)) if has and own == settings[at])
+        if (sibling := next(alike, None)) is not None:
+            yield Oddity(at, "nothing is added to its scores, and a bias is", sibling)
+
+
+def _without_memory(group: Siblings) -> Iterator[Oddity]:
+    for at, sibling in _lone([call.traits.memory or None for call in group], is_odd=bool):
+        yield Oddity(at, "it does not attend to the sequence that is attended to", sibling)
+
+
+OF_POSITION = (_without_bias, _without_memory)
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------------
 
 
 def _arrived(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
@@ -202,15 +259,15 @@ def _arrived(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
 def _settings(module: torch.nn.Module) -> dict[str, object]:
     """Return the settings of a module, but for which layer it is, and of what computes attention for it."""
     computing = {name: value for name, value in vars(module).items() if callable(value) and name != "forward"}
-    told = {name: value if isroutine(value) else (type(value), _plain(value)) for name, value in computing.items()}
+    callables = {name: value if isroutine(value) else (type(value), _plain(value)) for name, value in computing.items()}
     kinds, at = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[at] if isinstance(kinds, list | tuple) and isinstance(at, int) and at < len(kinds) else None
-    return {**_plain(module), **told, "layer_types": kind}
+    return {**_plain(module), **callables, "layer_types": kind}
 
 
-def _plain(of: object) -> dict[str, object]:
+def _plain(owner: object) -> dict[str, object]:
     is_place = re.compile("idx|index|layer|^_").search
-    return {name: value for name, value in getattr(of, "__dict__", {}).items() if is_setting(value) and not is_place(name)}
+    return {name: value for name, value in getattr(owner, "__dict__", {}).items() if is_setting(value) and not is_place(name)}
 
 
 def _dtypes(module: torch.nn.Module) -> list[torch.dtype]:
@@ -279,7 +336,7 @@ def _leaves_out_norm(call: CallComparison, module: torch.nn.Module | None, used:
     projects = [part for name, part in parts.items() if PROJECTS_KEYS(name) or "qkv" in name.lower()]
     for name, part in parts.items() if any(map(_learns, projects)) else ():
         learns = any(parameter.requires_grad for parameter in part.parameters())
-        if _NORM(name.lower()) and learns and (*_place(call.module, module), name) not in used:
+        if _NORM(name.lower()) and learns and (*_position(call.module, module), name) not in used:
             return f"its module has {name}, and does not use it: its weights get no gradient, and q, k or v get one"
     return ""
 
@@ -318,22 +375,30 @@ def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) ->
     """
     own = [w.softmax_scale for w in workloads]
     scales = Counter(own)
-    usual, times = scales.most_common(1)[0]
-    if len(scales) != 2 or 2 < len(own) == 2 * times:
+    if len(scales) != 2 or 2 < len(own) == 2 * max(scales.values()):
         return {}
-    default = workloads[0].replace(scale=None).softmax_scale
-    agree = times > 1 and 2 * (len(own) - times) <= times
-    right = [default, *_configured_scales(module), *([usual] if agree else [])]
-    is_stock = _is_of_transformers(module)
-    right = [scale for scale in right if any(_is_alike(scale, one) for one in scales)] or [1.0] * (is_stock and 1.0 in scales)
-    # 1 says that q is scaled or normalized already
-    counts_all = (agree and _is_alike(usual, default) and 1.0 not in scales) or is_stock
+    default, agreed = workloads[0].replace(scale=None).softmax_scale, _agreed(scales)
+    right = _right_scales(scales, [default, *_configured_scales(module), *([agreed] if agreed else [])], module)
+    is_default_agreed = agreed is not None and _is_alike(agreed, default) and 1.0 not in scales
+    counts_all = is_default_agreed or _is_of_transformers(module)
     found = {}
     for at, scale in enumerate(own):
         near = [one for one in right if counts_all or _ALIKE[0] < scale / one < _ALIKE[1]]
-        if near and not any(_is_alike(scale, one) for one in right):
-            found[at] = near[0], next(number for number, one in enumerate(own) if _is_alike(one, near[0]))
+        if near and not _is_among(scale, right):
+            found[at] = near[0], [_is_alike(one, near[0]) for one in own].index(True)
     return found
+
+
+def _agreed(scales: Counter[float]) -> float | None:
+    """Return what at least two siblings, and twice as many as have another, have; None where they do not agree."""
+    usual, times = scales.most_common(1)[0]
+    return usual if times > 1 and 2 * (scales.total() - times) <= times else None
+
+
+def _right_scales(scales: Iterable[float], known: Iterable[float], module: torch.nn.Module | None) -> list[float]:
+    """Return those scales that are known to be right. 1 says that q is scaled or normalized already."""
+    right = [scale for scale in known if _is_among(scale, scales)]
+    return right or [1.0] * (_is_of_transformers(module) and 1.0 in scales)
 
 
 def _is_of_transformers(module: torch.nn.Module | None) -> bool:
@@ -344,6 +409,10 @@ def _is_of_transformers(module: torch.nn.Module | None) -> bool:
 
 def _is_alike(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-4)
+
+
+def _is_among(scale: float, others: Iterable[float]) -> bool:
+    return any(_is_alike(scale, one) for one in others)
 
 
 def _configured_scales(module: torch.nn.Module | None) -> list[float]:

@@ -21,7 +21,7 @@ __tracebackhide__ = True  # what it raises is the step's own mistake
 
 @dataclass
 class StepResult:
-    """What one run of a step gave. outputs: its tensors by name. loss: the scalar among them. gradients: of parameters."""
+    """Results of one run of a step. outputs: its tensors by name. loss: the scalar among them. gradients: of parameters."""
 
     outputs: dict[str, torch.Tensor]
     loss: torch.Tensor | None
@@ -29,7 +29,7 @@ class StepResult:
 
     @property
     def infers(self) -> bool:
-        """Whether it was computed in inference mode, where nothing has a gradient."""
+        """True where it was computed in inference mode, where nothing has a gradient."""
         return any(t.is_inference() for t in (*self.outputs.values(), self.loss) if t is not None)
 
     def settled(self) -> StepResult:
@@ -208,7 +208,7 @@ def untouched(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
 
     Gradients are None at the start of every run, and those of before come back at the end.
     """
-    random_numbers, state = _RandomNumbers(), _State(model)
+    random_numbers, state = _RandomNumbers(), _ModelState(model)
 
     def again() -> None:
         state.restore()
@@ -225,7 +225,7 @@ def untouched(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
             every.callback(state.restore)
 
 
-class _State:
+class _ModelState:
     """Copies of all that belongs to a model, and the objects themselves."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -182,7 +182,7 @@ class AttentionShare:
 
     @property
     def is_seen(self) -> bool:
-        """Whether it is more than the scatter of the step."""
+        """True where it is more than the scatter of the step."""
         return self.low > 0
 
     def to_dict(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Replacer(Recorder):
 
 
 class ModelAttention(Subject):
-    """What the model calls itself; nothing is put in its place."""
+    """The model's own attention; nothing is put in its place."""
 
     name = "model"
     is_backend = False
@@ -141,7 +141,7 @@ class Preparation:
         raise SubstitutionError(f"{module}: a call of {function}: {reason}")
 
 
-class Seen(NamedTuple):
+class KeptCall(NamedTuple):
     """A call of a timed step. inputs: with its own q, k and v. out: native. versions: of these four, as torch counts them."""
 
     inputs: Inputs
@@ -149,7 +149,7 @@ class Seen(NamedTuple):
     versions: list[int]
 
     @classmethod
-    def of(cls, inputs: Inputs, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Seen | None:
+    def of(cls, inputs: Inputs, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> KeptCall | None:
         """Return it, None for tensors of inference, whose changes nobody counts."""
         q, k, v = (t.detach() for t in tensors)
         if any(t.is_inference() for t in (q, k, v, out)):
@@ -160,7 +160,7 @@ class Seen(NamedTuple):
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether the model has changed none of the tensors since."""
+        """True where the model has changed none of the tensors since."""
         return self.versions == [t._version for t in (self.inputs.q, self.inputs.k, self.inputs.v, self.out)]
 
 
@@ -180,7 +180,7 @@ class BackendSubstitute(Preparation):
         super().__init__()
         self._subject, self._backward = subject, backward
         self._looked_at, self._chosen = -1, random.Random(os.urandom(16))
-        self._seen: Seen | None = None
+        self._kept: KeptCall | None = None
         self._looks, self._looking, self._begun = 0, 0.0, time.perf_counter()
 
     def handle(self, intercepted: InterceptedCall) -> Any:
@@ -201,7 +201,7 @@ class BackendSubstitute(Preparation):
             out = kernel(*native)
             out = out[0] if isinstance(out, tuple | list) else out
             if not torch.compiler.is_compiling() and number == self._looked_at:
-                self._seen = Seen.of(inputs, native, plain("out", out))
+                self._kept = KeptCall.of(inputs, native, plain("out", out))
             return arguments.to_result(out)
 
         self.substitutes.append(compute)
@@ -215,24 +215,24 @@ class BackendSubstitute(Preparation):
         begun = time.perf_counter()
         if self._looks >= _FEWEST_LOOKS and self._looking > _SHARE_OF_LOOKS * (begun - self._begun) and not is_last:
             return ""
-        seen, self._seen = self._seen, None
+        kept, self._kept = self._kept, None
         self._looked_at = self._chosen.randrange(len(self.substitutes))
-        if seen is None or not seen.is_as_it_was:
+        if kept is None or not kept.is_as_it_was:
             return ""
-        fault = self._fault_of(seen)
+        fault = self._fault_of(kept)
         self._looks += 1
         self._looking += time.perf_counter() - begun
         return fault
 
-    def _fault_of(self, seen: Seen) -> str:
-        subject, w = self._subject, seen.inputs.workload
-        inputs = subject.dequantized(seen.inputs) if subject.is_approximate else seen.inputs
+    def _fault_of(self, kept: KeptCall) -> str:
+        subject, w = self._subject, kept.inputs.workload
+        inputs = subject.dequantized(kept.inputs) if subject.is_approximate else kept.inputs
         precision = precision_named(subject.precision_on(inputs.device.type))
         found = exact_rows(inputs, precision, ["out"], _ROWS, self._chosen)
         if found is None:
             return ""
         expected = found.expected["out"]
-        got = found.of(seen.out.to(expected.value.device), w)
+        got = found.of(kept.out.to(expected.value.device), w)
         got = got.where(expected.value.any(-1, keepdim=True), 0)  # rows that see no key hold what libraries like
         row = compare_rows("out", "", got, expected, w, limits_of("out", limits_named("default")))
         if row.excess <= _BUDGETS or row.relative_l2 <= _SHARE:

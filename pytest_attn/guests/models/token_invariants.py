@@ -38,29 +38,31 @@ _PADDED_OTHERWISE = {"cpmant", "funnel", "mra", "nystromformer", "reformer", "yo
 # -- what a configuration says of each layer ---------------------------------------------------------------------------------
 
 
-def layer_windows(of: TokenModel) -> list[int | None]:
+def layer_windows(model: TokenModel) -> list[int | None]:
     """Return the window of each layer in tokens, the token itself included; None of a layer that sees all before it.
 
     Empty where the configuration knows layers of other kinds, whose windows it need not name.
     """
-    kinds = of.says("layer_types") or ["sliding_attention"] * int(of.says("num_hidden_layers") or 0)
+    kinds = model.says("layer_types") or ["sliding_attention"] * int(model.says("num_hidden_layers") or 0)
     if not set(kinds) <= {"sliding_attention", "full_attention"}:
         return []
-    return [of.window if kind == "sliding_attention" else None for kind in kinds]
+    return [model.window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def reach(of: TokenModel) -> int | None:
+def reach(model: TokenModel) -> int | None:
     """Return how many tokens back the last row of the last layer sees through all windows; None where a layer sees all."""
-    windows = layer_windows(of)
+    windows = layer_windows(model)
     return None if not windows or None in windows else sum(window - 1 for window in windows if window is not None)
 
 
-def has_windows(of: TokenModel) -> bool:
-    """Whether it is sure that layers have the window of the configuration: it names them, or the model asks for one."""
-    if of.window is None:
+def has_windows(model: TokenModel) -> bool:
+    """Return whether it is sure that layers have the window of the configuration: it names them, or the model asks for one."""
+    if model.window is None:
         return False
-    asks = any(w.mask is not None and w.mask.band is not None and w.mask.band.left is not None for _, w in of.asked.calls)
-    return bool(of.says("layer_types")) or asks or any("sliding" in name for name in of.asked.masks)
+    asks = any(
+        w.mask is not None and w.mask.band is not None and w.mask.band.left is not None for _, w in model.requests.calls
+    )
+    return bool(model.says("layer_types")) or asks or any("sliding" in name for name in model.requests.masks)
 
 
 def _layer_of(module: str) -> int | None:
@@ -68,10 +70,10 @@ def _layer_of(module: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def wrong_masks(of: TokenModel) -> str:
+def wrong_masks(model: TokenModel) -> str:
     """Say which layer asks for another mask than the configuration names; "" where none does, or none is a causal window's."""
-    windows, tokens = layer_windows(of), of.ids.shape[1]
-    for module, workload in of.asked.calls:
+    windows, tokens = layer_windows(model), model.ids.shape[1]
+    for module, workload in model.requests.calls:
         layer, mask = _layer_of(module), workload.mask
         if layer is None or layer >= len(windows) or mask is None or mask.band is None:
             continue
@@ -87,23 +89,23 @@ def wrong_masks(of: TokenModel) -> str:
     return ""
 
 
-def wrong_scores(of: TokenModel) -> str:
+def wrong_scores(model: TokenModel) -> str:
     """Say which layer asks for what it should not; "" where none does.
 
     That is another soft-cap than the configuration names, no sinks though it has some, another scale than layers that are
     built like it, or one that a model of transformers has from nowhere.
     """
-    softcap = of.says("attn_logit_softcapping")
-    parts = dict(of.model.named_modules())
+    softcap = model.says("attn_logit_softcapping")
+    parts = dict(model.module.named_modules())
     alike: dict[tuple[Any, ...], list[tuple[str, Workload]]] = {}
-    for module, workload in of.asked.calls:
+    for module, workload in model.requests.calls:
         if softcap and workload.softcap != softcap:
             return f"{module} asks for {_or_none('a soft-cap of', workload.softcap)}; the configuration says {softcap:g}"
         part = parts.get(module)
         if isinstance(getattr(part, "sinks", None), torch.Tensor) and not workload.sinks:
             return f"{module} asks for no sinks, and has some"
         alike.setdefault((type(part), workload.head_dim), []).append((module, workload))
-    if of.says("scale_attn_by_inverse_layer_idx"):
+    if model.says("scale_attn_by_inverse_layer_idx"):
         return ""
     for calls in alike.values():
         odd = odd_scales([workload for _, workload in calls], parts.get(calls[0][0]))
@@ -112,22 +114,26 @@ def wrong_scores(of: TokenModel) -> str:
             asked = f"{module} asks for a scale of {workload.softmax_scale:.6g}"
             return f"{asked}, and {other}, which is built like it, for {scale:.6g}"
         module, workload = calls[0]
-        if len({w.softmax_scale for _, w in calls}) == 1 and not _is_named(of, parts.get(module), workload):
+        if len({w.softmax_scale for _, w in calls}) == 1 and not _is_named(model, parts.get(module), workload):
             asked = f"{module} asks for a scale of {workload.softmax_scale:.6g}"
             return f"{asked}, not 1 / sqrt({workload.head_dim}), and its configuration names none like it"
     return ""
 
 
-def _is_named(of: TokenModel, module: Any, workload: Workload) -> bool:
-    """Whether a scale is usual, or of a configuration; True of what transformers does not define."""
-    rope, scale = str(of.says("rope_parameters") or of.says("rope_scaling") or ""), workload.softmax_scale
-    if not type(getattr(of.model, "_orig_mod", of.model)).__module__.startswith("transformers.") or "mscale" in rope:
+def _is_named(model: TokenModel, module: Any, workload: Workload) -> bool:
+    """Return whether a scale is usual, or of a configuration; True of what transformers does not define."""
+    rope, scale = str(model.says("rope_parameters") or model.says("rope_scaling") or ""), workload.softmax_scale
+    if not type(getattr(model.module, "_orig_mod", model.module)).__module__.startswith("transformers.") or "mscale" in rope:
         return True
-    says = {**vars(of.config), **vars(getattr(module, "config", None) or of.config)}
+    return any(abs(scale / one - 1) < 1e-4 for one in _named_scales(model, module, workload))
+
+
+def _named_scales(model: TokenModel, module: Any, workload: Workload) -> list[float]:
+    """Return the scales that a configuration may mean."""
+    says = {**vars(model.config), **vars(getattr(module, "config", None) or model.config)}
     positive = {name: value for name, value in says.items() if isinstance(value, int | float) and value > 0}
     sizes, scales = ([v for n, v in positive.items() if any(part in n for part in parts)] for parts in (_OF_SIZES, _OF_SCALES))
-    named = [1.0, *(v**-0.5 for v in (workload.head_dim, *sizes, *scales)), *scales, *(1 / v for v in scales)]
-    return any(abs(scale / one - 1) < 1e-4 for one in named)
+    return [1.0, *(v**-0.5 for v in (workload.head_dim, *sizes, *scales)), *scales, *(1 / v for v in scales)]
 
 
 #: parts of the names of numbers of a configuration: scores may be divided by the root of one, or else multiplied with it
@@ -141,52 +147,52 @@ def _or_none(what: str, value: float | None) -> str:
 # -- the invariants ----------------------------------------------------------------------------------------------------------
 
 
-def future(of: TokenModel) -> str:
+def future(model: TokenModel) -> str:
     """Rows before a token that changes stay as they are."""
-    if of.is_named_causal is False:
+    if model.is_named_causal is False:
         raise NotApplicable("the model is not causal")
-    if of.is_named_causal is None and of.seeing:
-        if any("bidirectional" in name for name in of.asked.masks):
+    if model.is_named_causal is None and model.seeing:
+        if any("bidirectional" in name for name in model.requests.masks):
             raise NotApplicable("the model makes masks to both sides")
         why = "nothing says that the model is causal"
-        raise NotApplicable(f"not run: {why}, and {of.seeing}; say causal=True where that is wrong, else causal=False")
-    return of.seeing
+        raise NotApplicable(f"not run: {why}, and {model.seeing}; say causal=True where that is wrong, else causal=False")
+    return model.seeing
 
 
-def receptive_field(of: TokenModel) -> str:
+def receptive_field(model: TokenModel) -> str:
     """Each layer asks for what the configuration and layers like it ask for, and rows beyond all windows are bit-equal."""
-    is_windowed = of.has_tokens and has_windows(of)
-    if wrong := wrong_scores(of) or (is_windowed and wrong_masks(of)):
+    is_windowed = model.batch.has_tokens and has_windows(model)
+    if wrong := wrong_scores(model) or (is_windowed and wrong_masks(model)):
         return wrong
-    if not is_windowed and len(of.asked.calls) < 2:
+    if not is_windowed and len(model.requests.calls) < 2:
         raise NotApplicable("its configuration names no window, and fewer than two of its attention calls are seen")
-    field, tokens = reach(of) if is_windowed else None, of.ids.shape[1]
-    if is_windowed and of.window is not None and tokens <= of.window:
-        of.note = f"{tokens} tokens lie within a window of {of.window}; give longer sequences to see its edge"
-    if field is None or not of.is_causal or tokens < field + 2:
+    field, tokens = reach(model) if is_windowed else None, model.ids.shape[1]
+    if is_windowed and model.window is not None and tokens <= model.window:
+        model.note = f"{tokens} tokens lie within a window of {model.window}; give longer sequences to see its edge"
+    if field is None or not model.is_causal or tokens < field + 2:
         return ""
     what = f"a row sees token 0, and the windows of all layers reach back {field} tokens only"
-    return of.moved(of.rows_with_another_token(0), slice(field + 1, None), what)
+    return model.moved(model.rows_with_another_token(0), slice(field + 1, None), what)
 
 
-def padding(of: TokenModel, side: str) -> str:
+def padding(model: TokenModel, side: str) -> str:
     """A sequence that is padded gives the rows that it gives without; on the left, its next tokens do, too."""
-    if not of.takes("attention_mask"):
+    if not model.takes("attention_mask"):
         raise NotApplicable("its forward pass takes no attention_mask")
     is_left = side == "left"
-    if is_left and not of.takes("position_ids"):
+    if is_left and not model.takes("position_ids"):
         raise NotApplicable("its forward pass takes no position_ids")
-    if of.says("model_type") in _PADDED_OTHERWISE:
+    if model.says("model_type") in _PADDED_OTHERWISE:
         raise NotApplicable("its rows depend on padding by design")
-    padded = _padded(of, is_left)
+    padded = _padded(model, is_left)
     if is_left:
-        evidence = _decoded_after(of, padded)
-    elif evidence := _after_padded_source(of):
+        evidence = _decoded_after(model, padded)
+    elif evidence := _after_padded_source(model):
         pass
     else:
-        rows = of.rows_of(padded.ids, padded.places, attention_mask=padded.real.long())
-        evidence = of.far_rows(rows.where(padded.real[..., None], 0), padded.expected, padded.what)
-    if evidence and of.mixes_otherwise:
+        rows = model.rows_of(padded.ids, padded.places, attention_mask=padded.real.long())
+        evidence = model.far_rows(rows.where(padded.real[..., None], 0), padded.expected, padded.what)
+    if evidence and model.mixes_otherwise:
         raise NotApplicable(f"not run: it mixes tokens by more than attention, which may see padding ({evidence})")
     return evidence
 
@@ -208,23 +214,25 @@ class _Padded(NamedTuple):
     what: str
 
 
-def _padded(of: TokenModel, is_left: bool) -> _Padded:
-    (batch, tokens), extra = of.ids.shape, _PADDING
+def _padded(model: TokenModel, is_left: bool) -> _Padded:
+    (batch, tokens), extra = model.ids.shape, _PADDING
     lengths = [tokens] * batch
-    told = {"position_ids": torch.arange(tokens, device=of.ids.device).expand_as(of.ids)} if is_left else {}
-    rows = list(of.rows_of(of.ids, of.places, **told) if is_left else of.rows)
+    arguments = {"position_ids": torch.arange(tokens, device=model.ids.device).expand_as(model.ids)} if is_left else {}
+    rows = list(model.rows_of(model.ids, model.places, **arguments) if is_left else model.rows)
     if batch > 1:
         lengths[-1] = short = tokens - _SHORTER
-        told = {name: positions[-1:, :short] for name, positions in told.items()}
-        rows[-1] = of.rows_of(of.ids[-1:, :short], of.places[-1:, :short], **told)[0]
+        arguments = {name: positions[-1:, :short] for name, positions in arguments.items()}
+        rows[-1] = model.rows_of(model.ids[-1:, :short], model.places[-1:, :short], **arguments)[0]
     ids = (
-        of.ids[:, :1].expand(-1, tokens + extra) if of.pad_id is None else of.ids.new_full((batch, tokens + extra), of.pad_id)
+        model.ids[:, :1].expand(-1, tokens + extra)
+        if model.pad_id is None
+        else model.ids.new_full((batch, tokens + extra), model.pad_id)
     )
-    ids, places = ids.clone(), of.places.new_full(ids.shape, -1)
+    ids, places = ids.clone(), model.places.new_full(ids.shape, -1)
     real, expected = torch.zeros_like(ids, dtype=torch.bool), rows[0].new_zeros(*ids.shape, rows[0].shape[-1])
     for row, length in enumerate(lengths):
         here = row, slice(tokens + extra - length, None) if is_left else slice(length)
-        ids[here], places[here], real[here] = of.ids[row, :length], of.places[row, :length], True
+        ids[here], places[here], real[here] = model.ids[row, :length], model.places[row, :length], True
         expected[here] = rows[row]
     more = f" or {extra + _SHORTER}" if batch > 1 else ""
     return _Padded(
@@ -232,27 +240,27 @@ def _padded(of: TokenModel, is_left: bool) -> _Padded:
     )
 
 
-def _decoded_after(of: TokenModel, padded: _Padded) -> str:
+def _decoded_after(model: TokenModel, padded: _Padded) -> str:
     """Say how rows differ after padding on the left, and those of the next tokens through a cache, where there is one."""
     mask, width = padded.real.long(), padded.ids.shape[1]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
 
     def far(rows: torch.Tensor, start: int, end: int, what: str) -> str:
         real = padded.real[:, start:end, None]
-        return of.far_rows(rows.where(real, 0), padded.expected[:, start:end], what, start)
+        return model.far_rows(rows.where(real, 0), padded.expected[:, start:end], what, start)
 
-    rows = of.rows_of(padded.ids, padded.places, attention_mask=mask, position_ids=positions)
+    rows = model.rows_of(padded.ids, padded.places, attention_mask=mask, position_ids=positions)
     if evidence := far(rows, 0, width, padded.what):
         return evidence
-    if not (of.is_causal and of.cache_name) or _cuts_unasked(of):
+    if not (model.is_causal and model.cache_name) or _cache_may_cut(model):
         return ""
-    cache, middle = None, _PADDING + of.ids.shape[1] // 2
+    cache, middle = None, _PADDING + model.ids.shape[1] // 2
     for start, end in ((0, middle), *((step, step + 1) for step in range(middle, middle + 3))):
-        told = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        arguments = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
         try:
-            rows, cache = _cached(of, cache, padded.ids[:, start:end], padded.places[:, start:end], **told)
+            rows, cache = _cached(model, cache, padded.ids[:, start:end], padded.places[:, start:end], **arguments)
         except _RAISED as error:
-            of.note = f"what follows padding is not decoded: the model raises {_in_a_line(error)}"
+            model.note = f"what follows padding is not decoded: the model raises {_in_a_line(error)}"
             return ""
         if cache is None:
             return ""
@@ -261,15 +269,15 @@ def _decoded_after(of: TokenModel, padded: _Padded) -> str:
     return ""
 
 
-def _after_padded_source(of: TokenModel) -> str:
+def _after_padded_source(model: TokenModel) -> str:
     """Say how rows of a decoder differ where its encoder is given padding, through a cache, too; "" for not at all."""
-    padded = of.with_padded_source
+    padded = model.with_padded_source
     if padded is None:
         return ""
     what = "with padding on the right of what the encoder is given"
-    if evidence := of.far_rows(padded.rows_of(of.ids, of.places), of.rows, what):
+    if evidence := model.far_rows(padded.rows_of(model.ids, model.places), model.rows, what):
         return evidence
-    evidence = _decoded(padded, "dynamic") if of.is_causal and of.cache_name else ""
+    evidence = _decoded(padded, "dynamic") if model.is_causal and model.cache_name else ""
     return evidence and f"{evidence}, {what}"
 
 
@@ -277,25 +285,25 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _cuts_unasked(of: TokenModel) -> bool:
-    """Whether its caches cut keys at a window that no layer is sure to have."""
-    return of.window is not None and not has_windows(of)
+def _cache_may_cut(model: TokenModel) -> bool:
+    """Return whether its caches cut keys at a window that no layer is sure to have."""
+    return model.window is not None and not has_windows(model)
 
 
-def packed(of: TokenModel) -> str:
+def packed(model: TokenModel) -> str:
     """Two documents in one row, told apart by position_ids, give what each gives alone."""
-    if not (of.is_causal and of.takes("position_ids") and of.asked.masks):
+    if not (model.is_causal and model.takes("position_ids") and model.requests.masks):
         raise NotApplicable("it is not a causal model of transformers that takes position_ids")
-    if not of.asked.tells_documents:
+    if not model.requests.tells_documents:
         raise NotApplicable("it makes its masks without position_ids, so documents of one row are not told apart")
-    if of.mixes_otherwise:
+    if model.mixes_otherwise:
         raise NotApplicable("it mixes tokens by more than attention, which position_ids do not tell apart")
-    ids, places = of.ids[:1], of.places[:1]  # packing is of batch 1 where kernels do it
+    ids, places = model.ids[:1], model.places[:1]  # packing is of batch 1 where kernels do it
     length = ids.shape[1] // 2
     documents = {"first": slice(0, length), "second": slice(length, None)}
     positions = torch.cat([torch.arange(len(places[0, part]), device=ids.device) for part in documents.values()])
     for name, part in documents.items():
-        alone, known = of.part(part), torch.full_like(places, -1)
+        alone, known = model.part(part), torch.full_like(places, -1)
         known[:, part] = alone.places
         found = alone.rows_of(ids, known, position_ids=positions[None])[:, part]
         if evidence := alone.far_rows(found, alone.rows, f"the {name} of two packed documents", part.start):
@@ -303,75 +311,84 @@ def packed(of: TokenModel) -> str:
     return ""
 
 
-def decoding(of: TokenModel, kind: str) -> str:
+def decoding(model: TokenModel, kind: str) -> str:
     """Prefill, then one token after the other through a cache, gives the rows of the whole."""
-    if not (of.is_causal and of.cache_name):
+    if not (model.is_causal and model.cache_name):
         raise NotApplicable("it is not a causal model of transformers that takes a cache")
-    if of.is_decoder and kind != "dynamic":
+    if model.batch.is_decoder and kind != "dynamic":
         raise NotApplicable("a decoder beside an encoder has a cache of its own kind")
-    if kind == "sliding" and of.window is None:
+    if kind == "sliding" and model.window is None:
         raise NotApplicable("its configuration names no window")
-    if kind != "dynamic" and _cuts_unasked(of):
+    if kind != "dynamic" and _cache_may_cut(model):
         raise NotApplicable("its configuration names a window, and no layer asks for one")
-    if kind == "static" and not _supports_static(of):
+    if kind == "static" and not _supports_static(model):
         raise NotApplicable("its class does not say that it supports a static cache")
     try:
-        evidence = _decoded(of, kind)
+        evidence = _decoded(model, kind)
     except _RAISED as error:
         raise NotApplicable(f"not run: with a {kind} cache the model raises {_in_a_line(error)}") from error
-    if evidence and of.unknown_kinds:
-        raise NotApplicable(f"not run: {some(of.unknown_kinds)} may choose keys otherwise with a cache ({evidence})")
+    if evidence and model.unknown_kinds:
+        raise NotApplicable(f"not run: {some(model.unknown_kinds)} may choose keys otherwise with a cache ({evidence})")
     return evidence
 
 
-def _supports_static(of: TokenModel) -> bool:
-    model: Any = getattr(of.model, "_orig_mod", of.model)
-    return bool(getattr(model, "_supports_static_cache", getattr(model, "_can_compile_fullgraph", True)))
+def _supports_static(model: TokenModel) -> bool:
+    module: Any = getattr(model.module, "_orig_mod", model.module)
+    return bool(getattr(module, "_supports_static_cache", getattr(module, "_can_compile_fullgraph", True)))
 
 
-def _decoded(of: TokenModel, kind: str) -> str:
-    """Say how rows through a cache differ, "" for not at all."""
+def _first_cache(model: TokenModel, kind: str) -> Any:
+    """Return an empty cache, None for the model's own."""
     transformers: Any = importlib.import_module("transformers")
-    tokens = of.ids.shape[1]
-    middle = 1 if of.is_decoder else tokens // 2  # beside an encoder it begins with one token
-    cache = None  # the model's own
     if kind == "static":
-        cache = transformers.StaticCache(config=of.config, max_cache_len=tokens + 3)
-    elif kind == "dynamic" and of.window is not None and not of.mixes_otherwise:
-        cache = transformers.DynamicCache()  # that keeps all
+        return transformers.StaticCache(config=model.config, max_cache_len=model.ids.shape[1] + 3)
+    keeps_all = kind == "dynamic" and model.window is not None and not model.mixes_otherwise
+    return transformers.DynamicCache() if keeps_all else None
+
+
+def _decoding_steps(model: TokenModel, kind: str) -> tuple[int, list[tuple[int, int, str]]]:
+    """Return where decoding begins, and each run's first token, end, and what it is."""
+    tokens = model.ids.shape[1]
+    middle = 1 if model.batch.is_decoder else tokens // 2  # beside an encoder it begins with one token
     steps = [(0, middle, f"prefill with a {kind} cache")]
-    if not (of.mixes_otherwise or of.is_decoder):
+    if not (model.mixes_otherwise or model.batch.is_decoder):
         steps.append((middle, middle + 3, f"three tokens at once with a {kind} cache"))
-    steps += [(at, at + 1, f"decoding with a {kind} cache") for at in range(steps[-1][1], tokens)]
-    positions = torch.arange(tokens, device=of.ids.device).expand_as(of.ids)
-    told: dict[str, torch.Tensor] = {}
+    return middle, steps + [(at, at + 1, f"decoding with a {kind} cache") for at in range(steps[-1][1], tokens)]
+
+
+def _decoded(model: TokenModel, kind: str) -> str:
+    """Say how rows through a cache differ, "" for not at all."""
+    tokens, cache = model.ids.shape[1], _first_cache(model, kind)
+    middle, steps = _decoding_steps(model, kind)
+    positions = torch.arange(tokens, device=model.ids.device).expand_as(model.ids)
+    arguments: dict[str, torch.Tensor] = {}
     for start, end, what in steps:
-        part, places, before = of.ids[:, start:end], of.places[:, start:end], None
-        if start == middle and of.mixes_otherwise and of.takes("position_ids"):
+        part, places, before = model.ids[:, start:end], model.places[:, start:end], None
+        if start == middle and model.mixes_otherwise and model.takes("position_ids"):
             before = copy.deepcopy(cache)
-        if told:
-            told = {"position_ids": positions[:, start:end]}
-        rows, cache = _cached(of, cache, part, places, **told)
+        if arguments:
+            arguments = {"position_ids": positions[:, start:end]}
+        rows, cache = _cached(model, cache, part, places, **arguments)
         if cache is None:
             raise NotApplicable("it returns no cache")
-        evidence = of.far_rows(rows, of.rows[:, start:end], what, start)
+        evidence = model.far_rows(rows, model.rows[:, start:end], what, start)
         if evidence and before is not None:  # some hybrids count positions from 0 in each call, and leave it to `generate`
-            from_0, _ = _cached(of, copy.deepcopy(before), part, places, position_ids=positions[:, :1])
-            told = {"position_ids": positions[:, start:end]}
-            if not of.far_rows(rows, from_0, what):
-                of.note = "it counts positions from 0 in each call: give position_ids where it decodes"
-                rows, cache = _cached(of, before, part, places, **told)
-                evidence = of.far_rows(rows, of.rows[:, start:end], what, start)
+            from_0, _ = _cached(model, copy.deepcopy(before), part, places, position_ids=positions[:, :1])
+            arguments = {"position_ids": positions[:, start:end]}
+            if not model.far_rows(rows, from_0, what):
+                model.note = "it counts positions from 0 in each call: give position_ids where it decodes"
+                rows, cache = _cached(model, before, part, places, **arguments)
+                evidence = model.far_rows(rows, model.rows[:, start:end], what, start)
         if evidence:
             return evidence
     return ""
 
 
-def _cached(of: TokenModel, cache: Any, ids: torch.Tensor, places: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Any]:
+def _cached(model: TokenModel, cache: Any, ids: torch.Tensor, places: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Any]:
     """Run some tokens through a cache, None for the one that the model makes itself; return rows and cache."""
-    given = {} if cache is None else {of.cache_name: cache}
-    rows, returned = of.run(ids, places, use_cache=True, **given, **more)
-    return rows, cache if cache is not None else getattr(returned, of.cache_name, None)
+    given = {} if cache is None else {model.cache_name: cache}
+    rows, returned = model.run(ids, places, use_cache=True, **given, **more)
+    return rows, cache if cache is not None else getattr(returned, model.cache_name, None)
 
 
 #: how much later all positions begin, and of how many tokens: far from 0 the rounding of angles in float32 counts for more
@@ -379,42 +396,51 @@ _SHIFT, _SHIFTED = 7, 24
 _ABSOLUTE = re.compile(r"pos|wpe").search
 
 
-def shifted(of: TokenModel) -> str:
+def shifted(model: TokenModel) -> str:
     """Rotation tells how far tokens are apart, so positions that all begin later give the same rows."""
-    if not (of.takes("position_ids") and of.asked.masks and not of.mixes_otherwise):
-        raise NotApplicable("it is not a model of transformers that takes position_ids")
-    ran = {id(part) for part in of.asked.parts}
-    ran_parts = [(name, part) for name, part in of.model.named_modules() if id(part) in ran]
-    if of.routing:
-        raise NotApplicable("the rounding of its angles may decide between experts")
-    if not any("rotary" in type(part).__name__.lower() for _, part in ran_parts):
-        raise NotApplicable("it rotates nothing by position_ids")
-    if any(isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in ran_parts):
-        raise NotApplicable("it learns an embedding of each position")
-    says = {**vars(of.config), **(of.says("rope_parameters") or {})}
-    bounds = [v for name, v in says.items() if isinstance(v, int) and v > 0 and ("max_position" in name or "floor" in name)]
-    if min(bounds, default=_SHIFT) < _SHIFT + _SHIFTED or any(kind in str(says.get("rope_parameters")) for kind in _BY_LENGTH):
-        raise NotApplicable("its angles depend on the length, or its positions end early")
-    ids, places = of.ids[:, :_SHIFTED], of.places[:, :_SHIFTED]
+    if reason := _not_shifted_because(model):
+        raise NotApplicable(reason)
+    ids, places = model.ids[:, :_SHIFTED], model.places[:, :_SHIFTED]
     at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    first, later = (of.rows_of(ids, places, position_ids=at + start) for start in (0, _SHIFT))
-    return of.far_rows(later, first, f"with positions that begin at {_SHIFT}")
+    first, later = (model.rows_of(ids, places, position_ids=at + start) for start in (0, _SHIFT))
+    return model.far_rows(later, first, f"with positions that begin at {_SHIFT}")
+
+
+def _not_shifted_because(model: TokenModel) -> str:
+    if not (model.takes("position_ids") and model.requests.masks and not model.mixes_otherwise):
+        return "it is not a model of transformers that takes position_ids"
+    if model.routing:
+        return "the rounding of its angles may decide between experts"
+    ran = set(map(id, model.requests.parts))
+    parts = [(name, part) for name, part in model.module.named_modules() if id(part) in ran]
+    if not any("rotary" in type(part).__name__.lower() for _, part in parts):
+        return "it rotates nothing by position_ids"
+    if any(isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in parts):
+        return "it learns an embedding of each position"
+    return "its angles depend on the length, or its positions end early" if _has_few_positions(model) else ""
+
+
+def _has_few_positions(model: TokenModel) -> bool:
+    says = {**vars(model.config), **(model.says("rope_parameters") or {})}
+    bounds = [v for name, v in says.items() if isinstance(v, int) and v > 0 and ("max_position" in name or "floor" in name)]
+    is_by_length = any(kind in str(says.get("rope_parameters")) for kind in _BY_LENGTH)
+    return is_by_length or min(bounds, default=_SHIFT) < _SHIFT + _SHIFTED
 
 
 #: kinds of rotary embeddings whose angles depend on how long a sequence is
 _BY_LENGTH = ("dynamic", "longrope")
 
 
-def batch_order(of: TokenModel) -> str:
+def batch_order(model: TokenModel) -> str:
     """A sequence gives the same rows wherever it stands in the batch, and alone."""
-    if len(of.ids) < 2:
+    if len(model.ids) < 2:
         raise NotApplicable("the batch has one sequence")
-    if any(isinstance(part, _BatchNorm) and part.training for part in of.model.modules()):
+    if any(isinstance(part, _BatchNorm) and part.training for part in model.module.modules()):
         raise NotApplicable("it normalizes over the batch")
-    reverse = of.rows_of(of.ids.flip(0), of.places.flip(0)).flip(0)
-    if evidence := of.far_rows(reverse, of.rows, "with the batch in reverse"):
+    reverse = model.rows_of(model.ids.flip(0), model.places.flip(0)).flip(0)
+    if evidence := model.far_rows(reverse, model.rows, "with the batch in reverse"):
         return evidence
-    return of.far_rows(of.rows_of(of.ids[-1:], of.places[-1:]), of.rows[-1:], "without the rest of the batch")
+    return model.far_rows(model.rows_of(model.ids[-1:], model.places[-1:]), model.rows[-1:], "without the rest of the batch")
 
 
 #: by name, in the order in which they are run
@@ -448,33 +474,33 @@ def judge_model_invariants(
     """
     names = chosen_names(only, skip, INVARIANTS, INVARIANTS)
     with unlimited_recompiles(), untouched(model):
-        of = TokenModel(model, batch, causal)
-        of.prepare()
-        findings = [_finding(name, of) for name in names]
+        tried = TokenModel(model, batch, causal)
+        tried.prepare()
+        findings = [_finding(name, tried) for name in names]
     quiet = [number for number, one in enumerate(findings) if one.outcome == "passed" and not one.evidence]
     if quiet:  # it is of all of them
-        findings[quiet[-1]] = replace(findings[quiet[-1]], evidence=of.routing.note)
-    what = f"{tuple(of.ids.shape)} tokens" if of.has_tokens else count(len(of.ids), "entry", "entries")
+        findings[quiet[-1]] = replace(findings[quiet[-1]], evidence=tried.routing.note)
+    what = f"{tuple(tried.ids.shape)} tokens" if tried.batch.has_tokens else count(len(tried.ids), "entry", "entries")
     return InvariantReport(what, type(model).__name__, tuple(findings))
 
 
-def _finding(name: str, of: TokenModel) -> Finding:
-    of.note = ""
+def _finding(name: str, model: TokenModel) -> Finding:
+    model.note = ""
     try:
-        if not of.has_tokens and name not in _OF_ANY:
+        if not model.batch.has_tokens and name not in _OF_ANY:
             raise NotApplicable("the batch has no token ids")
-        if of.routing and name != "field" and (limit := _capacity(of)):
+        if model.routing and name != "field" and (limit := _capacity(model)):
             raise NotApplicable(f"experts take so many tokens at most ({limit}), so that each token depends on the others")
-        evidence = INVARIANTS[name](of)
+        evidence = INVARIANTS[name](model)
     except NotApplicable as reason:
         return Finding(name, "not applicable", str(reason), 0)
     except _RAISED as error:
-        if not of.has_more:
+        if not model.has_more:
             raise
         return Finding(name, "not applicable", f"not run: the model raises {_in_a_line(error)}", 0)
-    return Finding(name, "broken" if evidence else "passed", evidence or of.note, 1)
+    return Finding(name, "broken" if evidence else "passed", evidence or model.note, 1)
 
 
-def _capacity(of: TokenModel) -> str:
+def _capacity(model: TokenModel) -> str:
     """Return the field of the configuration that bounds how many tokens an expert takes, "" for none."""
-    return next((name for name, value in vars(of.config or object).items() if "capacity" in name and value), "")
+    return next((name for name, value in vars(model.config or object).items() if "capacity" in name and value), "")

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.capture import Recorder
 from pytest_attn.guests.models.compiled import is_compiled
-from pytest_attn.guests.models.exact import SeededGenerators
+from pytest_attn.guests.models.exact_attention import SeededGenerators
 from pytest_attn.guests.models.interception import intercept_attention, is_of_transformers
 from pytest_attn.guests.models.routing import Routing
 from pytest_attn.guests.models.step import named_tensors
@@ -40,8 +41,8 @@ _OTHERS = {"linear_attention", "hybrid", "hybrid_sliding", "conv", "attention", 
 _CONVOLUTIONS = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
 
 
-class Asked(NamedTuple):
-    """What a model asked for in one run.
+class Requests(NamedTuple):
+    """Requests of a model in one run.
 
     calls: module and workload of each attention call. masks: functions of transformers that it had make its masks.
     tells_documents: whether it handed them position_ids, which tell documents of one row apart. parts: modules that ran.
@@ -53,63 +54,89 @@ class Asked(NamedTuple):
     parts: list[torch.nn.Module]
 
 
-class TokenModel:
-    """A model that is compared with itself.
+@dataclass(frozen=True)
+class TokenBatch:
+    """A batch as the forward pass takes it, without padding, cut to its shortest sequence.
 
-    ids: (batch, tokens), without padding, cut to the shortest sequence of the batch; of a model that takes no token ids the
-    numbers of the entries, (batch, 1). causal: whether a token may see only those before it; None for what the model says.
+    ids: (batch, tokens); the numbers of the entries, (batch, 1), of a model that takes no token ids. length: tokens of a
+    sequence. per_token: tensors (batch, tokens, ...) by name; per_sequence: tensors (batch, ...); rest: what is neither.
+    has_tokens: whether it has token ids. is_decoder: whether they are a decoder's, which attends to what an encoder makes of
+    the rest.
     """
 
-    def __init__(self, model: torch.nn.Module, batch: Any, causal: bool | None = None) -> None:
-        self.model, self._causal = model, causal
-        self._inner: Any = getattr(model, "_orig_mod", model)
-        parameters = inspect.signature(self._inner.forward).parameters
-        self._parameters = frozenset(parameters)
-        given = _named(batch, takes_ids="input_ids" in parameters)
-        #: whether its tokens are those of a decoder, which attends to what an encoder makes of the rest
-        self.is_decoder = "decoder_input_ids" in given
-        #: whether its batch has token ids
-        self.has_tokens = self._name_of("input_ids") in given
-        ids: Any = given.pop(self._name_of("input_ids")) if self.has_tokens else _entries(given)
+    ids: torch.Tensor
+    length: int
+    has_tokens: bool
+    is_decoder: bool
+    per_token: Mapping[str, torch.Tensor]
+    per_sequence: Mapping[str, torch.Tensor]
+    rest: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, batch: Any, takes_ids: bool) -> TokenBatch:
+        """Return a batch as a test gives it: a mapping, or a tensor. Raises TypeError and ValueError where it is neither."""
+        given = _named(batch, takes_ids)
+        is_decoder = "decoder_input_ids" in given
+        prefix = "decoder_" if is_decoder else ""
+        has_tokens = f"{prefix}input_ids" in given
+        ids: Any = given.pop(f"{prefix}input_ids") if has_tokens else _entries(given)
         if not hasattr(ids, "dim") or ids.dim() != 2 or ids.is_floating_point():
             raise TypeError(
                 "check_invariants: batch must be a tensor of token ids (batch, tokens), a tensor of other inputs whose first"
                 " dimension is the batch, or a mapping of such tensors"
             )
+        mask = given.pop(f"{prefix}attention_mask", None) if has_tokens else None
+        seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
+        length = int(seen.sum(1).min())
+        if has_tokens and length < 8:
+            raise ValueError(f"check_invariants: sequences of {length} tokens say little; give at least 8")
+        held: dict[str, dict[str, Any]] = {"token": {}, "sequence": {}, "batch": {}}
+        dropped = {f"{prefix}position_ids", "labels", "use_cache", *_CACHES}
+        for name in [name for name in given if name not in dropped]:
+            unit = _unit_of(given[name], ids, is_of_tokens=has_tokens and name.startswith(prefix))
+            held[unit][name] = given[name]
+        per_token = {name: _cut(t, seen, length) for name, t in held["token"].items()}
+        return cls(_cut(ids, seen, length), length, has_tokens, is_decoder, per_token, held["sequence"], held["batch"])
+
+    def name_of(self, name: str) -> str:
+        """Return what the forward pass calls an argument: of those of tokens the decoder's where it has one."""
+        is_of_tokens = name in ("input_ids", "attention_mask", "position_ids")
+        return f"decoder_{name}" if self.is_decoder and is_of_tokens else name
+
+    def at(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what belongs to tokens, and to their sequences. places: (batch, tokens), as of `TokenModel.rows_of`."""
+        found = {}
+        for name, values in self.per_token.items():
+            flat, at = values.flatten(0, 1), places.to(values.device)
+            found[name] = torch.where(at.view(*at.shape, *[1] * (flat.dim() - 1)) >= 0, flat[at.clamp(min=0)], 0)
+        sequences = places.amax(1).clamp(min=0) // self.length  # of a row, which one it is of
+        return found | {name: values[sequences.to(values.device)] for name, values in self.per_sequence.items()}
+
+
+class TokenModel:
+    """A model that is compared with itself. batch: as `Batch.read` takes it.
+
+    causal: whether a token may see only those before it; None for what the model says.
+    """
+
+    def __init__(self, module: torch.nn.Module, batch: Any, causal: bool | None = None) -> None:
+        self.module, self._causal = module, causal
+        self._inner: Any = getattr(module, "_orig_mod", module)
+        parameters = inspect.signature(self._inner.forward).parameters
+        self._parameters = frozenset(parameters)
+        self.batch = TokenBatch.read(batch, takes_ids="input_ids" in parameters)
         takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         self._takes_use_cache = "use_cache" in parameters or (takes_more and bool(self.cache_name))
-        mask = given.pop(self._name_of("attention_mask"), None) if self.has_tokens else None
-        is_seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
-        length = int(is_seen.sum(1).min())
-
-        def cut(of_tokens: torch.Tensor) -> torch.Tensor:
-            return torch.stack([row[seen][:length] for row, seen in zip(of_tokens, is_seen.to(of_tokens.device), strict=True)])
-
-        dropped = {self._name_of("position_ids"), "labels", "use_cache", *_CACHES}
-        kept = {name: value for name, value in given.items() if name not in dropped}
-        is_of_tokens = {
-            name: self.has_tokens
-            and isinstance(v, torch.Tensor)
-            and v.shape[:2] == ids.shape
-            and name.startswith("decoder_" if self.is_decoder else "")
-            for name, v in kept.items()
-        }
-        self._per_token = {name: cut(value) for name, value in kept.items() if is_of_tokens[name]}
-        rest = {name: value for name, value in kept.items() if not is_of_tokens[name]}
-        is_of_sequences = {
-            name: isinstance(v, torch.Tensor) and v.dim() > 0 and len(v) == len(ids) for name, v in rest.items()
-        }
-        self._per_sequence = {name: value for name, value in rest.items() if is_of_sequences[name]}
-        self._given = {name: value for name, value in rest.items() if not is_of_sequences[name]}
-        self.ids = cut(ids)
-        if self.has_tokens and length < 8:
-            raise ValueError(f"check_invariants: sequences of {length} tokens say little; give at least 8")
-        self.length = length
         #: of each token, which one it is
-        self.places = torch.arange(self.ids.numel(), device=ids.device).view_as(self.ids)
+        self.places = torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
         self.routing = Routing(self.ids.numel(), LIMIT)
         #: what is worth knowing of the invariant that is tried
         self.note = ""
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The token ids, (batch, tokens), or the numbers of the entries, (batch, 1)."""
+        return self.batch.ids
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -122,8 +149,8 @@ class TokenModel:
 
     @property
     def cache_name(self) -> str:
-        """What its forward pass calls a cache of keys and values, "" where it takes none."""
-        return next((name for name in _CACHES if self.takes(name)), "") if is_of_transformers(self.model) else ""
+        """Name that its forward pass has for a cache of keys and values, "" where it takes none."""
+        return next((name for name in _CACHES if self.takes(name)), "") if is_of_transformers(self.module) else ""
 
     def says(self, name: str) -> Any:
         """Return a field of its configuration, None where it has none, or one per layer."""
@@ -138,24 +165,21 @@ class TokenModel:
         return found if isinstance(found, int) and found > 0 else None
 
     def takes(self, name: str) -> bool:
-        """Whether the forward pass names an argument, of those of tokens the decoder's where it has one."""
-        return self._name_of(name) in self._parameters
-
-    def _name_of(self, name: str) -> str:
-        is_of_tokens = name in ("input_ids", "attention_mask", "position_ids")
-        return f"decoder_{name}" if self.is_decoder and is_of_tokens else name
+        """Return whether the forward pass names an argument, of those of tokens the decoder's where it has one."""
+        return self.batch.name_of(name) in self._parameters
 
     @property
     def with_padded_source(self) -> TokenModel | None:
         """The same decoder whose encoder is given padding on the right; None where that takes no tokens and mask."""
-        source = self._per_sequence.get("input_ids") if self.is_decoder else None
+        batch = self.batch
+        source = batch.per_sequence.get("input_ids") if batch.is_decoder else None
         if source is None or source.is_floating_point() or "attention_mask" not in self._parameters:
             return None
-        mask = self._per_sequence.get("attention_mask", torch.ones_like(source))
-        one = copy.copy(self)
+        mask = batch.per_sequence.get("attention_mask", torch.ones_like(source))
         more = source.new_full((len(source), 7), self.pad_id or 0), mask.new_zeros(len(source), 7)
         padded = {"input_ids": torch.cat([source, more[0]], 1), "attention_mask": torch.cat([mask, more[1]], 1)}
-        one._per_sequence = {**self._per_sequence, **padded}
+        one = copy.copy(self)
+        one.batch = replace(batch, per_sequence={**batch.per_sequence, **padded})
         one.__dict__.update(rows=self.rows, scatter=self.scatter)
         return one
 
@@ -163,7 +187,7 @@ class TokenModel:
     def pad_id(self) -> int | None:
         """The token that its configuration, or its embedding, says is padding."""
         found = self.says("pad_token_id")
-        embeddings = [part for part in self.model.modules() if isinstance(part, torch.nn.Embedding)]
+        embeddings = [part for part in self.module.modules() if isinstance(part, torch.nn.Embedding)]
         if not isinstance(found, int):
             found = next((part.padding_idx for part in embeddings), None)
         size = max((part.num_embeddings for part in embeddings), default=0)
@@ -171,9 +195,10 @@ class TokenModel:
 
     @property
     def has_more(self) -> bool:
-        """Whether its batch has more than tokens, as images, of which a part of the tokens may stand for none."""
-        held = (*self._per_token.values(), *self._per_sequence.values(), *self._given.values())
-        return self.has_tokens and any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in held)
+        """True where its batch has more than tokens, as images, of which a part of the tokens may stand for none."""
+        batch = self.batch
+        held = (*batch.per_token.values(), *batch.per_sequence.values(), *batch.rest.values())
+        return batch.has_tokens and any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in held)
 
     @cached_property
     def _stands_for_more(self) -> torch.Tensor:
@@ -185,25 +210,25 @@ class TokenModel:
         return self.ids.new_tensor(ids)
 
     @cached_property
-    def asked(self) -> Asked:
-        """What its attention calls ask for, in a run of all tokens."""
+    def requests(self) -> Requests:
+        """Requests of its attention calls, in a run of all tokens."""
         calls: list[tuple[str, Workload]] = []
         recorder = Recorder(lambda call: None, backward=False)
         recorder.made = lambda call: calls.append((call.module, call.workload))
-        with _masks_watched(self.model) as masks, intercept_attention(recorder, self.model) as tracker:
+        with _masks_watched(self.module) as masks, intercept_attention(recorder, self.module) as tracker:
             self.rows_of(self.ids, self.places)
         recorder.finish()
-        return Asked(calls, set(masks), any(masks.values()), list(tracker.ran.values()))
+        return Requests(calls, set(masks), any(masks.values()), list(tracker.ran.values()))
 
     @property
     def mixes_otherwise(self) -> bool:
-        """Whether it mixes tokens by more than attention: by convolutions, or by a state that goes from token to token."""
+        """True where it mixes tokens by more than attention: by convolutions, or by a state that goes from token to token."""
         # the weights of those of one dimension may be used where the module itself does not run
-        parts = (part for part in self.model.modules() if isinstance(part, _CONVOLUTIONS))
-        ran = set(map(id, self.asked.parts))
+        parts = (part for part in self.module.modules() if isinstance(part, _CONVOLUTIONS))
+        ran = set(map(id, self.requests.parts))
         is_convolving = any({*p.kernel_size} != {1} and (id(p) in ran or len(p.kernel_size) == 1) for p in parts)
         kinds = set(self.says("layer_types") or ())
-        return is_convolving or not kinds <= _ATTENTION or "create_recurrent_attention_mask" in self.asked.masks
+        return is_convolving or not kinds <= _ATTENTION or "create_recurrent_attention_mask" in self.requests.masks
 
     @property
     def unknown_kinds(self) -> list[str]:
@@ -212,32 +237,35 @@ class TokenModel:
 
     @cached_property
     def is_named_causal(self) -> bool | None:
-        """Whether a token may see only those before it, as the test or the model says; None where neither does.
+        """True where a token may see only those before it, as the test or the model says; None where neither does.
 
         A model says so by is_decoder of its configuration, by is_causal of each module that calls attention, by the functions
         of transformers that make its masks, or by each of its calls.
         """
         if self._causal is not None:
             return self._causal
-        if self.is_decoder:
-            return True if any("causal" in name for name in self.asked.masks) else None
-        if getattr(getattr(self._inner, "config", None), "is_encoder_decoder", False):
-            return None
-        calls, masks, *_ = self.asked
-        parts = dict(self._inner.named_modules())
-        callers = [parts[name] for name, _ in calls if name in parts] or list(parts.values())
-        flags = {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)}
-        bands = [w.mask.band if w.mask is not None else None for _, w in calls if w.q_len == w.kv_len]
-        if self.says("use_bidirectional_attention") or self.says("is_causal") is False:
+        makes_causal = any("causal" in name for name in self.requests.masks)
+        if self.batch.is_decoder:
+            return makes_causal or None
+        is_encoder_decoder = getattr(getattr(self._inner, "config", None), "is_encoder_decoder", False)
+        if is_encoder_decoder or self.says("use_bidirectional_attention") or self.says("is_causal") is False:
             return None  # functions that make causal masks make others then
-        if (
-            self.says("is_decoder") is True
-            or flags == {True}
-            or (any("causal" in name for name in masks) and not any("bidirectional" in name for name in masks))
-            or (bands and all(band is not None and band.right == 0 for band in bands))
-        ):
-            return True
-        return None
+        makes_others = any("bidirectional" in name for name in self.requests.masks)
+        is_said = self.says("is_decoder") is True or self._callers_are_causal or self._calls_are_causal
+        return is_said or (makes_causal and not makes_others) or None
+
+    @property
+    def _callers_are_causal(self) -> bool:
+        """True where is_causal is set on each module that calls attention, of those that have it."""
+        parts = dict(self._inner.named_modules())
+        callers = [parts[name] for name, _ in self.requests.calls if name in parts] or list(parts.values())
+        return {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)} == {True}
+
+    @property
+    def _calls_are_causal(self) -> bool:
+        """True where each call within one sequence asks for a causal mask."""
+        bands = [w.mask.band if w.mask is not None else None for _, w in self.requests.calls if w.q_len == w.kv_len]
+        return bool(bands) and all(band is not None and band.right == 0 for band in bands)
 
     @cached_property
     def seeing(self) -> str:
@@ -252,7 +280,7 @@ class TokenModel:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is named causal, or is: where it is not named so, by whether rows see what comes after them."""
+        """True where it is named causal, or is: where it is not named so, by whether rows see what comes after them."""
         return not self.seeing if self.is_named_causal is None else self.is_named_causal
 
     # -- its runs -----------------------------------------------------------------------------------------------------
@@ -271,18 +299,15 @@ class TokenModel:
 
     def run(self, ids: torch.Tensor, places: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Any]:
         """Return the rows, and all that the forward pass returned."""
-        more = {self._name_of(name): value for name, value in more.items()}
+        more = {self.batch.name_of(name): value for name, value in more.items()}
         if self._takes_use_cache:
             more.setdefault("use_cache", False)
-        for name, values in self._per_token.items():
-            flat, at = values.flatten(0, 1), places.to(values.device)
-            more[name] = torch.where(at.view(*at.shape, *[1] * (flat.dim() - 1)) >= 0, flat[at.clamp(min=0)], 0)
-        sequences = places.amax(1).clamp(min=0) // self.length  # of a row, which one it is of
-        more |= {name: values[sequences.to(values.device)] for name, values in self._per_sequence.items()}
+        more |= self.batch.at(places)
         with torch.no_grad(), self.routing.held(places):
-            named = {self._name_of("input_ids"): ids} if self.has_tokens and self.takes("input_ids") else {}
-            first = [more.pop("")] if "" in more else [ids] if self.has_tokens and not named else []
-            returned = self.model(*first, **named, **self._given, **more)
+            has_tokens = self.batch.has_tokens
+            named = {self.batch.name_of("input_ids"): ids} if has_tokens and self.takes("input_ids") else {}
+            first = [more.pop("")] if "" in more else [ids] if has_tokens and not named else []
+            returned = self.module(*first, **named, **self.batch.rest, **more)
         outputs = named_tensors(returned).outputs
         rows = next(
             (t for t in map(self._rows_of_output, outputs.values()) if t.dim() == 3 and t.shape[:2] == ids.shape), None
@@ -295,7 +320,7 @@ class TokenModel:
     def _rows_of_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return an output as it is; where there are no tokens, all of an entry as its row, but of scores between entries."""
         is_of_pairs = output.dim() == 2 and len({*output.shape}) == 1
-        return output if self.has_tokens or is_of_pairs or output.dim() < 2 else output.flatten(1)[:, None]
+        return output if self.batch.has_tokens or is_of_pairs or output.dim() < 2 else output.flatten(1)[:, None]
 
     def rows_with_another_token(self, at: int) -> torch.Tensor:
         """Return the rows after the token at one position became another one of the batch, in every sequence."""
@@ -312,8 +337,8 @@ class TokenModel:
     def part(self, columns: slice) -> TokenModel:
         """Return the same model with some tokens of its first sequence."""
         one = copy.copy(self)
-        one._per_token = {name: values[:1, columns] for name, values in self._per_token.items()}
-        one.ids = self.ids[:1, columns]
+        per_token = {name: values[:1, columns] for name, values in self.batch.per_token.items()}
+        one.batch = replace(self.batch, ids=self.ids[:1, columns], per_token=per_token)
         one.places = torch.arange(one.ids.numel(), device=one.ids.device)[None]
         one.__dict__.pop("rows", None)
         if self.routing:
@@ -324,7 +349,7 @@ class TokenModel:
 
     def prepare(self) -> None:
         """Note its routers' choices. Raises DropoutError where two runs on the same tokens differ by more than rounding."""
-        if is_compiled(self.model):
+        if is_compiled(self.module):
             self._refuse_compiled_experts()
             watched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         else:
@@ -341,7 +366,7 @@ class TokenModel:
 
     def _refuse_compiled_experts(self) -> None:
         """Raise ValueError for experts that torch.compile hides: nobody can hold their choice."""
-        routed = next((name for name, _ in self.model.named_modules() if name.rpartition(".")[2] == "experts"), "")
+        routed = next((name for name, _ in self.module.named_modules() if name.rpartition(".")[2] == "experts"), "")
         if routed:
             raise ValueError(
                 f"check_invariants: {routed} is a mixture of experts, whose choice cannot be held where torch.compile made the"
@@ -383,7 +408,7 @@ class TokenModel:
         exact = self.rows.double()
         total = 0.0
         for seed in range(_RUNS):
-            with _rounded_otherwise(self.model, seed), self.routing.measuring():
+            with _rounded_otherwise(self.module, seed), self.routing.measuring():
                 total += float((self.rows_of(self.ids, self.places).double() - exact).square().sum(-1).mean())
         return max(float((total / _RUNS) ** 0.5), 1e-30)
 
@@ -394,6 +419,20 @@ def _named(batch: Any, takes_ids: bool) -> dict[str, Any]:
         return dict(batch)
     has_none = isinstance(batch, torch.Tensor) and batch.is_floating_point() and not takes_ids
     return {"" if has_none else "input_ids": batch}
+
+
+def _cut(of_tokens: torch.Tensor, seen: torch.Tensor, length: int) -> torch.Tensor:
+    """Return what belongs to the first tokens that are seen of each sequence."""
+    return torch.stack([row[is_seen][:length] for row, is_seen in zip(of_tokens, seen.to(of_tokens.device), strict=True)])
+
+
+def _unit_of(value: Any, ids: torch.Tensor, is_of_tokens: bool) -> str:
+    """Return what a value has an entry of: "token", "sequence", or "batch" where it is one for all."""
+    if not isinstance(value, torch.Tensor):
+        return "batch"
+    if is_of_tokens and value.shape[:2] == ids.shape:
+        return "token"
+    return "sequence" if value.dim() > 0 and len(value) == len(ids) else "batch"
 
 
 def _entries(given: Mapping[str, Any]) -> torch.Tensor | None:

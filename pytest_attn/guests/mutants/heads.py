@@ -5,9 +5,9 @@ import dataclasses
 from torch import Tensor
 
 from pytest_attn.guests.mutants.kernel import QKV, Kernel, Sequence, Tile, positions
-from pytest_attn.guests.mutants.layout import contiguous_strides, read_with_strides
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import all_of, is_dense, is_grouped, is_grouped_twice
+from pytest_attn.guests.mutants.strides import contiguous_strides, read_with_strides
 from pytest_attn.workloads.workload import is_interleaved
 
 HEADS = Defects("heads")

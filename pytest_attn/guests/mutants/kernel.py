@@ -36,7 +36,7 @@ TILE = 64
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """One call: what the workload lends (masks, lengths, page table, ...), and q, k, v in their native layout."""
 
     inputs: Inputs
@@ -46,7 +46,7 @@ class Call:
 
     @property
     def workload(self) -> Workload:
-        """What is asked."""
+        """The workload that is asked."""
         return self.inputs.workload
 
     @cached_property
@@ -62,7 +62,7 @@ class Call:
 
 
 class Extent(NamedTuple):
-    """How long a batch entry is, and where it begins along the tokens of packed tensors (0 elsewhere)."""
+    """Length of a batch entry, and where it begins along the tokens of packed tensors (0 elsewhere)."""
 
     q_start: int
     q_len: int
@@ -74,7 +74,7 @@ class Extent(NamedTuple):
 class Sequence:
     """One batch entry of a call, with its extent."""
 
-    call: Call
+    call: KernelCall
     batch: int
     q_start: int
     q_len: int
@@ -83,7 +83,7 @@ class Sequence:
 
     @property
     def workload(self) -> Workload:
-        """What is asked."""
+        """The workload that is asked."""
         return self.call.workload
 
 
@@ -97,7 +97,7 @@ class Tile:
 
     @property
     def workload(self) -> Workload:
-        """What is asked."""
+        """The workload that is asked."""
         return self.seq.call.workload
 
     @property
@@ -140,7 +140,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the backward pass loads of some query rows: q, dout (heads, rows, dim), lse and delta (heads, rows)."""
+    """Tensors that the backward pass loads of some query rows: q, dout (heads, rows, dim), lse and delta (heads, rows)."""
 
     q: Tensor
     dout: Tensor
@@ -239,7 +239,7 @@ class Memory:
         """Return memory with whatever it holds."""
         return like.new_empty(shape, dtype=dtype)
 
-    def allocate_results(self, call: Call) -> tuple[Tensor, Tensor]:
+    def allocate_results(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         """Return memory for out and lse."""
         *rows, _ = call.q.shape
         out = self.allocate((*rows, call.workload.v_head_dim), call.q)
@@ -264,11 +264,11 @@ class Memory:
 
     # -- sequences -----------------------------------------------------------------------------------------------------
 
-    def sequences(self, call: Call) -> list[Sequence]:
+    def sequences(self, call: KernelCall) -> list[Sequence]:
         """List the batch entries."""
         return [Sequence(call, batch, *self.lengths(call, batch)) for batch in range(call.workload.batch)]
 
-    def lengths(self, call: Call, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Extent:
         """Return how long a batch entry is, and where it begins."""
         w, inputs = call.workload, call.inputs
         kv_len = w.kv_len if inputs.kv_lens is None else int(inputs.kv_lens[batch])
@@ -332,7 +332,7 @@ class Scores(Masks):
         """Multiply q and k, (heads, rows, keys)."""
         return q @ k.transpose(-1, -2)
 
-    def scale(self, call: Call) -> float:
+    def scale(self, call: KernelCall) -> float:
         """Return the factor on q . k."""
         return call.workload.softmax_scale
 
@@ -355,7 +355,7 @@ class Scores(Masks):
         """Do the same in the backward pass."""
         return self.modified(tile, s)
 
-    def softcap(self, call: Call) -> float | None:
+    def softcap(self, call: KernelCall) -> float | None:
         """Return the softcap."""
         return call.workload.softcap
 
@@ -434,7 +434,7 @@ class Forward(Memory, Scores):
 
     # -- the online softmax --------------------------------------------------------------------------------------------
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         """Return out and lse."""
         out, lse = self.allocate_results(call)
         for seq in self.sequences(call):
@@ -531,7 +531,7 @@ class Forward(Memory, Scores):
 class Backward(Forward):
     """The steps of the backward pass."""
 
-    def backward(self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> QKV:
+    def backward(self, call: KernelCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> QKV:
         """Return dq, dk, dv in the layouts of q, k, v."""
         lse = self.saved_lse(call, lse)
         delta = self.delta(call, out, dout, dlse)
@@ -546,17 +546,17 @@ class Backward(Forward):
         dq, dk, dv = (self.finish_gradient(call, total, of) for total, of in zip(sums, (call.q, call.k, call.v), strict=True))
         return dq, dk, dv
 
-    def saved_lse(self, call: Call, lse: Tensor) -> Tensor:
+    def saved_lse(self, call: KernelCall, lse: Tensor) -> Tensor:
         """Return the lse that the forward pass saved."""
         return lse
 
-    def delta(self, call: Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    def delta(self, call: KernelCall, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         """Return sum(dout * out) over the head's dimensions, less the gradient of lse, in lse's layout."""
         delta = (dout.float() * out.float()).sum(-1)
         delta = delta.transpose(0, 1) if call.workload.is_packed else delta
         return delta if dlse is None else delta - dlse
 
-    def gradient_sums(self, call: Call) -> QKV:
+    def gradient_sums(self, call: KernelCall) -> QKV:
         """Return float32 zeros in which dq, dk and dv are summed up."""
         dq, dk, dv = (torch.zeros(t.shape, device=t.device) for t in (call.q, call.k, call.v))
         return dq, dk, dv
@@ -627,7 +627,7 @@ class Backward(Forward):
         there = self.keys_of(tile.seq, total, tile.keys)
         there.add_(share[:, : there.shape[1]])
 
-    def finish_gradient(self, call: Call, total: Tensor, of: Tensor) -> Tensor:
+    def finish_gradient(self, call: KernelCall, total: Tensor, of: Tensor) -> Tensor:
         """Round a gradient to its tensor's dtype."""
         return total.to(of.dtype)
 
@@ -644,17 +644,17 @@ class Kernel(Backward):
 
     def __call__(self, inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return out in q's layout, and lse, float32, (batch, heads, q_len) or, where packed, (heads, tokens)."""
-        out, lse = _Attention.apply(self, inputs, q, k, v)  # type: ignore[no-untyped-call]
+        out, lse = _KernelFunction.apply(self, inputs, q, k, v)  # type: ignore[no-untyped-call]
         return out, lse
 
 
-class _Attention(torch.autograd.Function):
+class _KernelFunction(torch.autograd.Function):
     """The autograd node of all kernels."""
 
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, inputs: Inputs, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, lse = kernel.forward(Call(inputs, *kernel.receive(*tensors)))
+        out, lse = kernel.forward(KernelCall(inputs, *kernel.receive(*tensors)))
         ctx.kernel, ctx.inputs = kernel, inputs
         ctx.save_for_backward(*tensors, out, lse)
         return out, lse
@@ -663,7 +663,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         kernel: Kernel = ctx.kernel
-        call = Call(ctx.inputs, *kernel.receive_again(*tensors))
+        call = KernelCall(ctx.inputs, *kernel.receive_again(*tensors))
         dout = torch.zeros_like(out) if dout is None else kernel.receive_dout(dout)
         return None, None, *kernel.backward(call, out, lse, dout, dlse)
 

@@ -6,7 +6,7 @@ import math
 from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, TAIL_MISSING
-from pytest_attn.guests.mutants.kernel import TILE, Call, Extent, Index, Kernel, Sequence, SplitKernel, Tile
+from pytest_attn.guests.mutants.kernel import TILE, Extent, Index, Kernel, KernelCall, Sequence, SplitKernel, Tile
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import all_of, has_odd_tiles, is_band, is_grouped, is_packed, is_padded, is_paged
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -18,7 +18,7 @@ LENGTHS = Defects("lengths")
 class _KvLengthIgnored(Kernel):
     """Padded keys are seen."""
 
-    def lengths(self, call: Call, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Extent:
         extent = super().lengths(call, batch)
         return extent if call.workload.packs_keys else extent._replace(kv_len=call.workload.kv_len)
 
@@ -32,7 +32,7 @@ class _KvLengthIgnored(Kernel):
 class _NewestKeyNotSeen(Kernel):
     """The length of a cache is one short: it was read before the new token was appended."""
 
-    def lengths(self, call: Call, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Extent:
         extent = super().lengths(call, batch)
         return extent if call.inputs.kv_lens is None else extent._replace(kv_len=max(extent.kv_len - 1, 0))
 
@@ -41,7 +41,7 @@ class _NewestKeyNotSeen(Kernel):
 class _LengthOfFirstSequence(Kernel):
     """All sequences of a batch are as long as the first."""
 
-    def lengths(self, call: Call, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Extent:
         return super().lengths(call, batch if call.workload.packs_keys else 0)
 
 
@@ -53,7 +53,7 @@ class _LengthOfFirstSequence(Kernel):
 class _QueriesOffsetsForKeys(Kernel):
     """Packed keys are found with the cumulated lengths of the queries."""
 
-    def lengths(self, call: Call, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Extent:
         extent = super().lengths(call, batch)
         return extent._replace(kv_start=extent.q_start, kv_len=extent.q_len) if call.workload.packs_keys else extent
 
@@ -66,7 +66,7 @@ class _QueriesOffsetsForKeys(Kernel):
 class _KeysBeginOneTokenLate(Kernel):
     """Each packed sequence but the last reads the keys from its second to the first of the next."""
 
-    def lengths(self, call: Call, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Extent:
         extent, w = super().lengths(call, batch), call.workload
         return extent._replace(kv_start=extent.kv_start + 1) if w.packs_keys and batch + 1 < w.batch else extent
 
@@ -84,14 +84,14 @@ class _KeyOffsetWithQueriesHeads(Kernel):
 class _SequencesNotSeparated(Kernel):
     """Packed sequences are one: the cumulated lengths are ignored."""
 
-    def sequences(self, call: Call) -> list[Sequence]:
+    def sequences(self, call: KernelCall) -> list[Sequence]:
         if not call.workload.packs_keys:
             return super().sequences(call)
         return [Sequence(call, 0, 0, len(call.q), 0, len(call.k))]
 
 
 def _tail_is_followed(w: Workload) -> bool:
-    """Whether a packed sequence with a tail that no mask hides is followed by another."""
+    """Return whether a packed sequence with a tail that no mask hides is followed by another."""
     is_top_left = w.band is not None and w.band.top_left
     return w.packs_keys and not is_top_left and any(kv_len % TILE for _, kv_len in sequence_lengths(w)[:-1])
 
@@ -100,7 +100,7 @@ def _tail_is_followed(w: Workload) -> bool:
 class _TailReadsNextSequence(Kernel):
     """The last tile of a packed sequence is filled up with, and sees, the keys of the next."""
 
-    def lengths(self, call: Call, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Extent:
         extent = super().lengths(call, batch)
         if not call.workload.packs_keys:
             return extent
@@ -109,7 +109,7 @@ class _TailReadsNextSequence(Kernel):
 
 
 def _aligns_to_its_end(w: Workload) -> bool:
-    """Whether some sequence's last row stands elsewhere, from its first key, than that of the longest."""
+    """Return whether some sequence's last row stands elsewhere, from its first key, than that of the longest."""
     if not is_band(w) or w.mask.band.top_left:
         return False
     return any(kv_len - q_len != w.kv_len - w.q_len for q_len, kv_len in sequence_lengths(w))
@@ -139,7 +139,7 @@ class _AlignmentOfLongestSequence(Kernel):
 class _LastPageSkipped(Kernel):
     """A last page that is not full is not read."""
 
-    def lengths(self, call: Call, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Extent:
         extent, pages = super().lengths(call, batch), call.workload.kv_pages
         return extent if pages is None else extent._replace(kv_len=extent.kv_len // pages.size * pages.size)
 
@@ -199,7 +199,7 @@ class _NoKeysIsNan(Kernel):
 class _SequenceWithoutQueriesShiftsKeys(Kernel):
     """Sequences without queries are dropped from the queries' list but not from the keys'."""
 
-    def sequences(self, call: Call) -> list[Sequence]:
+    def sequences(self, call: KernelCall) -> list[Sequence]:
         every = super().sequences(call)
         asked = [seq for seq in every if seq.q_len]
         return [dataclasses.replace(a, kv_start=b.kv_start, kv_len=b.kv_len) for a, b in zip(asked, every, strict=False)]

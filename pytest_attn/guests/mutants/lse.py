@@ -166,7 +166,7 @@ class _MergeWeightsOfFirstRow(SplitKernel):
 
 @LSE("FA@26d7d92f", "torchtitan#3235", applies=has_fully_masked_rows, faults=EMPTY_ROWS)
 class _MergeOfEmptySplitsIsNan(SplitKernel):
-    """Where no split has a key for a row, its weights are exp(-inf - -inf)."""
+    """Weights of a row for which no split has a key are exp(-inf - -inf)."""
 
     def merge(self, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
         merged = super().merge(outs, lses)

@@ -6,7 +6,7 @@ import random
 from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS
-from pytest_attn.guests.mutants.kernel import TILE, Call, Kernel, Sequence, SplitKernel, Tile
+from pytest_attn.guests.mutants.kernel import TILE, Kernel, KernelCall, Sequence, SplitKernel, Tile
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import has_fully_masked_rows, has_row_tail, is_padded
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -48,12 +48,12 @@ class _EmptyRowsUnwritten(Kernel):
 class _LseUnwritten(Kernel):
     """lse is never written; the backward pass has one of its own."""
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(call)
         self.kept["lse"] = lse
         return out, self.allocate(tuple(lse.shape), lse)
 
-    def saved_lse(self, call: Call, lse: Tensor) -> Tensor:
+    def saved_lse(self, call: KernelCall, lse: Tensor) -> Tensor:
         own: Tensor = self.kept["lse"]
         return own
 
@@ -62,7 +62,7 @@ class _LseUnwritten(Kernel):
 class _GradientOfPaddingUnwritten(Kernel):
     """dk and dv of padded keys are what memory held."""
 
-    def finish_gradient(self, call: Call, total: Tensor, of: Tensor) -> Tensor:
+    def finish_gradient(self, call: KernelCall, total: Tensor, of: Tensor) -> Tensor:
         gradient = super().finish_gradient(call, total, of)
         if call.inputs.kv_lens is None or of is call.q:
             return gradient
@@ -118,7 +118,7 @@ class _NanInOneOfAHundredCalls(_Racing):
 
     rarity = 100
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(call)
         if self.is_late():
             out.view(-1)[: out.shape[-1]] = math.nan
@@ -129,7 +129,7 @@ class _NanInOneOfAHundredCalls(_Racing):
 class _DeltaReadBeforeItIsWritten(Kernel):
     """The backward pass does not wait for delta: it reads that of the call before."""
 
-    def delta(self, call: Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    def delta(self, call: KernelCall, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         delta = super().delta(call, out, dout, dlse)
         stale: Tensor = self.kept.get(("delta", delta.shape), delta * 0)
         self.kept["delta", delta.shape] = delta
@@ -137,7 +137,7 @@ class _DeltaReadBeforeItIsWritten(Kernel):
 
 
 def _has_tail_before_another(w: Workload) -> bool:
-    """Whether a packed sequence whose last tile of rows is not full is followed by another."""
+    """Return whether a packed sequence whose last tile of rows is not full is followed by another."""
     return w.is_packed and any(q_len % TILE for q_len, _ in sequence_lengths(w)[:-1])
 
 
@@ -145,7 +145,7 @@ def _has_tail_before_another(w: Workload) -> bool:
 class _TailRowsWrittenIntoNextSequence(Kernel):
     """A last tile of rows is stored in full, over the first rows of the next packed sequence, which was done before."""
 
-    def sequences(self, call: Call) -> list[Sequence]:
+    def sequences(self, call: KernelCall) -> list[Sequence]:
         return super().sequences(call)[::-1]
 
     def store(self, seq: Sequence, rows: range, out: Tensor, lse: Tensor, out_rows: Tensor, lse_rows: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a mutant is: a faulty kernel, named after the defect of a real library that it models, and how a diagnosis names it."""
+"""Mutants: a faulty kernel each, named after the defect of a real library that it models, and how a diagnosis names it."""
 
 import inspect
 import re
@@ -52,11 +52,11 @@ class Mutant:
     faults: tuple[str, ...] = ()
 
     def applies(self, workload: Workload, backward: bool) -> bool:
-        """Whether a workload, called with or without backward, reaches its faulty step."""
+        """Return whether a workload, called with or without backward, reaches its faulty step."""
         return (backward or not self.in_backward) and self.reaches(workload)
 
     def is_reached_by(self, workload: Workload, backward: bool) -> bool:
-        """Whether a workload runs its faulty step: none drops, dequantizes, reads v from k, or has gradients of pages."""
+        """Return whether a workload runs its faulty step: none drops, dequantizes, has v in k, or has gradients of pages."""
         is_refused = workload.dropout or workload.is_quantized or workload.v_in_k
         no_gradient = backward and workload.has_no_gradient_because
         return not (is_refused or no_gradient) and self.applies(workload, backward)

@@ -9,10 +9,10 @@ import math
 import torch
 from torch import Tensor
 
-from pytest_attn.guests.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
-from pytest_attn.guests.mutants.layout import read_wrapped
+from pytest_attn.guests.mutants.kernel import QKV, Kernel, KernelCall, Sequence, Tile
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import all_of, is_custom, is_paged
+from pytest_attn.guests.mutants.strides import read_wrapped
 from pytest_attn.workloads.masks import Mask, MaskMod
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
@@ -29,7 +29,7 @@ class _Wraps(Kernel):
 
 
 def _keys_are_far(w: Workload) -> bool:
-    """Whether memory has so many keys, padding and unused parts of pages included."""
+    """Return whether memory has so many keys, padding and unused parts of pages included."""
     page = 1 if w.kv_pages is None else w.kv_pages.size
     dense = w.batch * math.ceil(w.kv_len / page) * page
     tokens = sum(kv_len for _, kv_len in sequence_lengths(w)) if w.packs_keys else dense
@@ -77,7 +77,7 @@ def _wrapped_around(tensor: Tensor, reach: int) -> Tensor:
 class _OutOffsetWraps(_Wraps):
     """The offset at which a row of out is written is a 32-bit number."""
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(call)
         return _wrapped_around(out, self.reach), lse
 
@@ -86,7 +86,7 @@ class _OutOffsetWraps(_Wraps):
 class _GradientOffsetWraps(_Wraps):
     """The offset at which a row of dq is written is a 32-bit number."""
 
-    def finish_gradient(self, call: Call, total: Tensor, of: Tensor) -> Tensor:
+    def finish_gradient(self, call: KernelCall, total: Tensor, of: Tensor) -> Tensor:
         gradient = super().finish_gradient(call, total, of)
         return _wrapped_around(gradient, self.reach) if of is call.q else gradient
 
@@ -169,6 +169,6 @@ class _GridTooLarge(Kernel):
 
     blocks = BLOCKS
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         w = call.workload
         return self.allocate_results(call) if w.batch * w.heads > self.blocks else super().forward(call)

@@ -1,4 +1,4 @@
-"""Which workloads reach a step of the kernel, by their fields and by what their masks show of its tiles."""
+"""Conditions on workloads that reach a step of the kernel, by their fields and by what their masks show of its tiles."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

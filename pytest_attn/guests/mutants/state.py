@@ -5,22 +5,22 @@ from typing import Any
 
 from torch import Tensor
 
-from pytest_attn.guests.mutants.kernel import QKV, Call, Extent, Kernel, Sequence
-from pytest_attn.guests.mutants.layout import read_with_strides
+from pytest_attn.guests.mutants.kernel import QKV, Extent, Kernel, KernelCall, Sequence
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import any_of, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
+from pytest_attn.guests.mutants.strides import read_with_strides
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Mask, MaskMod
 
 STATE = Defects("state")
 
 
-def _compiled_for(call: Call) -> tuple[Any, ...]:
+def _compiled_for(call: KernelCall) -> tuple[Any, ...]:
     """The key of a cache of compiled kernels that has only what comes to mind first."""
     return call.workload.head_dim, call.workload.v_head_dim, call.q.dtype
 
 
-def _shapes(call: Call) -> tuple[Any, ...]:
+def _shapes(call: KernelCall) -> tuple[Any, ...]:
     """The key of a cache of buffers."""
     return tuple(call.q.shape), tuple(call.k.shape), tuple(call.v.shape), call.q.dtype
 
@@ -34,7 +34,7 @@ def _shapes(call: Call) -> tuple[Any, ...]:
 class _ResultKeptByAddress(Kernel):
     """A result is returned again where q, k and v lie where they did, whatever their values are now."""
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         key = (*(t.data_ptr() for t in (call.q, call.k, call.v)), *_shapes(call))
         if key not in self.kept:
             self.kept[key] = super().forward(call)
@@ -68,7 +68,7 @@ class _CausalFlagOfFirstCall(Kernel):
 class _ScaleOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the scale."""
 
-    def scale(self, call: Call) -> float:
+    def scale(self, call: KernelCall) -> float:
         first: float = self.kept.setdefault(("scale", *_compiled_for(call)), super().scale(call))
         return first
 
@@ -77,7 +77,7 @@ class _ScaleOfFirstCall(Kernel):
 class _SoftcapOfFirstCall(Kernel):
     """The key under which a compiled kernel is found lacks the softcap."""
 
-    def softcap(self, call: Call) -> float | None:
+    def softcap(self, call: KernelCall) -> float | None:
         first: float | None = self.kept.setdefault(("softcap", *_compiled_for(call)), super().softcap(call))
         return first
 
@@ -86,7 +86,7 @@ class _SoftcapOfFirstCall(Kernel):
 class _LengthsOfFirstCall(Kernel):
     """A captured graph has the lengths in it that it was captured with."""
 
-    def lengths(self, call: Call, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Extent:
         first: Extent = self.kept.setdefault((batch, *_shapes(call)), super().lengths(call, batch))
         return first
 
@@ -116,7 +116,7 @@ class _DoutStridesOfFirstCall(Kernel):
     """The key under which a plan of the backward pass is found lacks dout's strides, as cuDNN's in torch 2.11 does."""
 
     def backward(
-        self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+        self, call: KernelCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         strides = tuple(t.stride() for t in (call.q, call.k, call.v))
         first = self.kept.setdefault(("dout", strides, dout.shape), dout.stride())
@@ -127,7 +127,7 @@ class _DoutStridesOfFirstCall(Kernel):
 class _GradientSumsNotCleared(Kernel):
     """The workspace in which dk is summed still holds that of the call before."""
 
-    def gradient_sums(self, call: Call) -> QKV:
+    def gradient_sums(self, call: KernelCall) -> QKV:
         dq, dk, dv = super().gradient_sums(call)
         return dq, self.kept.setdefault(("dk", _shapes(call)), dk), dv
 
@@ -136,7 +136,7 @@ class _GradientSumsNotCleared(Kernel):
 class _OutBufferReused(Kernel):
     """Every call of a shape returns the same memory: an earlier result changes."""
 
-    def allocate_results(self, call: Call) -> tuple[Tensor, Tensor]:
+    def allocate_results(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out, lse = super().allocate_results(call)
         kept: Tensor = self.kept.setdefault(("out", out.shape, out.dtype), out)
         return kept.detach(), lse
@@ -146,11 +146,11 @@ class _OutBufferReused(Kernel):
 class _SavedLseInSharedWorkspace(Kernel):
     """lse is saved for the backward pass in a workspace that the next forward pass writes to."""
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(call)
         self.kept["lse", lse.shape] = lse.clone()
         return out, lse
 
-    def saved_lse(self, call: Call, lse: Tensor) -> Tensor:
+    def saved_lse(self, call: KernelCall, lse: Tensor) -> Tensor:
         last: Tensor = self.kept["lse", lse.shape]
         return last

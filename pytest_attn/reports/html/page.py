@@ -114,7 +114,7 @@ _LATENCY = ("p50", "interval", "blocks", "mode", "calls", "l2", "host", "memory"
 def payload(records: Sequence[Record]) -> dict[str, Any]:
     """Return what the page's script reads, of types that JSON has."""
     machines = by_machine(records)
-    texts, workloads, subjects, launches = Table(), Table(), Table(), Table()
+    texts, workloads, subjects, launches = Interned(), Interned(), Interned(), Interned()
     cases = [
         _case(number, record, texts, workloads, subjects, launches)
         for number, machine in enumerate(machines)
@@ -141,7 +141,7 @@ def to_script(value: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-class Table:
+class Interned:
     """Rows that many cases share, each kept once and named by its number."""
 
     def __init__(self) -> None:
@@ -156,7 +156,9 @@ class Table:
         return self._numbers[key]
 
 
-def _case(number: int, record: Record, texts: Table, workloads: Table, subjects: Table, launches: Table) -> dict[str, Any]:
+def _case(
+    number: int, record: Record, texts: Interned, workloads: Interned, subjects: Interned, launches: Interned
+) -> dict[str, Any]:
     """Return what the page says of a record; 0 for what there is not."""
     z = [short(z) for z in (record["z_element"], record["z_row"], record["z_head"])]
     compilation = [short(record["compile_seconds"]), record["graph_breaks"]]
@@ -198,7 +200,7 @@ def _workload(record: Record) -> dict[str, Any]:
     return {"id": record["workload"], "group": record["group"], "aliases": list(record["aliases"]), **known}
 
 
-def _tensor(tensor: Mapping[str, Any], texts: Table) -> list[Any]:
+def _tensor(tensor: Mapping[str, Any], texts: Interned) -> list[Any]:
     """Return a tensor's figures; where it is worst only of those that failed."""
     row: list[Any] = [texts.number_of(tensor["name"]), texts.number_of(tensor["distribution"]), int(tensor["passed"])]
     row += [short(tensor.get(figure)) for figure in _FIGURES]
@@ -207,14 +209,14 @@ def _tensor(tensor: Mapping[str, Any], texts: Table) -> list[Any]:
     return row
 
 
-def _call(call: Mapping[str, Any], texts: Table) -> list[Any]:
+def _call(call: Mapping[str, Any], texts: Interned) -> list[Any]:
     """Return the judgment of one attention call of a model; without z where nothing could be compared."""
     words = [texts.number_of(str(call[word])) for word in ("module", "workload", "tensor")]
     z = [short(call[level]) for level in ("z_element", "z_row", "z_head")]
     return [*words, int(call["passed"]), 0 if None in z else z]
 
 
-def _profile(profile: Mapping[str, Any], launches: Table) -> dict[str, Any]:
+def _profile(profile: Mapping[str, Any], launches: Interned) -> dict[str, Any]:
     words = ("framework", "category", "architecture", "operation", "symbol")
     rows = []
     for launch in profile["launches"]:

@@ -13,7 +13,7 @@ from pytest_attn import BooleanMask, Causal, Document, Neighborhood, Window, Wor
 from pytest_attn.backends.dense import boolean_mask, dense
 from pytest_attn.backends.libraries.flashinfer import _options
 from pytest_attn.guests.models.call_to_workload import to_inputs
-from pytest_attn.guests.models.exact import exact_attention
+from pytest_attn.guests.models.exact_attention import exact_attention
 from pytest_attn.guests.models.interception import intercept_attention
 
 W = Workload(24, 40, batch=2, heads=4, kv_heads=2, head_dim=64)

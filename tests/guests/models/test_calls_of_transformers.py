@@ -9,7 +9,7 @@ from guests.models.zoo import Attention, causal, stack
 from torch import nn
 
 from pytest_attn import check_model
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 
 def step_of(model, dtype=None):

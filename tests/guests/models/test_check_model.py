@@ -16,7 +16,7 @@ from pytest_attn.correctness.comparison import Limits
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.guests.models import judge
 from pytest_attn.guests.models.call_to_workload import DropoutError
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUPED, CPU = Workload(8, heads=4, kv_heads=2), torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import nn
 
 from pytest_attn import check_model
 from pytest_attn.guests.models import compiled as compiled_runs
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 from pytest_attn.guests.models.compiled import runs_compiled
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

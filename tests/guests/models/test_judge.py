@@ -13,7 +13,7 @@ from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.guests.models import judge
-from pytest_attn.guests.models.exact import Dithered, Passes
+from pytest_attn.guests.models.exact_attention import Dithered, Passes
 from pytest_attn.guests.models.judge import judge_call
 
 

@@ -13,7 +13,7 @@ from fakes import put
 from guests.models.zoo import TOKENS, case_of, stack
 
 from pytest_attn import Causal, Window, check_model
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 HEADS, HEAD_DIM = 4, 16
 ENDS = torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from pytest_attn import capture, check_model, check_module
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 X = torch.randn(2, TOKENS, 64, generator=torch.Generator().manual_seed(1))
 

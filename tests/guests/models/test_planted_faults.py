@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from guests.models.zoo import Attention, Block, Model
 
 from pytest_attn import capture
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, KV_HEADS, DIM, TOKENS, WINDOW = 4, 2, 64, 96, 24

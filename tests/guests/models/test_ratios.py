@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from guests.models.zoo import HONEST, case_of, causal, stack
 
 from pytest_attn import check_model
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 
 @pytest.mark.one_in(3)

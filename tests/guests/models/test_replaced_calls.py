@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from guests.models.zoo import case_of, causal, full, stack
 from torch.utils.checkpoint import checkpoint
 
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 HALF = torch.bfloat16
 SDPA = F.scaled_dot_product_attention

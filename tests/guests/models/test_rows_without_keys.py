@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from guests.models.zoo import TOKENS, case_of, stack
 
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 #: of the second sequence: those after it are padding, and the last rows see nothing else through a window of 8
 KEYS = 25

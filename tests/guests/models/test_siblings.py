@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from guests.models.zoo import HEADS, TOKENS, Attention, Block, Model, case_of, full
 from torch import nn
 
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 AHEAD = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
 REAL = torch.ones(2, TOKENS, dtype=torch.bool)

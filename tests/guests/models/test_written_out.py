@@ -7,7 +7,7 @@ from guests.models.zoo import DIM, HEADS, TOKENS, Attention, Block, Model, case_
 from torch import nn
 
 from pytest_attn import check_model
-from pytest_attn.guests.models.check import judge_model
+from pytest_attn.guests.models.check_model import judge_model
 
 BIAS = torch.randn(HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3))
 VISIBLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,9 +23,8 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.diagnosis.diagnose import Context
 from pytest_attn.guests.models.call_to_workload import DropoutError
-from pytest_attn.guests.models.capture import AttentionCall, Expected, Recorder
-from pytest_attn.guests.models.comparison import CallComparison, ModelComparison, describe
-from pytest_attn.guests.models.compiled import judge_compiled, runs_compiled
+from pytest_attn.guests.models.capture import AttentionCall, ConfiguredMasks, Recorder
+from pytest_attn.guests.models.compiled import CompiledRun, judge_compiled, runs_compiled
 from pytest_attn.guests.models.interception import (
     InterceptedCall,
     Tracker,
@@ -36,7 +36,8 @@ from pytest_attn.guests.models.interception import (
     outside_inference,
 )
 from pytest_attn.guests.models.judge import judge_call, known_defect_of
-from pytest_attn.guests.models.ratios import ratios_of
+from pytest_attn.guests.models.model_comparison import CallComparison, ModelComparison, describe
+from pytest_attn.guests.models.ratios import RepeatableStep, ratios_of
 from pytest_attn.guests.models.siblings import traits_of, with_strangers
 from pytest_attn.guests.models.step import StepResult, device_of, refuse_scripted, require_arguments, run_step, untouched
 from pytest_attn.guests.models.substitution import Replacer, replacement
@@ -98,117 +99,182 @@ def check_model(
     return comparison
 
 
-def judge_model(
-    model: torch.nn.Module,
-    step: Callable[[], Any],
-    backend: Target | None = None,
-    backward: bool = True,
-    *,
-    functions: Iterable[Callable[..., Any] | str] = (),
-    inline: Iterable[str] | str = (),
-    limits: str = "default",
-    scatter: int = 4,
-    precision: str | Precision | None = None,
-    compiled: bool = True,
-    context: Context | None = None,
-) -> ModelComparison:
-    """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`.
+@dataclass
+class JudgeOptions:
+    """Options of `judge_model`: those of `check_model`, and two more. Raises ValueError for an unknown precision.
 
     compiled: judge the run of a compiled model, too. context: of each call; its deadline surrounds the run that is judged.
     """
-    context = context or Context()
+
+    functions: Iterable[Callable[..., Any] | str] = ()
+    inline: Iterable[str] | str = ()
+    limits: str = "default"
+    scatter: int = 4
+    precision: str | Precision | None = None
+    compiled: bool = True
+    context: Context = field(default_factory=Context)
+
+    def __post_init__(self) -> None:
+        if self.precision is not None:
+            precision_named(self.precision)
+        self.functions = as_functions(self.functions)
+        self.inline = (self.inline,) if isinstance(self.inline, str) else tuple(self.inline)
+
+
+def judge_model(
+    model: torch.nn.Module, step: Callable[[], Any], backend: Target | None = None, backward: bool = True, **options: Any
+) -> ModelComparison:
+    """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`.
+
+    options: the fields of `JudgeOptions`.
+    """
     require_arguments(model, step)
     refuse_scripted(model)
     if torch.is_inference_mode_enabled():  # the step alone runs in it
         step = torch.inference_mode()(step)
-    subject = None if backend is None else replacement(backend, precision=precision)
-    functions, inline = as_functions(functions), (inline,) if isinstance(inline, str) else tuple(inline)
-    if precision is not None:
-        precision_named(precision)  # raises for an unknown one
-    machine = machine_of(device_of(model))
+    how = JudgeOptions(**options)
+    subject = None if backend is None else replacement(backend, precision=how.precision)
+    judge = _ModelJudge(model, step, subject, backward, how)
     name = subject.name if subject else "the step"
     with outside_inference(), ending_no_test(name), unlimited_recompiles(), untouched(model) as again:
-        masks, note = expected_masks(step, model) if subject is None else ({}, "")
-        again()
-        judged = _Judged(limits, machine, context)
-        recorder: Recorder
-        if subject is None:
-            recorder = Recorder(judged.judge, backward, masks, judges=True, precision=precision)
-        else:
-            recorder = Replacer(subject, machine, judged.judge, backward)
-        replaces = subject is not None and lacks_masks(model, is_replaced=True)
-        calling = subject.calling() if subject else nullcontext()
-        with context.deadline(), intercept_attention(recorder, model, functions, replaces) as tracker, calling:
-            try:
-                result = run_step(step, model, backward)
-            except Exception as error:
-                if not recorder.unread_calls:  # which are to be told first
-                    raise
-                result, note = StepResult({}, None), f"the step did not end: {type(error).__name__}: {error}"
-                scatter, compiled = 0, False
-        recorder.finish()
-        calls = tuple(with_strangers(sorted(judged.calls, key=lambda call: call.order), tracker))
-        if infers := backward and result.infers and not result.gradients:
-            backward = False
-        is_half = judged.calls and all(call.workload.dtype != "float32" for call in judged.calls)
-        ratios = {}
-        options: Any = {"backward": backward, "functions": functions, "precision": precision, "beside": recorder.beside}
-        if scatter and is_half and not (subject and subject.is_approximate) and not judged.fills_empty_rows:
-            ratios = ratios_of(result, model, step, subject, again, runs=scatter, **options)
-        run, about = None, ""
-        if compiled and runs_compiled(model, step):
-            if subject is None:
-                run = judge_compiled(model, step, again, **options)
-                about = eager_because()
-                if judged.has_empty_rows and run.wrong:
-                    run = run.not_compared("what the compiled model holds in rows that see no key is not checked")
-            else:
-                about = f"{subject.name} took the place of attention in the eager model; the compiled one was not run"
-    left_out = [name for name in (*tracker.written_out, *tracker.silent) if any(fnmatchcase(name, one) for one in inline)]
-    skipped = f"not judged, because inline= names them: {some(list(dict.fromkeys(left_out)))}" if left_out else ""
-    comparison = ModelComparison(
-        subject="" if subject is None else subject.name,
-        calls=calls,
-        unread=tuple(recorder.unread_calls),
-        refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
-        silent=tuple(tracker.silent),
-        unseen=() if replaces else never_called(functions, tracker.functions),
-        with_softmax=tuple(tracker.with_softmax),
-        written_out=tracker.written_out,
-        inline=inline,
-        backward=backward,
-        ratios=ratios,
-        compiled=run,
-        notes=tuple(filter(None, (note, skipped, _INFERS if infers else "", *judged.notes(model, tracker), about))),
-    )
-    return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
+        judge.judge_calls(again)
+        judge.compare_with_exact_runs(again)
+    return judge.comparison()
 
 
 _INFERS = "the step runs in inference mode, where nothing has a gradient: forward passes alone were judged"
+_NOT_COMPILED = "{} took the place of attention in the eager model; the compiled one was not run"
+_EMPTY_ROWS_COMPILED = "what the compiled model holds in rows that see no key is not checked"
 
 
-class _Judged:
+class _ModelJudge:
+    """Judges the calls of a model's step, then compares its whole with runs of exact attention. subject: None for its own."""
+
+    def __init__(
+        self, model: torch.nn.Module, step: Callable[[], Any], subject: Subject | None, backward: bool, options: JudgeOptions
+    ) -> None:
+        self._model, self._step, self._subject, self._backward, self._options = model, step, subject, backward, options
+        self._judged = _CallJudge(options.limits, machine_of(device_of(model)), options.context)
+        #: None where the step did not end
+        self._result: StepResult | None = None
+        self._ratios: dict[str, float] = {}
+        self._compiled: CompiledRun | None = None
+        self._note, self._about_gradients, self._about_compiled = "", "", ""
+
+    def judge_calls(self, again: Callable[[], None]) -> None:
+        """Run the step, and judge each attention call that it makes. again: makes the model what it was."""
+        model, subject, backward = self._model, self._subject, self._backward
+        if subject is None:
+            masks, self._note = configured_masks(self._step, model)
+            again()
+            self._recorder = Recorder(self._judged.judge, backward, masks, judges=True, precision=self._options.precision)
+        else:
+            self._recorder = Replacer(subject, self._judged.machine, self._judged.judge, backward)
+        self._replaces = subject is not None and lacks_masks(model, is_replaced=True)
+        intercepting = intercept_attention(self._recorder, model, self._options.functions, self._replaces)
+        calling = subject.calling() if subject else nullcontext()
+        with self._options.context.deadline(), intercepting as self._tracker, calling:
+            try:
+                self._result = run_step(self._step, model, backward)
+            except Exception as error:
+                if not self._recorder.unread_calls:  # which are to be told first
+                    raise
+                self._note = f"the step did not end: {type(error).__name__}: {error}"
+        self._recorder.finish()
+        self._calls = tuple(with_strangers(sorted(self._judged.calls, key=lambda call: call.order), self._tracker))
+
+    def compare_with_exact_runs(self, again: Callable[[], None]) -> None:
+        """Compare outputs and gradients of the step, and of its compiled run, with those of exact attention."""
+        if self._result is None:
+            return
+        if self._backward and self._result.infers and not self._result.gradients:
+            self._backward, self._about_gradients = False, _INFERS
+        how, model, step, backward = self._options, self._model, self._step, self._backward
+        repeatable = RepeatableStep(
+            model, step, again, backward, how.functions, self._subject, how.precision, self._recorder.beside
+        )
+        if how.scatter and self._judged.are_rounded and not (self._subject and self._subject.is_approximate):
+            self._ratios = ratios_of(self._result, repeatable, how.scatter)
+        if how.compiled and runs_compiled(model, step):
+            self._judge_compiled_run(repeatable)
+
+    def _judge_compiled_run(self, repeatable: RepeatableStep) -> None:
+        if self._subject is not None:
+            self._about_compiled = _NOT_COMPILED.format(self._subject.name)
+            return
+        self._compiled, self._about_compiled = judge_compiled(repeatable), eager_because()
+        if self._judged.has_empty_rows and self._compiled.wrong:
+            self._compiled = self._compiled.not_compared(_EMPTY_ROWS_COMPILED)
+
+    def comparison(self) -> ModelComparison:
+        """Return what was found."""
+        tracker, recorder, options = self._tracker, self._recorder, self._options
+        notes = (
+            self._note,
+            self._about_inline(),
+            self._about_gradients,
+            *self._judged.notes(),
+            *_about_modules(self._model, self._calls, tracker),
+            self._about_compiled,
+        )
+        comparison = ModelComparison(
+            subject="" if self._subject is None else self._subject.name,
+            calls=self._calls,
+            unread=tuple(recorder.unread_calls),
+            refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
+            silent=tuple(tracker.silent),
+            unseen=() if self._replaces else never_called(options.functions, tracker.functions),
+            with_softmax=tuple(tracker.with_softmax),
+            written_out=tracker.written_out,
+            inline=tuple(options.inline),
+            backward=self._backward,
+            ratios=self._ratios,
+            compiled=self._compiled,
+            notes=tuple(filter(None, notes)),
+        )
+        return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
+
+    def _about_inline(self) -> str:
+        names = dict.fromkeys((*self._tracker.written_out, *self._tracker.silent))
+        left_out = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self._options.inline)]
+        return f"not judged, because inline= names them: {some(left_out)}" if left_out else ""
+
+
+def _about_modules(model: torch.nn.Module, calls: Sequence[CallComparison], tracker: Tracker) -> Iterator[str]:
+    """Say which modules attend in a way that cannot be seen, or made no call."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.MultiheadAttention)]
+    if (layers and not calls) or not tracker.written_out.keys().isdisjoint(layers):
+        yield "torch.nn.MultiheadAttention computes attention inline when it returns its weights: pass need_weights=False"
+    if silent := [name for name in tracker.silent if name not in {**tracker.written_out, **tracker.with_softmax}]:
+        yield f"not judged: {some(silent)} made no attention call, while others of its kind made one"
+
+
+_DIVERGED = "hold NaN or infinite elements in q, k or v: results that depend on these mean nothing"
+_DETACHED = "give no gradient, though q, k or v need one: none was compared there"
+_NARROWER = "hide keys that the masks of the model's configuration show, as sparse attention does: judged by their own"
+
+
+class _CallJudge:
     """Judges each call once it is complete, and keeps the judgment only."""
 
     def __init__(self, limits: str, machine: Machine, context: Context) -> None:
         self.calls: list[CallComparison] = []
         self.fills_empty_rows, self.has_empty_rows = False, False
-        self._diverged: list[tuple[int, str]] = []
-        self._detached: list[tuple[int, str]] = []
-        self._narrower: list[tuple[int, str]] = []
-        self._limits, self._machine, self._context = limits, machine, context
+        self.machine = machine
+        self._limits, self._context = limits, context
+        #: by what is worth knowing of some calls, their order and label
+        self._noted: dict[str, list[tuple[int, str]]] = {_DIVERGED: [], _DETACHED: [], _NARROWER: []}
 
-    def notes(self, model: torch.nn.Module, tracker: Tracker) -> Iterator[str]:
-        """Say what cannot be seen, and what was not judged."""
-        if self._diverged:
-            yield self._about(
-                self._diverged, "hold NaN or infinite elements in q, k or v: results that depend on these mean nothing"
-            )
-        if self._detached:
-            yield self._about(self._detached, "give no gradient, though q, k or v need one: none was compared there")
-        if self._narrower:
-            hide = "hide keys that the masks of the model's configuration show, as sparse attention does: judged by their own"
-            yield self._about(self._narrower, hide)
+    @property
+    def are_rounded(self) -> bool:
+        """True where all calls are in half precision, and what they hold in rows that see no key counts for nothing."""
+        return bool(self.calls) and not self.fills_empty_rows and all(c.workload.dtype != "float32" for c in self.calls)
+
+    def notes(self) -> Iterator[str]:
+        """Say what cannot be seen in calls, and what was not judged of them."""
+        for what, noted in self._noted.items():
+            if noted:
+                yield f"{len(noted)} of {len(self.calls)} calls {what} ({some([label for _, label in sorted(noted)])})"
         if raised := self._with_raised_limits():
             yield (
                 f"small faults cannot be seen in {len(raised)} of {len(self.calls)} calls ({some(raised)}): attention is"
@@ -219,14 +285,6 @@ class _Judged:
             yield (
                 "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not reported"
             )
-        layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.MultiheadAttention)]
-        if (layers and not self.calls) or not tracker.written_out.keys().isdisjoint(layers):
-            yield "torch.nn.MultiheadAttention computes attention inline when it returns its weights: pass need_weights=False"
-        if silent := [name for name in tracker.silent if name not in {**tracker.written_out, **tracker.with_softmax}]:
-            yield f"not judged: {some(silent)} made no attention call, while others of its kind made one"
-
-    def _about(self, calls: list[tuple[int, str]], what: str) -> str:
-        return f"{len(calls)} of {len(self.calls)} calls {what} ({some([label for _, label in sorted(calls)])})"
 
     def _with_raised_limits(self) -> list[str]:
         """Return the calls in which fault-free kernels are further from exact than the limits allow."""
@@ -247,15 +305,13 @@ class _Judged:
         found = CallComparison(*facts, None, bool(call.gradients), misled=call.misled, **more)
         self.fills_empty_rows |= call.fills_empty_rows
         self.has_empty_rows |= call.empty_rows is not None and call.empty_rows.are_there
-        if not all(bool(t.isfinite().all()) for t in (call.q, call.k, call.v)):
-            self._diverged.append((call.order, call.label))
-        if call.is_detached:
-            self._detached.append((call.order, call.label))
-        if call.is_narrower:
-            self._narrower.append((call.order, call.label))
+        is_finite = all(bool(t.isfinite().all()) for t in (call.q, call.k, call.v))
+        for what, holds in ((_DIVERGED, not is_finite), (_DETACHED, call.is_detached), (_NARROWER, call.is_narrower)):
+            if holds:
+                self._noted[what].append((call.order, call.label))
         try:
             comparison = judge_call(call, self._limits, self._context)
-            known = known_defect_of(call, comparison, self._machine)
+            known = known_defect_of(call, comparison, self.machine)
             self.calls.append(dataclasses.replace(found, comparison=comparison, known=known))
         except ContractError as error:
             self.calls.append(dataclasses.replace(found, fault=str(error)))
@@ -264,11 +320,11 @@ class _Judged:
 # -- the masks that a model of transformers expects --------------------------------------------------------------------------
 
 
-class ExpectedMasks:
+class MaskRecorder:
     """Notes what each call may see, by module and number of its call."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, int], Expected] = {}
+        self.found: dict[tuple[str, int], ConfiguredMasks] = {}
         self._numbers: Counter[str] = Counter()
 
     def handle(self, intercepted: InterceptedCall) -> Any:
@@ -279,7 +335,7 @@ class ExpectedMasks:
         mask, visible = intercepted.arguments.get("attention_mask"), None
         if mask is not None and getattr(mask, "ndim", 0) == 4 and str(mask.dtype) == "torch.bool":
             visible = mask[..., : intercepted.tensors[1].shape[-2]]
-        self.found[intercepted.module, self._numbers[intercepted.module]] = Expected(visible, intercepted.handed)
+        self.found[intercepted.module, self._numbers[intercepted.module]] = ConfiguredMasks(visible, intercepted.handed)
         return intercepted.compute()
 
     def unread(self, module: str, function: str, reason: str) -> None:
@@ -287,7 +343,9 @@ class ExpectedMasks:
         self._numbers[module] += 1
 
 
-def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tuple[dict[tuple[str, int], Expected], str]:
+def configured_masks(
+    step: Callable[[], Any], model: torch.nn.Module | None
+) -> tuple[dict[tuple[str, int], ConfiguredMasks], str]:
     """Run a step with every mask built in full, and return these; "" or why there are none.
 
     A name that is registered with the functions of transformers but not with its masks gets none: the model asks for a mask
@@ -295,7 +353,7 @@ def expected_masks(step: Callable[[], Any], model: torch.nn.Module | None) -> tu
     """
     if not is_of_transformers(model):
         return {}, ""
-    expected = ExpectedMasks()
+    expected = MaskRecorder()
     try:
         with intercept_attention(expected, model, replaces=True):
             step()
@@ -378,12 +436,7 @@ def module_step(module: torch.nn.Module, inputs: Any = None, shape: tuple[int, i
 def _drawn(module: torch.nn.Module, shape: tuple[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments for a module that takes hidden states, as far as it says how wide they are."""
     if isinstance(module, torch.nn.MultiheadAttention):
-        query, key, value = (
-            _hidden(module, name, shape, width, module.batch_first)
-            for name, width in (("query", module.embed_dim), ("key", module.kdim), ("value", module.vdim))
-        )
-        is_self = module.kdim == module.vdim == module.embed_dim
-        return (query, query, query) if is_self else (query, key, value), {"need_weights": False}
+        return _drawn_for(module, shape), {"need_weights": False}
     if isinstance(module, torch.nn.TransformerEncoderLayer):
         attention = module.self_attn
         return (_hidden(module, "src", shape, attention.embed_dim, attention.batch_first),), {}
@@ -397,6 +450,13 @@ def _drawn(module: torch.nn.Module, shape: tuple[int, int]) -> tuple[tuple[Any, 
             " say inputs=(hidden_states, ...) or inputs={'hidden_states': ...}"
         )
     return (_hidden(module, plain[0].name, shape, projection.in_features, True),), {}
+
+
+def _drawn_for(layer: torch.nn.MultiheadAttention, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    widths = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
+    query, key, value = (_hidden(layer, name, shape, width, layer.batch_first) for name, width in widths.items())
+    is_self = len({*widths.values()}) == 1
+    return (query, query, query) if is_self else (query, key, value)
 
 
 def _hidden(module: torch.nn.Module, name: str, shape: tuple[int, int], width: int, is_batch_first: bool) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_attn.reports.latency import is_notable, latency_summary
+from pytest_attn.reports.latency_output import is_notable, latency_summary
 from pytest_attn.reports.lines import duration_in_column
 from pytest_attn.reports.records import new_record
 

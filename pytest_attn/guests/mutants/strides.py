@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pytest_attn.guests.mutants.kernel import QKV, Call, Kernel
+from pytest_attn.guests.mutants.kernel import QKV, Kernel, KernelCall
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import all_of, is_dense
 
@@ -82,7 +82,7 @@ class _VReadWithStridesOfK(Kernel):
 class _OutWrittenWithStridesOfQ(Kernel):
     """out is contiguous, but is written with the strides of q."""
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(call)
         return (written_with_strides(out, call.q.stride()) if out.shape == call.q.shape else out), lse
 
@@ -152,7 +152,7 @@ class _DoutAssumedContiguous(Kernel):
 class _DqWrittenWithStridesOfQ(Kernel):
     """dq is contiguous, but is written with the strides of q."""
 
-    def finish_gradient(self, call: Call, total: Tensor, of: Tensor) -> Tensor:
+    def finish_gradient(self, call: KernelCall, total: Tensor, of: Tensor) -> Tensor:
         gradient = super().finish_gradient(call, total, of)
         return written_with_strides(gradient, of.stride()) if of is call.q else gradient
 
@@ -161,7 +161,7 @@ class _DqWrittenWithStridesOfQ(Kernel):
 class _KeysCenteredInPlace(Kernel):
     """The keys' mean, which softmax does not see, is taken off in the caller's tensor."""
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         if not call.workload.is_packed and call.workload.kv_pages is None:
             call.k.sub_(call.k.float().mean(-2, keepdim=True).to(call.k.dtype))
         return super().forward(call)
@@ -188,7 +188,7 @@ class _KeysTransposedWhereSquare(Kernel):
 class _OutTransposedWhereSquare(Kernel):
     """out comes back with heads and rows swapped, which no shape shows where there are as many heads as rows."""
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(call)
         is_square = out.dim() == 4 and out.shape[1] == out.shape[2]
         return (out.transpose(1, 2).contiguous() if is_square else out), lse

@@ -1,4 +1,4 @@
-"""What the terminal says of latencies: one row per case, what a model's step has beside its time, and what to type next."""
+"""Text of the terminal on latencies: one row per case, what a model's step has beside its time, and what to type next."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,13 +32,7 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
     ranked = sorted(timed, key=lambda r: (not _markup(r), not r["reason"]))
     shown = timed if verbose or len(timed) <= _MOST_ROWS else ranked[:_MOST_ROWS]
     if shown:
-        table = [("p50", "+-", "change", "detects", "verdict", "backend", "workload", "direction", "mode", *_extra(shown))]
-        rows = [_row(r, shown) for r in shown]
-        idle = [title for at, title in enumerate(table[0]) if all(row[at] == "-" for row in rows)]
-        shorter = narrowed([*table, *rows], None if verbose else width, tuple(dict.fromkeys((*idle, *_EXPENDABLE))))
-        right = tuple(at for at, title in enumerate(shorter[0]) if title in _FIGURES)
-        for number, line in enumerate(aligned(shorter, right, width)):
-            yield line, {"bold": True} if number == 0 else _markup(shown[number - 1])
+        yield from _timed_rows(shown, None if verbose else width, width)
     if len(shown) < len(timed):
         yield f"... {len(timed) - len(shown)} more with -v", {}
     for line in (*step_lines(shown), *_rank_lines(shown)):
@@ -47,8 +41,19 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
     yield closing(records)
 
 
+def _timed_rows(records: Sequence[Record], narrow: int | None, width: int | None) -> Iterator[Line]:
+    """Yield a row per case. narrow: what columns that are expendable must leave room for; None keeps all of them."""
+    titles = ("p50", "+-", "change", "detects", "verdict", "backend", "workload", "direction", "mode", *_extra(records))
+    rows = [_row(r, records) for r in records]
+    idle = [title for at, title in enumerate(titles) if all(row[at] == "-" for row in rows)]
+    table = narrowed([titles, *rows], narrow, tuple(dict.fromkeys((*idle, *_EXPENDABLE))))
+    right = tuple(at for at, title in enumerate(table[0]) if title in _FIGURES)
+    for number, line in enumerate(aligned(table, right, width)):
+        yield line, {"bold": True} if number == 0 else _markup(records[number - 1])
+
+
 def is_notable(record: Record) -> bool:
-    """Whether a case is shown even to those who want to see little.
+    """Return whether a case is shown even to those who want to see little.
 
     It failed or was not decided, or what was recorded for it cannot be used: a damaged file must not look like a pass.
     """

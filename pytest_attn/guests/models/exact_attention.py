@@ -71,7 +71,7 @@ class Dithered:
 
 
 #: how the values are rounded that a kernel keeps in the dtype
-Rounding: TypeAlias = "Scatter | Dithered"
+Rounder: TypeAlias = "Scatter | Dithered"
 
 
 def on_grid(x: torch.Tensor, dtype: str, chance: torch.Tensor | float) -> torch.Tensor:
@@ -83,7 +83,7 @@ def on_grid(x: torch.Tensor, dtype: str, chance: torch.Tensor | float) -> torch.
     return torch.where(x.isfinite(), (x / step + chance).floor() * step, x)
 
 
-def exact_attention(inputs: Inputs, rounding: Rounding | None = None) -> torch.Tensor:
+def exact_attention(inputs: Inputs, rounding: Rounder | None = None) -> torch.Tensor:
     """Return exact attention for these inputs in their dtype, (batch, heads, q_len, v_head_dim) or packed.
 
     It has gradients with respect to q, k, v and the parameters (workloads/parameters.py). rounding: of what a kernel rounds.
@@ -112,7 +112,7 @@ def _probabilities(inputs: Inputs) -> torch.Tensor:
 
 class _ExactAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Inputs, rounding: Rounding | None, *tensors: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, inputs: Inputs, rounding: Rounder | None, *tensors: torch.Tensor | None) -> torch.Tensor:
         passes = Passes(inputs, rounding)
         out = passes.forward()
         ctx.passes = passes
@@ -128,7 +128,7 @@ class _ExactAttention(torch.autograd.Function):
 class Passes:
     """The two passes over one call, chunk by chunk. arithmetic: the dtype of products and sums, float64 by default."""
 
-    def __init__(self, inputs: Inputs, rounding: Rounding | None, arithmetic: torch.dtype | None = None) -> None:
+    def __init__(self, inputs: Inputs, rounding: Rounder | None, arithmetic: torch.dtype | None = None) -> None:
         self.inputs, self.workload, self.rounding, self.arithmetic = inputs, inputs.workload, rounding, arithmetic
         self._writes_scores = rounding is not None and rounding.precision.rounds_scores
 

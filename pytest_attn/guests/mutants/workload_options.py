@@ -5,7 +5,7 @@ import math
 
 from torch import Tensor
 
-from pytest_attn.guests.mutants.kernel import Call, Index, Kernel, Sequence, Softmax, SplitKernel, Tile
+from pytest_attn.guests.mutants.kernel import Index, Kernel, KernelCall, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import (
     all_of,
@@ -29,7 +29,7 @@ _has_softcap, _has_bias, _has_alibi, _has_sinks = map(has, ("softcap", "bias", "
 class _ScaleIgnored(Kernel):
     """A scale that is given is ignored: it is always 1 / sqrt(head_dim)."""
 
-    def scale(self, call: Call) -> float:
+    def scale(self, call: KernelCall) -> float:
         return 1 / math.sqrt(call.workload.head_dim)
 
 
@@ -41,7 +41,7 @@ class _ScaleIgnored(Kernel):
 class _ScaleHardCoded(Kernel):
     """The scale is that of heads of 64."""
 
-    def scale(self, call: Call) -> float:
+    def scale(self, call: KernelCall) -> float:
         return 1 / 8
 
 
@@ -90,7 +90,7 @@ class _WindowIgnored(Kernel):
 class _SoftcapIgnored(Kernel):
     """Scores are not capped."""
 
-    def softcap(self, call: Call) -> float | None:
+    def softcap(self, call: KernelCall) -> float | None:
         return None
 
 

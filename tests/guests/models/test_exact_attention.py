@@ -6,7 +6,7 @@ import torch
 from pytest_attn import Document, Workload
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.reference import compute_reference, heads_first
-from pytest_attn.guests.models.exact import Dithered, Scatter, exact_attention, on_grid
+from pytest_attn.guests.models.exact_attention import Dithered, Scatter, exact_attention, on_grid
 from pytest_attn.workloads.inputs import draw_inputs
 
 WORKLOADS = [

@@ -1,4 +1,4 @@
-"""What a check of a model finds: a judgment per attention call, what was not judged, and how far the whole moved."""
+"""Results of a check of a model: a judgment per attention call, what was not judged, and how far the whole moved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_attn.workloads.workload import Workload
 
 
 class Traits(NamedTuple):
-    """What a call shows that its siblings may show otherwise; None where that is not known.
+    """Traits of a call that its siblings may have otherwise; None where one is not known.
 
     reach: how many keys back and ahead its windows show, as many or none. keys: of each head of q the first one that has the
     same keys; values: the same of values. gradients: which of dq, dk and dv arrived of those that were waited for. held: the
@@ -63,12 +63,12 @@ class CallComparison:
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor is within its budget, and its layer asked what it should."""
+        """True where every tensor is within its budget, and its layer asked what it should."""
         return self.comparison is not None and self.comparison.passed and not self.misled
 
     @property
     def explained(self) -> bool:
-        """Whether it is right, or a known defect explains what is wrong."""
+        """True where it is right, or a known defect explains what is wrong."""
         return self.passed or (bool(self.known) and not self.misled)
 
 
@@ -111,13 +111,13 @@ class ModelComparison:
 
     @property
     def passed(self) -> bool:
-        """Whether every call was judged, and is right."""
+        """True where every call was judged, and is right."""
         is_right = all(call.passed for call in self.calls) and not (self.compiled and self.compiled.wrong)
         return self.is_complete and is_right
 
     @property
     def untested(self) -> tuple[str, ...]:
-        """What no call would have shown, as `Comparison.untested`."""
+        """Options and sums that no call would have shown, as `Comparison.untested`."""
         judged = [(call.workload, call.comparison.untested) for call in self.calls if call.comparison]
         untested = dict.fromkeys(one for _, unshown in judged for one in unshown)
         shown = {one for w, unshown in judged for one in (*without_each(w), LONG_SUMS) if one not in unshown}
@@ -125,7 +125,7 @@ class ModelComparison:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are calls, of each function that was named, too, and each was judged, and replaced if so asked.
+        """True where there are calls, of each function that was named, too, and each was judged, and replaced if so asked.
 
         And whether no module computes attention by itself but those that are named as such.
         """
@@ -161,12 +161,12 @@ class ModelComparison:
 
     @property
     def lacks_refused_only(self) -> bool:
-        """Whether all is well, or explained, but for the calls that were refused."""
+        """True where all is well, or explained, but for the calls that were refused."""
         return replace(self, refused=()).is_complete and self.explained
 
     @property
     def explained(self) -> bool:
-        """Whether known defects explain all that is wrong, or nothing is."""
+        """True where known defects explain all that is wrong, or nothing is."""
         is_compiled_right = not (self.compiled and self.compiled.wrong)
         return is_compiled_right and not self.unread and all(call.explained for call in self.calls)
 
@@ -197,15 +197,9 @@ def headline(model: ModelComparison) -> str:
 
 
 def _not_judged(model: ModelComparison) -> Iterator[str]:
-    if not model.calls and not model.unread:
-        yield "no attention call was caught: nothing was judged"
-        softmax = list(dict.fromkeys([*model.written_out, *model.with_softmax]))
-        if softmax:
-            yield labeled("softmax", f"ran in {some(softmax)}: is attention computed inline there?")
-        if not model.unseen:
-            how = "name the model's attention, a function of (q, k, v, ...), or make one of what it computes inline"
-            how = "have it call a function of (q, k, v, ...), and name that" if softmax else how
-            yield labeled("do", f"{how}: functions=[my_function]")
+    is_caught = bool(model.calls or model.unread)
+    if not is_caught:
+        yield from _nothing_caught(model)
     for function in model.unseen:
         yield f"{function} was named in functions=, and no call of it was caught"
         yield labeled(
@@ -213,12 +207,31 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
         )
     for name in model.not_inline:
         yield f"{name} was named in inline=, and computes no attention of its own"
-    if not model.calls and not model.unread:
+    if not is_caught:
         return
     if model.hidden:
         yield from _written_out(model)
     for call in model.unread:
         yield f"{_place(call.module)}: a call of {call.function} was not judged: {call.reason}"
+    yield from _not_replaced(model)
+    if model.backward and model.calls and not any(call.has_gradients for call in model.calls):
+        yield "backward=True, and no gradient arrived at any attention call: is something detached?"
+        yield labeled(
+            "do", "look for detach() and no_grad() around it; where all before it is frozen, backward=False judges out alone"
+        )
+
+
+def _nothing_caught(model: ModelComparison) -> Iterator[str]:
+    yield "no attention call was caught: nothing was judged"
+    how = "name the model's attention, a function of (q, k, v, ...), or make one of what it computes inline"
+    if softmax := list(dict.fromkeys([*model.written_out, *model.with_softmax])):
+        yield labeled("softmax", f"ran in {some(softmax)}: is attention computed inline there?")
+        how = "have it call a function of (q, k, v, ...), and name that"
+    if not model.unseen:
+        yield labeled("do", f"{how}: functions=[my_function]")
+
+
+def _not_replaced(model: ModelComparison) -> Iterator[str]:
     for call in model.refused:
         yield f"{_place(call.module)}: a call of {call.function} was not replaced: {model.subject}: {call.reason}"
     if model.subject and model.kept:
@@ -228,11 +241,6 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
         )
         if softmax := [name for name in model.kept if name in model.with_softmax]:
             yield labeled("softmax", f"ran in {some(softmax)}: is an old implementation left there?")
-    if model.backward and model.calls and not any(call.has_gradients for call in model.calls):
-        yield "backward=True, and no gradient arrived at any attention call: is something detached?"
-        yield labeled(
-            "do", "look for detach() and no_grad() around it; where all before it is frozen, backward=False judges out alone"
-        )
 
 
 def _written_out(model: ModelComparison) -> Iterator[str]:

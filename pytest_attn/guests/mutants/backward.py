@@ -6,7 +6,7 @@ import math
 from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, OTHER_ALIGNMENT, TAIL_MISSING, recomputed
-from pytest_attn.guests.mutants.kernel import QKV, Call, Kernel, Sequence, Tile
+from pytest_attn.guests.mutants.kernel import QKV, Kernel, KernelCall, Sequence, Tile
 from pytest_attn.guests.mutants.masks import BottomRightTakenForTopLeft
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import (
@@ -39,7 +39,7 @@ class _DeltaMissing(Kernel):
 class _DeltaOfNextHead(Kernel):
     """A head takes the delta of its neighbor."""
 
-    def delta(self, call: Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    def delta(self, call: KernelCall, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         return super().delta(call, out, dout, dlse).roll(-1, -2)
 
 
@@ -47,7 +47,7 @@ class _DeltaOfNextHead(Kernel):
 class _LseOfFirstBatchEntry(Kernel):
     """The backward pass takes the lse of the batch's first entry for all."""
 
-    def saved_lse(self, call: Call, lse: Tensor) -> Tensor:
+    def saved_lse(self, call: KernelCall, lse: Tensor) -> Tensor:
         return lse if call.workload.is_packed else lse[:1].expand_as(lse)
 
 
@@ -55,7 +55,7 @@ class _LseOfFirstBatchEntry(Kernel):
 class _NullLse(Kernel):
     """P is computed again as exp(s), as no lse was saved."""
 
-    def saved_lse(self, call: Call, lse: Tensor) -> Tensor:
+    def saved_lse(self, call: KernelCall, lse: Tensor) -> Tensor:
         return lse.new_zeros(lse.shape)
 
 
@@ -63,7 +63,7 @@ class _NullLse(Kernel):
 class _LseWithoutSinkAgain(Kernel):
     """P is computed again without the sink's share of the denominator."""
 
-    def saved_lse(self, call: Call, lse: Tensor) -> Tensor:
+    def saved_lse(self, call: KernelCall, lse: Tensor) -> Tensor:
         sinks = call.inputs.sinks
         if sinks is None:
             return lse
@@ -176,7 +176,7 @@ class _TailNotMaskedAgain(Kernel):
 class _KvLengthIgnoredInBackward(Kernel):
     """The backward pass sees padded keys."""
 
-    def backward(self, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> QKV:
+    def backward(self, call: KernelCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> QKV:
         unpadded = dataclasses.replace(call.inputs, kv_lens=None)
         return super().backward(dataclasses.replace(call, inputs=unpadded), out, lse, dout, dlse)
 
@@ -240,15 +240,15 @@ class _DvColumnsMisplaced(Kernel):
 
 @GRADIENTS("FA#404", "FA#889", "FA#1137", condition="lse-gradient")
 class _GradientOfLseIgnored(Kernel):
-    """What flows back through lse is dropped."""
+    """The gradient that flows back through lse is dropped."""
 
-    def delta(self, call: Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    def delta(self, call: KernelCall, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         return super().delta(call, out, dout, None)
 
 
 @GRADIENTS("FA#1137", "NATTEN#299", condition="lse-gradient")
 class _GradientOfLseWithWrongSign(Kernel):
-    """What flows back through lse is added to delta, not taken off."""
+    """The gradient that flows back through lse is added to delta, not taken off."""
 
-    def delta(self, call: Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    def delta(self, call: KernelCall, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         return super().delta(call, out, dout, None if dlse is None else -dlse)
