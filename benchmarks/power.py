@@ -21,7 +21,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from pytest_attn.latency.gate import FEWEST_RUNS, GateContext, Policy, decide, policy_for, screen, shared_prior
-from pytest_attn.latency.statistics import Fit, Prior, Run, expected_sensitivity, fit, incomplete_beta
+from pytest_attn.latency.statistics import Fit, Prior, Run, expected_sensitivity, fit
+from pytest_attn.reports.student import incomplete_beta
 
 Series = Mapping[str, Any]
 

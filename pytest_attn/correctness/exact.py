@@ -339,6 +339,11 @@ def softmax(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Ten
     return p.div_(total.masked_fill(total == 0, 1.0)), lse
 
 
+def weights_given(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return P = exp(s - lse), (n, heads, rows, keys), of final scores and lse (n, heads, rows, 1); 0 in rows that see nothing."""
+    return (scores - lse.masked_fill(lse == -math.inf, 0)).exp()
+
+
 def _bias(bias: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Return the chunk's part of the bias, (n, heads, rows, keys)."""
     block, w = chunk.block, chunk.block.workload

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from pytest_attn.correctness.call import nodes_behind
-from pytest_attn.correctness.exact import modify, over_keys, softmax
+from pytest_attn.correctness.exact import modify, over_keys, sinks_of, softmax
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
 from pytest_attn.diagnosis.faults import RECOMPUTED
@@ -193,9 +193,9 @@ def _with_lse_of_first(seen: GradientOfRegion) -> AttentionSteps:
 
 
 def _without_sink(seen: GradientOfRegion) -> AttentionSteps:
-    lse, sinks = seen.honest.lse, seen.reference.inputs.sinks
+    lse, sinks = seen.honest.lse, sinks_of(seen.honest.region)
     assert sinks is not None
-    share = (sinks.to(lse.device).double().view(1, -1, 1, 1) - lse).exp()
+    share = (sinks - lse).exp()
     return dataclasses.replace(seen.honest, lse=lse + (1 - share).clamp(min=0).log())
 
 

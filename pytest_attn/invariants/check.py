@@ -49,8 +49,6 @@ INVARIANTS: tuple[Invariant, ...] = (
     # new ones stand above: the last may end the CUDA context, and with it all that follows
     Alignment(),
 )
-#: how often those that are not thorough may call a kernel on one workload: a user waits for each call
-MOST_CALLS = 26
 
 
 def chosen(only: Names, skip: Names, thorough: bool) -> tuple[Invariant, ...]:

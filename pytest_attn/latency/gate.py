@@ -15,7 +15,8 @@ from statistics import fmean, median
 from typing import Any
 
 from pytest_attn.latency.disturbance import REFERENCE_LOOP
-from pytest_attn.latency.statistics import SENSITIVITY_SD, Fit, Prior, Run, moderated, prior_of, t_quantile, t_tail
+from pytest_attn.latency.statistics import SENSITIVITY_SD, Fit, Prior, Run, moderated, prior_of
+from pytest_attn.reports.student import t_quantile, t_tail
 from pytest_attn.reports.verdict import Verdict
 
 #: the fewest new processes whose runs make a baseline
