@@ -162,7 +162,7 @@ def _chunks_by_span(segment: Segment, rows: torch.Tensor, least: int, room: int)
 
 
 def _takes_only_sampled(segment: Segment) -> bool:
-    """Whether there is no gradient that needs the other rows."""
+    """Return whether there is no gradient that needs the other rows."""
     return segment.rows is not None and (segment.keys is None or not len(segment.keys))
 
 
@@ -340,7 +340,7 @@ def softmax(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Ten
 
 
 def weights_given(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Return P = exp(s - lse), (n, heads, rows, keys), of final scores and lse (n, heads, rows, 1); 0 in rows that see nothing."""
+    """Return P = exp(s - lse) of final scores (n, heads, rows, keys) and lse (n, heads, rows, 1); 0 where nothing is seen."""
     return (scores - lse.masked_fill(lse == -math.inf, 0)).exp()
 
 

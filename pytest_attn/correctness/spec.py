@@ -1,4 +1,4 @@
-"""What one check depends on, beside the kernel: the workload, its inputs, and how results are judged."""
+"""Specification of one check, beside the kernel: the workload, its inputs, and how results are judged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CheckSpec:
 
     @property
     def trains(self) -> bool:
-        """Whether the kernel is called where tensors need gradients, be they asked for or not."""
+        """True where the kernel is called where tensors need gradients, be they asked for or not."""
         return self.backward or self.in_training
 
     @property
@@ -82,7 +82,7 @@ class CheckSpec:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What a call returns that is compared, gradients aside."""
+        """Names of the results that are compared, gradients aside."""
         return self.declared.results
 
     @property
@@ -100,7 +100,7 @@ class CheckSpec:
 
     @property
     def drops_unseen(self) -> bool:
-        """Whether probabilities are dropped, and the callable does not say which."""
+        """True where probabilities are dropped, and the callable does not say which."""
         return bool(self.workload.dropout) and "keep" not in self.results
 
     def subject(

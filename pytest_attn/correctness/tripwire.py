@@ -1,4 +1,4 @@
-"""What a callable leaves behind for whoever computes next: switches of torch that it turned, functions that it replaced.
+"""Traces of a callable that meet whoever computes next: switches of torch that it turned, functions that it replaced.
 
 Both are put back, and fail its case. What runs in the same process can undo all of that: it stops no attack that is meant.
 """
@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice, product
@@ -34,7 +34,7 @@ from pytest_attn.correctness.contract import ContractError
 
 
 class Switch(NamedTuple):
-    """How one is read, and turned."""
+    """Functions that read a switch, and turn it."""
 
     read: Callable[[], Any]
     turn: Callable[[Any], object]
@@ -69,7 +69,7 @@ _libraries: set[str] = set()
 
 
 def _has_loaded_libraries() -> bool:
-    """Whether this process has loaded shared libraries since the last time that somebody asked, where the system tells."""
+    """Return whether this process has loaded shared libraries since this was last asked, where the system tells."""
     with suppress(OSError):
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         loaded = {line.rpartition(" ")[2] for line in lines if ".so" in line}
@@ -241,7 +241,7 @@ class _Space(NamedTuple):
 
     @property
     def names(self) -> dict[str, Any]:
-        """What is watched of it, as it is wherever it is read."""
+        """Names that are watched of it, as they are wherever they are read."""
         names: dict[str, Any] = vars(self.owner)  # of a class a view, which copies itself as well
         return {name: names.get(name, _NOTHING) for name in _OF_TORCH} if self.owner is torch else names
 
@@ -296,12 +296,7 @@ def functions_kept(where: str = "") -> Iterator[None]:
         others = [(name, python[name]) for name, value in of_python.items() if python[name] is not value]
         python.update(of_python)  # before anything here calls them
         replaced = [f"{name} by {_described(now)}" for name, now in others]
-        after = [one.names for one in spaces]
-        now, was = (chain(chain.from_iterable([one.values() for one in some]), (_NOTHING,)) for some in (after, before))
-        if not all(map(operator.is_, now, was)):
-            files = _libraries_since(modules)
-            for space, names in zip(spaces, before, strict=True):
-                replaced += _put_back(space, names, files)
+        replaced += _put_all_back(spaces, before, modules)
         if len(operators) != len(torch.library._impls):
             replaced += _withdraw(torch.library._impls - operators, _libraries_since(modules))
         raised = sys.exc_info()[1]
@@ -341,6 +336,16 @@ def _libraries_since(modules: int) -> set[str]:
     return {file for file in files if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)}
 
 
+def _put_all_back(spaces: Sequence[_Space], before: Sequence[dict[str, Any]], modules: int) -> Iterator[str]:
+    """Put back the functions of all spaces; yield what was replaced. modules: how many were imported before."""
+    after = [one.names for one in spaces]
+    now, was = (chain(chain.from_iterable([one.values() for one in some]), (_NOTHING,)) for some in (after, before))
+    if not all(map(operator.is_, now, was)):
+        files = _libraries_since(modules)
+        for space, names in zip(spaces, before, strict=True):
+            yield from _put_back(space, names, files)
+
+
 def _put_back(space: _Space, was: Mapping[str, Any], libraries: set[str]) -> Iterator[str]:
     """Put back the functions of a space; yield what was replaced, and by what. libraries: that were imported meanwhile."""
     kept = {name: value for name, value in was.items() if callable(value) or hasattr(type(value), "__get__")}
@@ -353,7 +358,7 @@ def _put_back(space: _Space, was: Mapping[str, Any], libraries: set[str]) -> Ite
 
 
 def _may_stay(now: Any, was: Any, libraries: set[str]) -> bool:
-    """Whether torch itself has wrapped a function of its own, or a library changed torch as it was imported."""
+    """Return whether torch itself has wrapped a function of its own, or a library changed torch as it was imported."""
     if type(now) is not FunctionType:
         return False
     file = now.__code__.co_filename

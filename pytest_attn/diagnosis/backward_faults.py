@@ -220,7 +220,7 @@ def with_rounded_dp(seen: GradientOfRegion) -> torch.Tensor:
 
 
 def casts_weights(out: torch.Tensor) -> bool:
-    """Whether autograd's graph of out shows P.to(dtype), of all keys or of a block of them: dP is rounded there.
+    """Return whether autograd's graph of out shows P.to(dtype), of all keys or of a block of them: dP is rounded there.
 
     Such a cast has neither the size of out, which is cast at the end, nor is it of an input.
     """

@@ -289,7 +289,7 @@ def _share_of_sink(part: RegionScores, top: torch.Tensor) -> torch.Tensor | floa
 
 
 class _Splits(NamedTuple):
-    """What splits of the keys give alone: lse (splits, 1, heads, rows, 1), out and the variance of P v (splits, ..., dim).
+    """Results of splits of the keys alone: lse (splits, 1, heads, rows, 1), out and the variance of P v (splits, ..., dim).
 
     of_keys: the share of each row's keys, without its sink, (1, heads, rows, 1).
     """

@@ -37,7 +37,7 @@ UNIT = {name: max(one.spacing, 2.0**-18) for name, one in FLOATING_DTYPES.items(
 
 @dataclass(frozen=True)
 class Region:
-    """Which part of a workload is computed: a batch entry (packed: a sequence), rows and keys of it, None for all."""
+    """Part of a workload that is computed: a batch entry (packed: a sequence), rows and keys of it, None for all."""
 
     batch: int
     rows: torch.Tensor | None = None
@@ -45,7 +45,7 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it holds all rows and keys."""
+        """True where it holds all rows and keys."""
         return self.rows is None and self.keys is None
 
 
@@ -134,7 +134,7 @@ def _region_in(w: Workload, name: str, batch: int, faulty: torch.Tensor) -> Regi
 
 @dataclass(frozen=True)
 class AttentionSteps:
-    """What a backward pass starts from, and its steps: those of an honest one, unless they are replaced.
+    """Start of a backward pass, and its steps: those of an honest one, unless they are replaced.
 
     region: scores and slopes; lse (1, heads, rows, 1); row_sum: D, alike, and row_sum_var: its variance, in units squared.
     dscores: (P, dP, D) -> dS. weigh: P, or dS, as the last products take it. summed: sums a gradient of the keys over the

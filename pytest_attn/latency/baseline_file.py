@@ -1,4 +1,4 @@
-"""What was recorded for one case: the key by which it is kept, the file, and the machine that its times belong to."""
+"""Recordings: the key by which one is kept, the file, and the machine that its times belong to."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _blas() -> str:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What was recorded for one case.
+    """Recording of one case.
 
     shape: the workload's, in full: another shape under the same name is another case. version: of the library. p50, anchors,
     launch (of one call): seconds, one per new process. z: largest element, row and head of the check, which

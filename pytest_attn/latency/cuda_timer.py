@@ -1,4 +1,4 @@
-"""How long a block of calls takes on a GPU: CUDA events behind a backlog, so that the host is never waited for."""
+"""Timer of a block of calls on a GPU: CUDA events behind a backlog, so that the host is never waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what a timed call has left behind is attention on the data of that call.
+"""Comparison of what a timed call has left behind with attention on the data of that call.
 
 It is compared with exact attention at rows that are drawn after the call.
 """
@@ -35,7 +35,7 @@ _DEVIATIONS, _SHARE = 4.0, 0.25
 
 
 class Attention:
-    """What the results of a timed call must be.
+    """Exact results of a timed call.
 
     names: of those that can be looked at, in the order in which a call returns them. results: those of a forward pass.
     quantized: what the kernel makes of its inputs, None for nothing. defects: those known of it on this workload and machine,
@@ -133,7 +133,7 @@ class Attention:
         )
 
     def _is_of_another_size(self, row: TensorComparison) -> bool:
-        """Whether a result with dropout, whose mean is exact, lies elsewhere: its slope over the exact one is not near 1."""
+        """Return whether a result with dropout, whose mean is exact, lies elsewhere, with a slope that is not near 1."""
         w = self._spec.workload
         rows = row.elements / (w.v_head_dim if row.name == "out" else w.head_dim)
         deviation = math.sqrt(w.dropout / (1 - w.dropout) / rows)
@@ -153,7 +153,7 @@ _NO_BUDGET = 1e-37
 
 
 def _is_clearly_right(got: Tensor, expected: Expected, limits: Limits) -> bool:
-    """Whether rows are finite and within the limits of a check, as far as one look at the device tells."""
+    """Return whether rows are finite and within the limits of a check, as far as one look at the device tells."""
     squares = ((got.double() - expected.value) / expected.tau.clamp(min=_NO_BUDGET)).square_()
     rows = squares.mean(-1)
     largest = torch.stack([squares.amax(), rows.amax(), rows.mean(-1).amax()]).sqrt_().tolist()

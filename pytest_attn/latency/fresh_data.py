@@ -65,7 +65,7 @@ class Noise:
 
     @property
     def memories(self) -> list[int]:
-        """Which memory each of the tensors lies in, as the parts of `Places` count them."""
+        """Number of the memory that each of the tensors lies in, as the parts of `Places` count them."""
         return [which for which, *_ in self._lie]
 
     def draw(self, number: int = 1, before: Sequence[Places] = ()) -> list[Places]:

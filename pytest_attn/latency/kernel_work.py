@@ -24,14 +24,14 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 
 class Given(NamedTuple):
-    """Where the data of a call lie among the noise."""
+    """Places of the data of a call in the random pools."""
 
     qkv: Places
     dout: Places
 
 
 class Seen(NamedTuple):
-    """What a call has returned, by name, and where its data lie among the noise."""
+    """Results of a call, by name, and the places of its data in the random pools."""
 
     given: Given
     results: dict[str, torch.Tensor]
@@ -54,7 +54,7 @@ class Call:
 
     @property
     def given(self) -> Given:
-        """Where its data lie among the noise."""
+        """Places of its data in the random pools."""
         return self._given or self._work.given_at(self.at)
 
     def seen(self, value: Any) -> Seen:

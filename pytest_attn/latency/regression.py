@@ -134,7 +134,7 @@ class Measured:
 
     @property
     def protocol(self) -> int:
-        """By which it was taken."""
+        """Protocol by which it was taken."""
         return protocol_of(self.kind)
 
     @property
@@ -145,7 +145,7 @@ class Measured:
 
 @dataclass
 class SharedCpu:
-    """Whether a CPU is shared so much that new processes were disturbed as well, when they were last asked."""
+    """True where a CPU is shared so much that new processes were disturbed as well, when they were last asked."""
 
     is_there: bool = False
 

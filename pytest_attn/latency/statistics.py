@@ -41,7 +41,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 
 class Prior(NamedTuple):
-    """What is known of a case's variance before it was looked at: as if `degrees` more values had shown `variance`."""
+    """Knowledge of a case's variance before it was looked at: as if `degrees` more values had shown `variance`."""
 
     variance: float
     degrees: float
@@ -141,7 +141,7 @@ class Fit:
         return sorted(self.values)[-2] if len(self.values) > 2 else max(self.values)
 
     def drift(self, runs: Sequence[Run]) -> dict[str, float]:
-        """By how much the anchors have moved since the recording, in logarithms."""
+        """Return by how much the anchors have moved since the recording, in logarithms."""
         return {
             name: fmean(math.log(run.anchors[name]) for run in runs) - center
             for name, center in self.anchor_centers.items()
@@ -162,13 +162,17 @@ def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
         raise ValueError("a baseline without runs")
     everywhere = [name for name in runs[0].anchors if all(run.anchors.get(name) for run in runs)]
     centers = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in everywhere}
-    names = [name for name in prior if name in centers]
-    middle = fmean(math.log(run.p50) for run in runs)
-    x = [[math.log(run.anchors[name]) - centers[name] for name in names] for run in runs]
-    y = [math.log(run.p50) - middle for run in runs]
-    slopes = _ridge(x, y, [prior[name] for name in names], _RESIDUAL_VARIANCE / SENSITIVITY_SD**2)
-    sensitivity = {name: min(1.0, max(0.0, slope)) for name, slope in zip(names, slopes, strict=True)}
+    sensitivity = _sensitivity(runs, centers, {name: slope for name, slope in prior.items() if name in centers})
     return Fit(tuple(runs), sensitivity, centers, tuple(_adjusted(run, sensitivity, centers) for run in runs))
+
+
+def _sensitivity(runs: Sequence[Run], centers: Mapping[str, float], prior: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much the logarithm of the p50 moves with that of each anchor of the prior."""
+    middle = fmean(math.log(run.p50) for run in runs)
+    x = [[math.log(run.anchors[name]) - centers[name] for name in prior] for run in runs]
+    y = [math.log(run.p50) - middle for run in runs]
+    slopes = _ridge(x, y, list(prior.values()), _RESIDUAL_VARIANCE / SENSITIVITY_SD**2)
+    return {name: min(1.0, max(0.0, slope)) for name, slope in zip(prior, slopes, strict=True)}
 
 
 def expected_sensitivity(flops: float, nbytes: float, seconds: float) -> dict[str, float]:
