@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 
 from pytest_attn.backends.machine import Machine, usable_cores
-from pytest_attn.latency.statistics import Fit, Run, expected_sensitivity, fit
+from pytest_attn.latency.statistics import Recording, Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Mode
 from pytest_attn.reports.files import write_atomically
 
@@ -134,7 +134,7 @@ class Baseline:
             for i, (p50, launch) in enumerate(zip(self.p50, self.launch, strict=True))
         ]
 
-    def fit(self) -> Fit:
+    def fit(self) -> Recording:
         """Fit the recorded runs."""
         return fit(self.runs, expected_sensitivity(self.flops, self.nbytes, median(self.p50)))
 

@@ -19,7 +19,7 @@ from pytest_attn.correctness.contract import EmptyRows, native_shape
 from pytest_attn.correctness.judge import compare_rows
 from pytest_attn.correctness.reference import EXTRA, ExactRows, Expected, Held, exact_rows
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.latency.fresh_data import Noise, TensorSets, WholeSets
+from pytest_attn.latency.fresh_data import RandomPool, TensorSets, WholeSets
 from pytest_attn.latency.work import LatencyDirection, names_of
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import canonical
@@ -60,9 +60,9 @@ class Attention:
         self._limits = limits_named(spec.limits)
         self.chosen = random.Random(os.urandom(16))
 
-    def sets_of(self, noise: Noise, number: int, keeps: bool) -> TensorSets:
+    def sets_of(self, pool: RandomPool, number: int, keeps: bool) -> TensorSets:
         """Return so many sets of what a kernel is given of q, k and v: all of it. keeps: see `TensorSets`."""
-        return WholeSets(noise, number, keeps)
+        return WholeSets(pool, number, keeps)
 
     def dout(self, drawn: Tensor) -> Tensor:
         """Return dout without what belongs to rows that see nothing, where these are the kernel's own affair."""

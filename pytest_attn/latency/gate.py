@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from pytest_attn.latency.disturbance import REFERENCE_LOOP
-from pytest_attn.latency.statistics import SENSITIVITY_SD, Fit, Prior, Run, moderated, prior_of
+from pytest_attn.latency.statistics import SENSITIVITY_SD, Prior, Recording, Run, moderated, prior_of
 from pytest_attn.reports.student import t_quantile, t_tail
 from pytest_attn.reports.verdict import Verdict
 
@@ -85,7 +85,7 @@ class Decision:
         return {**asdict(self), "verdict": self.verdict.value, "anchors": dict(self.anchors or {})}
 
 
-def shared_prior(fits: Sequence[Fit], kind: str) -> Prior:
+def shared_prior(fits: Sequence[Recording], kind: str) -> Prior:
     """Return what the scatter of all recorded cases says of the scatter of one."""
     usable = [f for f in fits if len(f.values) >= FEWEST_RUNS]
     if len(usable) < 3:
@@ -102,7 +102,7 @@ class GateContext:
     the recording; another of its name may be faster or slower by itself.
     """
 
-    recorded: Fit
+    recorded: Recording
     prior: Prior
     policy: Policy
     cases: int
@@ -150,13 +150,13 @@ def _decision_from(figures: _Figures, context: GateContext) -> Decision:
     return figures.decision(Verdict.INCONCLUSIVE, doubt or reason)
 
 
-def _is_certain(figures: _Figures, recorded: Fit) -> bool:
+def _is_certain(figures: _Figures, recorded: Recording) -> bool:
     """Return whether chance alone does not make such a change, nor one slow process."""
     slow_runs = sum(value > recorded.slow for value in figures.values)
     return figures.tail < figures.level and slow_runs >= max(1, len(figures.runs) - 1)
 
 
-def _relevant(slowdown: float, recorded: Fit, policy: Policy) -> float:
+def _relevant(slowdown: float, recorded: Recording, policy: Policy) -> float:
     """Return a slowdown, or the share of the recorded time that the floor of seconds is, where that is more."""
     return max(slowdown, policy.floor / math.exp(recorded.center))
 
@@ -182,7 +182,7 @@ class _Figures:
     detectable: float
     values: tuple[float, ...]
     drift: Mapping[str, float]
-    recorded: Fit
+    recorded: Recording
     runs: tuple[Run, ...]
     level: float
 
@@ -250,13 +250,13 @@ def _with_known(error: float, degrees: float, known: float) -> tuple[float, floa
     return math.sqrt(total), min(degrees * (total / error**2) ** 2, max(degrees, 1000.0)) if known else degrees
 
 
-def _launches_slower(run: Run, recorded: Fit) -> bool:
+def _launches_slower(run: Run, recorded: Recording) -> bool:
     """Return whether the host takes far longer to launch a call than it ever did, which the device's time does not show."""
     slowest = max(r.launch for r in recorded.runs)
     return slowest > 0 and run.launch > max(_LAUNCH_RATIO * slowest, slowest + _LAUNCH_MORE)
 
 
-def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agreed: bool) -> str:
+def _anchor_doubt(drift: Mapping[str, float], recorded: Recording, policy: Policy, agreed: bool) -> str:
     """Say which anchor has moved too far for a slowdown to be the kernel's; "" where none has."""
     for name, moved in drift.items():
         if name == REFERENCE_LOOP and not agreed:  # of another interpreter, say
@@ -268,7 +268,7 @@ def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agr
     return ""
 
 
-def _scatter(recorded: Fit, anchor: str) -> float:
+def _scatter(recorded: Recording, anchor: str) -> float:
     center = recorded.anchor_centers[anchor]
     squares = [(math.log(run.anchors[anchor]) - center) ** 2 for run in recorded.runs]
     return math.sqrt(sum(squares) / max(1, len(squares) - 1))

@@ -109,7 +109,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Recording:
     """The recorded runs of one case: their center, scatter, and how its p50 follows the anchors. Logarithms of seconds.
 
     Anchors without a sensitivity only tell of the machine.
@@ -153,7 +153,7 @@ class Fit:
         return _adjusted(run, self.sensitivity, self.anchor_centers)
 
 
-def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
+def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Recording:
     """Fit the sensitivities of a case to its anchors by ridge regression toward `prior`, each between 0 and 1.
 
     prior: the expected sensitivity per anchor; see `expected_sensitivity`. Raises ValueError for no runs.
@@ -163,7 +163,7 @@ def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
     everywhere = [name for name in runs[0].anchors if all(run.anchors.get(name) for run in runs)]
     centers = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in everywhere}
     sensitivity = _sensitivity(runs, centers, {name: slope for name, slope in prior.items() if name in centers})
-    return Fit(tuple(runs), sensitivity, centers, tuple(_adjusted(run, sensitivity, centers) for run in runs))
+    return Recording(tuple(runs), sensitivity, centers, tuple(_adjusted(run, sensitivity, centers) for run in runs))
 
 
 def _sensitivity(runs: Sequence[Run], centers: Mapping[str, float], prior: Mapping[str, float]) -> dict[str, float]:
