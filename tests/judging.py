@@ -15,7 +15,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
-from pytest_attn.invariants.check import INVARIANTS, judge_invariants
+from pytest_attn.invariants.all_invariants import INVARIANTS, judge_invariants
 from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of
 

@@ -33,7 +33,7 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.guests.models.check import Target, module_step
 from pytest_attn.guests.models.comparison import ModelComparison
 from pytest_attn.guests.ranks.rank_server import rank_of
-from pytest_attn.invariants.check import Names, chosen, judge_invariants
+from pytest_attn.invariants.all_invariants import Names, chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
 from pytest_attn.isolation.function import isolated_of
 from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profile_subject

@@ -12,7 +12,7 @@ of dS_ij = P_ij (dP_ij - D_i), and eps_i the error of D_i = sum(do_i o_i), which
 precision each x, a sum of n products, adds (2^-27 n x)^2 besides: what tensor cores cut off. In float32 eps_i^2 has what the
 rounding of lse does to a D_i that is the sum of P_ij dP_ij: (2^-24 lse_i)^2 (|D_i| + sum_j |dS_ij|)^2.
 The source of these formulas is an error analysis of flash-attention's algorithm, calibrated in docs/results/calibration.md.
-What concerns gradients is in `gradients.py`. In the code e_ij^2 is p_rounding_var,
+What concerns gradients is in `exact_gradients.py`. In the code e_ij^2 is p_rounding_var,
 n_ij p_noise_var, D_i row_sum, eps_i^2 row_sum_var.
 
 Where a profile writes scores in the dtype, the variance of the score has (u x)^2 of each x that is written: scale q k, its
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 
 from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, TINY, UNIT, Precision
-from pytest_attn.correctness.exact import Block, Chunk, alibi_of, before_softcap, over_keys, per_key, sinks_of
+from pytest_attn.correctness.arithmetic import Block, Chunk, alibi_of, before_softcap, over_keys, per_key, sinks_of
 from pytest_attn.workloads.positions import TILE
 
 # -- roundings ---------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 Everything is computed in chunks of heads and query rows, so memory grows with the sequence, not with its square. Long
 workloads are sampled: chosen query rows for out, lse and dq, chosen keys for dk and dv, each of them exact.
 
-How a workload is cut, and the forward arithmetic, are in `exact.py`; the gradients in `gradients.py`; the budget's formulas in
-`budget.py`.
+How a workload is cut, and the forward arithmetic, are in `arithmetic.py`; the gradients in `exact_gradients.py`; the budget's
+formulas in `budget.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 
 from pytest_attn.backends.precision import Precision
-from pytest_attn.correctness.budget import ForwardBudget, ForwardRows, Rounding, row_maxima, weights_variance
-from pytest_attn.correctness.exact import (
+from pytest_attn.correctness.arithmetic import (
     Block,
     Chunk,
     Segment,
@@ -34,7 +33,16 @@ from pytest_attn.correctness.exact import (
     scaled_scores,
     softmax,
 )
-from pytest_attn.correctness.gradients import BackwardRows, Gradients, KeyGradients, ParameterGradients, Sums, rounded, sums_of
+from pytest_attn.correctness.budget import ForwardBudget, ForwardRows, Rounding, row_maxima, weights_variance
+from pytest_attn.correctness.exact_gradients import (
+    BackwardRows,
+    Gradients,
+    KeyGradients,
+    ParameterGradients,
+    Sums,
+    rounded,
+    sums_of,
+)
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter

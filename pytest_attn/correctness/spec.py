@@ -18,8 +18,8 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import AttentionFn, CallableSubject, Dequantizer, Subject
 from pytest_attn.backends.variants import compilation_of
-from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.contract import AdaptedCallable, ContractError
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import EXTRA, Reference, compute_reference, with_drawn_rows
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -33,7 +33,7 @@ class CheckSpec:
     """All that a judgment depends on, beside the kernel. Raises ValueError for a value that is not one of the known.
 
     workload, device, seed: what is computed, where, and on which draw. backward: gradients, too. inputs: names of
-    distributions. declared: what the kernel says of itself. limits: a name in `comparison.LIMITS`. leaves: of which of q, k
+    distributions. declared: what the kernel says of itself. limits: a name in `limits.LIMITS`. leaves: of which of q, k
     and v gradients are compared, where any are; the others need none. parameters: what the kernel closes over, by name
     ("sinks", "bias", "alibi"), whose gradients are compared as well: the leaves, or their values, by which these are found.
     diagnosis_timeout: seconds in which what explains a fault is looked for, 0 for no end. in_training: the kernel is called

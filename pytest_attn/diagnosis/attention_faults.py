@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_attn.backends.precision import PRECISIONS, Precision
-from pytest_attn.correctness.exact import slopes_of
+from pytest_attn.correctness.arithmetic import slopes_of
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
 from pytest_attn.workloads.inputs import Descales, Inputs, dequantized, factors_of
 from pytest_attn.workloads.kv_layout import with_keys_moved

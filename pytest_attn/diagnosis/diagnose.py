@@ -18,7 +18,6 @@ from pytest_attn.correctness.comparison import (
     Comparison,
     Evidence,
     Hint,
-    Limits,
     Location,
     Returned,
     TensorComparison,
@@ -28,6 +27,7 @@ from pytest_attn.correctness.comparison import (
     wrong_rows,
 )
 from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Reference, compute_reference, few_threads, score_elements
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores, roundings
 from pytest_attn.diagnosis.backward_faults import (

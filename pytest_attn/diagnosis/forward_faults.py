@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.backends.precision import Precision
-from pytest_attn.correctness.comparison import Limits
-from pytest_attn.correctness.exact import over_keys, sinks_of, weights_given
+from pytest_attn.correctness.arithmetic import over_keys, sinks_of, weights_given
 from pytest_attn.correctness.judge import LSE_TOLERANCE
+from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores
 from pytest_attn.diagnosis.hypothesis import OF_FLOAT32, OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View

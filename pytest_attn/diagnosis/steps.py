@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from pytest_attn.correctness.exact import (
+from pytest_attn.correctness.arithmetic import (
     Block,
     Chunk,
     kept_share,

@@ -21,9 +21,10 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded, set_among
-from pytest_attn.correctness.comparison import TensorComparison, limits_named
+from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
 from pytest_attn.correctness.judge import apart, compare_all
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import switches_kept

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.defects import KnownDefect
-from pytest_attn.correctness.comparison import Limits, TensorComparison, limits_named, limits_of
+from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.contract import EmptyRows, native_shape
 from pytest_attn.correctness.judge import compare_rows
+from pytest_attn.correctness.limits import Limits, limits_named, limits_of
 from pytest_attn.correctness.reference import EXTRA, ExactRows, Expected, Held, exact_rows
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.fresh_data import RandomPool, TensorSets, WholeSets

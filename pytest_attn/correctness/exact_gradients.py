@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.backends.precision import LSE_UNIT, SHARED, SLOPE_UNIT, Precision
+from pytest_attn.correctness.arithmetic import Block, Chunk, distances_of, over_group, over_keys, over_rows, per_key, sinks_of
 from pytest_attn.correctness.budget import ForwardRows, Rounding, row_tops
-from pytest_attn.correctness.exact import Block, Chunk, distances_of, over_group, over_keys, over_rows, per_key, sinks_of
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload

@@ -11,10 +11,10 @@ from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.algebra import Algebra, Magnitude
-from pytest_attn.invariants.gradients import Alone, Gradients, LseGradient
+from pytest_attn.invariants.gradient_identities import Alone, Gradients, LseGradient
 from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, OwnDefectError, Probe, what_was_raised
-from pytest_attn.invariants.layout import Alignment, Layout, Offsets
 from pytest_attn.invariants.leak import Leak
+from pytest_attn.invariants.memory_layout import Alignment, Layout, Offsets
 from pytest_attn.invariants.poison import Poison
 from pytest_attn.invariants.report import Finding, InvariantReport, Outcome
 from pytest_attn.invariants.rerun import Rerun, State
