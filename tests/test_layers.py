@@ -283,7 +283,7 @@ def test_a_file_imports_what_its_layer_may():
 )
 def test_a_planted_import_is_seen(tmp_path, place, text, offense):
     root = tmp_path / "pytest_attn"
-    for name in (place, "correctness/judge.py", "invariants/all_invariants.py", "backends/libraries/sage.py"):
+    for name in (place, "correctness/judge.py", "invariants/leak.py", "backends/libraries/sage.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("")
     (root / place).write_text(text)

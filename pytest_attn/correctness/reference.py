@@ -465,25 +465,19 @@ class _Patch:
         if self.is_of_keys:  # of all rows, none is kept
             some = replace(self.segment, rows=self.at[:0], keys=self.at)
         tensors = {name: self._empty(name) for name in (("dq", "dk", "dv") if self.is_of_keys else names)}
-        passes = _BlockPasses(
-            Block(some, _slice(self.batches), _slice(self.kv_heads)), precision.of_inputs_in(w.dtype), tensors, {}
-        )
+        block = Block(some, _slice(self.batches), _slice(self.kv_heads))
+        passes = _BlockPasses(block, precision.of_inputs_in(w.dtype), tensors, {})
         passes.place, passes.key_place = (slice(None), slice(None)), (slice(None), slice(None), 0)
         passes.run()
         return {name: tensors[name] for name in names}
 
     def _empty(self, name: str) -> Expected:
         w, at = self.segment.workload, self.at
-        dims = {
-            "out": w.v_head_dim,
-            "weights": self.segment.lengths[1],
-            "dq": w.head_dim,
-            "dk": w.head_dim,
-            "dv": w.v_head_dim,
-        }
         heads = len(self.kv_heads) * (1 if name in ("dk", "dv") else w.group)
         rows = at[:0] if self.is_of_keys and name == "dq" else at
-        shape = (len(self.batches), heads, len(rows), *([dims[name]] if name in dims else []))
+        other = {"lse": (), "max": (), "weights": (self.segment.lengths[1],)}
+        dim = other.get(name, (w.v_head_dim if name in ("out", "dv") else w.head_dim,))
+        shape = (len(self.batches), heads, len(rows), *dim)
         value = torch.zeros(shape, dtype=torch.float64, device=at.device)
         return Expected(value, torch.zeros_like(value, dtype=torch.float32), rows)
 
