@@ -28,11 +28,11 @@ import pytest_attn.workloads.catalog
 from pytest_attn import Window, Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness import exact, judge, reference
+from pytest_attn.correctness import arithmetic, judge, reference
 from pytest_attn.correctness import spec as specs
 from pytest_attn.correctness.call import CONTIGUOUS, call_kernel
-from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.latency.work import measured_peak
 from pytest_attn.workloads import positions
@@ -475,7 +475,7 @@ def main() -> None:
         sampled, borders = positions.sampled_positions, positions.borders
         sampled.__defaults__, borders.__defaults__ = (given.sample, ()), (given.sample,)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    say(f"{name}, torch {torch.__version__}, chunk of {exact.chunk_elements(device):,} scores")
+    say(f"{name}, torch {torch.__version__}, chunk of {arithmetic.chunk_elements(device):,} scores")
     if not given.no_strides:
         ask_strides(device)
     for case in own_cases(given.tokens, given.heads, given.head_dim) if given.tokens else default_cases():

@@ -36,7 +36,7 @@ from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants import MUTANTS
 from pytest_attn.guests.mutants.mutant import Mutant
-from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads import distributions
 from pytest_attn.workloads.catalog import builtin_catalog

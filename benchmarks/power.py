@@ -21,7 +21,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from pytest_attn.latency.gate import FEWEST_RUNS, GateContext, Policy, decide, policy_for, screen, shared_prior
-from pytest_attn.latency.statistics import Fit, Prior, Run, expected_sensitivity, fit, incomplete_beta
+from pytest_attn.latency.statistics import Prior, Recording, Run, expected_sensitivity, fit
+from pytest_attn.reports.student import incomplete_beta
 
 Series = Mapping[str, Any]
 
@@ -39,7 +40,7 @@ class Suite(NamedTuple):
     """Cases that are decided together, with the fits and the prior of their baselines."""
 
     draws: list[Draw]
-    fits: list[Fit]
+    fits: list[Recording]
     prior: Prior
 
 
@@ -80,7 +81,7 @@ def suites(series: Series, number: int, cases: int, policy: Policy) -> Iterator[
         yield Suite(draws, fits, shared_prior(fits, kind_of(series)))
 
 
-def _fit(series: Series, draw: Draw) -> Fit:
+def _fit(series: Series, draw: Draw) -> Recording:
     case = series["runs"][draw.baseline[0]]["cases"][draw.key]
     runs = [run_of(series, process, draw.key) for process in draw.baseline]
     return fit(runs, expected_sensitivity(case["flops"], case["bytes"], median(r.p50 for r in runs)))
@@ -92,7 +93,7 @@ def kind_of(series: Series) -> str:
 
 
 def judged(
-    recorded: Fit, prior: Prior, policy: Policy, cases: int, draw: Draw, take: Callable[[int], Run]
+    recorded: Recording, prior: Prior, policy: Policy, cases: int, draw: Draw, take: Callable[[int], Run]
 ) -> tuple[str, bool]:
     """Screen, and confirm where that is suspect, as attn.measure does; return the verdict and whether it was confirmed.
 
@@ -174,14 +175,14 @@ def _slowdowns(series: Series) -> list[str]:
     return list(dict.fromkeys(name for case in series["runs"][0]["cases"].values() for name in case))
 
 
-def _of(drawn: list[Suite], key: str) -> Iterator[tuple[Suite, Draw, Fit]]:
+def _of(drawn: list[Suite], key: str) -> Iterator[tuple[Suite, Draw, Recording]]:
     for suite in drawn:
         draw, recorded = next(pair for pair in zip(suite.draws, suite.fits, strict=True) if pair[0].key == key)
         yield suite, draw, recorded
 
 
 def is_found(
-    series: Series, suite: Suite, draw: Draw, recorded: Fit, policy: Policy, cases: int, what: str, factor: float = 1.0
+    series: Series, suite: Suite, draw: Draw, recorded: Recording, policy: Policy, cases: int, what: str, factor: float = 1.0
 ) -> bool:
     """Whether the gate calls a case regressed that was slowed, really (what) or by a factor."""
     verdict, _ = judged(recorded, suite.prior, policy, cases, draw, lambda p: run_of(series, p, draw.key, what, factor))

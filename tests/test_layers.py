@@ -275,7 +275,7 @@ def test_a_file_imports_what_its_layer_may():
     [
         ("drawer.py", "", "belongs to no layer"),
         ("suite/test_it.py", "from pytest_attn.correctness import judge\n", "the suite is written"),
-        ("latency/gate.py", "def late():\n    from pytest_attn.invariants import check\n", "know nothing of each other"),
+        ("latency/gate.py", "def late():\n    from pytest_attn.invariants import leak\n", "know nothing of each other"),
         ("backends/registry.py", "from pytest_attn.backends.libraries import sage\n", "found by the registry only"),
         ("backends/registry.py", "import torch.nn\n", "imports a heavy library"),
         ("correctness/judge.py", "def late():\n    import pytest\n", "knows of pytest"),
@@ -283,7 +283,7 @@ def test_a_file_imports_what_its_layer_may():
 )
 def test_a_planted_import_is_seen(tmp_path, place, text, offense):
     root = tmp_path / "pytest_attn"
-    for name in (place, "correctness/judge.py", "invariants/check.py", "backends/libraries/sage.py"):
+    for name in (place, "correctness/judge.py", "invariants/leak.py", "backends/libraries/sage.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("")
     (root / place).write_text(text)

@@ -1,7 +1,7 @@
 """Rounding as a kernel declares it: the precision profiles, and the unit roundoffs of each dtype.
 
 An honest attention kernel differs from exact attention only where it rounds. A profile lists those places; the budget
-(`budget.py`, `gradients.py`) turns them into an expected error per element.
+(`budget.py`, `exact_gradients.py`) turns them into an expected error per element.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.correctness.tripwire import functions_kept, require_clocks, switches_kept
 from pytest_attn.diagnosis.diagnose import Context, judged
-from pytest_attn.invariants.check import Names, judge_invariants
+from pytest_attn.invariants.all_invariants import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
 from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of, threads

@@ -32,7 +32,7 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import judged
 from pytest_attn.guests.models.check_model import Target, module_step
 from pytest_attn.guests.models.model_comparison import ModelComparison
-from pytest_attn.invariants.check import chosen, judge_invariants
+from pytest_attn.invariants.all_invariants import chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
 from pytest_attn.latency.profiler import Profile, answers_to, may_answer
 from pytest_attn.latency.result import Latency

@@ -37,7 +37,7 @@ from pytest_attn.guests.models.substitution import (
     substitutes_of,
 )
 from pytest_attn.guests.models.token_invariants import judge_model_invariants
-from pytest_attn.invariants.check import Names
+from pytest_attn.invariants.all_invariants import Names
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
 from pytest_attn.latency.baseline_file import case_key
 from pytest_attn.latency.result import Latency

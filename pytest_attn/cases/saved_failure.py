@@ -26,7 +26,7 @@ from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import Context, judged
-from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled
 from pytest_attn.workloads.functions import UnknownFunctionError, decode_function, encode_function

@@ -1,1 +1,1 @@
-"""What "right" means: exact attention, the error budget of each element, and the comparison of a result with both."""
+"""Exact attention, the error budget of each element, and the comparison of a result with both: "right"."""

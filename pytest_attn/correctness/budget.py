@@ -12,7 +12,7 @@ of dS_ij = P_ij (dP_ij - D_i), and eps_i the error of D_i = sum(do_i o_i), which
 precision each x, a sum of n products, adds (2^-27 n x)^2 besides: what tensor cores cut off. In float32 eps_i^2 has what the
 rounding of lse does to a D_i that is the sum of P_ij dP_ij: (2^-24 lse_i)^2 (|D_i| + sum_j |dS_ij|)^2.
 The source of these formulas is an error analysis of flash-attention's algorithm, calibrated in docs/results/calibration.md.
-What concerns gradients is in `gradients.py`. In the code e_ij^2 is p_rounding_var,
+What concerns gradients is in `exact_gradients.py`. In the code e_ij^2 is p_rounding_var,
 n_ij p_noise_var, D_i row_sum, eps_i^2 row_sum_var.
 
 Where a profile writes scores in the dtype, the variance of the score has (u x)^2 of each x that is written: scale q k, its
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 
 from pytest_attn.backends.precision import FLOOR, LARGEST, LSE_UNIT, SHARED, TENSOR_CORE_UNIT, TINY, UNIT, Precision
-from pytest_attn.correctness.exact import Block, Chunk, alibi_of, before_softcap, over_keys, per_key, sinks_of
+from pytest_attn.correctness.arithmetic import Block, Chunk, alibi_of, before_softcap, over_keys, per_key, sinks_of
 from pytest_attn.workloads.positions import TILE
 
 # -- roundings ---------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ _CUT_FROM_SUM = 2.0**-23 / 16
 
 
 class Rounding:
-    """How a kernel of this precision profile rounds to a workload's dtype."""
+    """Roundings of a kernel of this precision profile to a workload's dtype."""
 
     def __init__(self, precision: Precision, dtype: str) -> None:
         self.precision = precision
@@ -160,7 +160,7 @@ _NORMS = 1 << 16
 
 @dataclass
 class ScoreNoise:
-    """How noisy the scores of a chunk are; every tensor is (n, heads, rows, keys).
+    """Noise of the scores of a chunk; every tensor is (n, heads, rows, keys).
 
     variance: of the scores. slope_var: of softcap's slope, which a rounded score moves; None without softcap.
     highest: what the scores may be, where they may be far off; None elsewhere.
@@ -192,7 +192,7 @@ class ScoreBudget:
         self.are_noisy = are_declared_noisy or rounding.is_float32 or self._float32_shows(block)
 
     def _float32_shows(self, block: Block) -> bool:
-        """Whether float32's own rounding of the scores shows beside the dtype's rounding of P."""
+        """Return whether float32's own rounding of the scores shows beside the dtype's rounding of P."""
         if not block.q.numel() or not block.k.numel():
             return False
         largest = self.scale * float(_largest_norm(block.q) * _largest_norm(block.k))
@@ -224,7 +224,7 @@ class ScoreBudget:
         return ScoreNoise(variance.mul_(SHARED**2), slope_var)
 
     def _is_far(self, variance: torch.Tensor) -> bool:
-        """Whether scores may be so far off that their exponentials, and softcap, are far from linear in between."""
+        """Return whether scores may be so far off that their exponentials, and softcap, are far from linear in between."""
         if self.rounding.operand_unit:
             return True
         return self.precision.has_noisy_scores and bool(variance.numel()) and float(variance.max()) * SHARED**2 > _FAR**2
@@ -316,7 +316,7 @@ class RowNoise:
 
 @dataclass
 class ForwardRows:
-    """What the forward pass of some query rows gave.
+    """Results of the forward pass of some query rows.
 
     q: (n, heads, rows, head_dim), out: (n, heads, rows, v_head_dim), lse: (n, heads, rows), p: (n, heads, rows, keys), and
     p_noise_var: n_ij like p, None where scores count as exact. row_noise: None where all P of a row have errors of their own.

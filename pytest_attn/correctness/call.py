@@ -111,7 +111,7 @@ _ENDS_CONTEXT = (
 
 
 def is_cuda_error(error: Exception) -> bool:
-    """Whether an exception says that a kernel did what ends the process's context, in CUDA's, HIP's or Triton's words."""
+    """Return whether an exception says, in CUDA's, HIP's or Triton's words, that a kernel ended the process's context."""
     said = str(error)
     return any(name in said for name in ("CUDA", "HIP")) and any(words in said for words in _ENDS_CONTEXT)
 
@@ -145,7 +145,7 @@ def fused(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StridePattern:
-    """Which of q, k, v and dout are views, as models hand them over, and which contiguous."""
+    """Strides of q, k, v and dout: views, as models hand them over, or contiguous."""
 
     views: frozenset[str]
 
@@ -187,7 +187,7 @@ class KeptResult:
 
     @property
     def is_large(self) -> bool:
-        """Whether only its fingerprint is kept."""
+        """True where only its fingerprint is kept."""
         return self._copy is None
 
     def differs(self, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a judgment finds: a row per tensor and distribution of inputs, and all that explains the first that is wrong.
+"""Findings of a judgment: a row per tensor and distribution of inputs, and all that explains the first that is wrong.
 
 z = (tensor - exact) / tau is dimensionless. A fault-free kernel's z looks the same for every shape, dtype and value scale,
 and each kind of fault shows at its own level: one wrong element (max |z|), one wrong key or row (RMS of z over a row), a
@@ -8,49 +8,15 @@ small error everywhere (RMS of z over a head).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
 from pytest_attn.backends.variants import Compilation
+from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Expected, Reference, as_compared
 from pytest_attn.workloads.workload import Workload
-
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest |z| of an element, and the largest RMS of z over a row and over a head."""
-
-    element: float
-    row: float
-    head: float
-
-    def excess(self, element: float, row: float, head: float) -> float:
-        """Return how far the worst level is over its limit, as a ratio (at most 1 passes; NaN counts as infinite)."""
-        worst = max(element / self.element, row / self.row, head / self.head)
-        return math.inf if math.isnan(element) or math.isnan(row) or math.isnan(head) else worst
-
-
-#: limits by name: (for out, for gradients). The calibration behind them is docs/results/calibration.md.
-LIMITS = MappingProxyType({"default": ((8, 4, 1.5), (8, 4, 1.5)), "strict": ((6, 2, 1), (8, 4, 1.5))})
-
-
-def limits_named(name: str) -> tuple[Limits, Limits]:
-    """Return limits (out, gradients) by name; raise ValueError for an unknown one."""
-    if name not in LIMITS:
-        raise ValueError(f"unknown limits {name!r}; known: {', '.join(LIMITS)}")
-    of_results, of_gradients = LIMITS[name]
-    return Limits(*of_results), Limits(*of_gradients)
-
-
-def limits_of(name: str, limits: tuple[Limits, Limits]) -> Limits:
-    """Return the limits of a tensor by its name: of out and lse, or of gradients."""
-    of_results, of_gradients = limits
-    return of_gradients if name.startswith("d") else of_results
-
 
 # -- what a comparison says --------------------------------------------------------------------------------------------
 
@@ -88,19 +54,19 @@ class TensorComparison:
 
     @property
     def excess(self) -> float:
-        """How far over its limit the worst level is, as a ratio."""
+        """Ratio of the worst level to its limit."""
         return math.inf if self.wrong_positions else self.limits.excess(self.z_element, self.z_row, self.z_head)
 
 
 class Members(NamedTuple):
-    """Which of `size` positions of a tensor's dimension hold a fault, in ascending order."""
+    """Positions that hold a fault, of `size` of a tensor's dimension, in ascending order."""
 
     found: tuple[int, ...]
     size: int
 
 
 class Location(NamedTuple):
-    """Where the faults of one tensor lie. length: of the sequence, of which a sampled reference looked at fewer rows."""
+    """Places of the faults of one tensor. length: of the sequence, of which a sampled reference looked at fewer rows."""
 
     rows: Members
     heads: Members
@@ -122,7 +88,7 @@ class Hint(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What a callable returned on one distribution: its tensors by name, in native layout, and what they should have been."""
+    """Results of a callable on one distribution: its tensors by name, in native layout, and what they should have been."""
 
     distribution: str
     reference: Reference
@@ -188,7 +154,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor is within its budget and every input as it was."""
+        """True where every tensor is within its budget and every input as it was."""
         return not self.changes and all(tensor.passed for tensor in self.tensors)
 
     @property
@@ -273,15 +239,13 @@ def describe_rows(members: Members, length: int) -> str:
         return f"all {looked_at}"
     if len(rows) == 1:
         return f"only {rows[0]} {of}" + (" (the last)" if rows[0] == length - 1 else "")
-    is_range = looked_at == length and rows == tuple(range(rows[0], rows[-1] + 1))
+    if looked_at == length and rows == tuple(range(rows[0], rows[-1] + 1)):
+        tails = (tile for tile in _TILES if length % tile and rows[-1] == length - 1 and rows[0] == length // tile * tile)
+        tail = "".join(f", the tail after the last full tile of {tile}" for tile in islice(tails, 1))
+        return f"{rows[0]} to {rows[-1]} {of}{tail}"
     for tile in _TILES:
-        if is_range and rows[-1] == length - 1 and rows[0] == length // tile * tile and length % tile:
-            return f"{rows[0]} to {rows[-1]} {of}, the tail after the last full tile of {tile}"
-        residues = {row % tile for row in rows}
-        if len(residues) == 1 and len(rows) >= 2 and not is_range:
-            return f"{len(rows)} {of}, every one at {residues.pop()} modulo {tile}"
-    if is_range:
-        return f"{rows[0]} to {rows[-1]} {of}"
+        if len({row % tile for row in rows}) == 1:
+            return f"{len(rows)} {of}, every one at {rows[0] % tile} modulo {tile}"
     return f"{len(rows)} {of}, first {rows[0]}, last {rows[-1]}"
 
 

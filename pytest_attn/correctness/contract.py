@@ -1,4 +1,4 @@
-"""What a callable takes and returns: type, shape, dtype, device, all of it written, and turned as its declaration says."""
+"""Contract of a callable: type, shape, dtype, device, all of it written, and turned as its declaration says."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class EmptyRows:
 
     @property
     def rows(self) -> Tensor | None:
-        """Where they are, (batch, heads, q_len), packed (heads, all rows); None where there is none."""
+        """Mask of these rows, (batch, heads, q_len), packed (heads, all rows); None where there is none."""
         return self._rows
 
     @property
     def are_there(self) -> bool:
-        """Whether there are such rows."""
+        """True where there are such rows."""
         return self._rows is not None
 
     def blanked(self, tensor: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ class TimedKernel:
 
     @property
     def compilation(self) -> Compilation | None:
-        """What compiling the user's function took."""
+        """Figures of compiling the user's function."""
         return compilation_of(self.fn)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Any:

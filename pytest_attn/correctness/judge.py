@@ -28,12 +28,9 @@ from pytest_attn.correctness.comparison import (
     Comparison,
     Evidence,
     Hint,
-    Limits,
     Mismatch,
     Returned,
     TensorComparison,
-    limits_named,
-    limits_of,
     location_of,
     looked_at,
     residual_over_budget,
@@ -49,6 +46,7 @@ from pytest_attn.correctness.contract import (
     require_unlike,
     with_mask,
 )
+from pytest_attn.correctness.limits import Limits, limits_named, limits_of
 from pytest_attn.correctness.reference import Expected, Reference, always_sampled, as_compared, compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.verdict import LONG_SUMS

@@ -1,4 +1,4 @@
-"""How a mismatch reads: the verdict, then the worst element, the largest z, where, the usual figures, what it suggests."""
+"""Text of a mismatch: the verdict, then the worst element, the largest z, where, the usual figures, what it suggests."""
 
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Location, Members, TensorComparison, describe_rows

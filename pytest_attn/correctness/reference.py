@@ -3,9 +3,11 @@
 Everything is computed in chunks of heads and query rows, so memory grows with the sequence, not with its square. Long
 workloads are sampled: chosen query rows for out, lse and dq, chosen keys for dk and dv, each of them exact.
 
-How a workload is cut, and the forward arithmetic, are in `exact.py`; the gradients in `gradients.py`; the budget's formulas in
-`budget.py`.
+How a workload is cut, and the forward arithmetic, are in `arithmetic.py`; the gradients in `exact_gradients.py`; the budget's
+formulas in `budget.py`.
 """
+
+from __future__ import annotations
 
 import copy
 import dataclasses
@@ -19,8 +21,7 @@ from typing import NamedTuple
 import torch
 
 from pytest_attn.backends.precision import Precision
-from pytest_attn.correctness.budget import ForwardBudget, ForwardRows, Rounding, row_maxima, weights_variance
-from pytest_attn.correctness.exact import (
+from pytest_attn.correctness.arithmetic import (
     Block,
     Chunk,
     Segment,
@@ -32,7 +33,16 @@ from pytest_attn.correctness.exact import (
     scaled_scores,
     softmax,
 )
-from pytest_attn.correctness.gradients import BackwardRows, Gradients, KeyGradients, ParameterGradients, Sums, rounded, sums_of
+from pytest_attn.correctness.budget import ForwardBudget, ForwardRows, Rounding, row_maxima, weights_variance
+from pytest_attn.correctness.exact_gradients import (
+    BackwardRows,
+    Gradients,
+    KeyGradients,
+    ParameterGradients,
+    Sums,
+    rounded,
+    sums_of,
+)
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
@@ -44,7 +54,7 @@ from pytest_attn.workloads.workload import Workload, grouped, grouped_order, is_
 
 @dataclass
 class Expected:
-    """What one tensor should be: `value` (float64) and its budget `tau` (float32), both (batch, heads, rows, dim).
+    """Exact `value` (float64) of one tensor and its budget `tau` (float32), both (batch, heads, rows, dim).
 
     `rows` lists the sampled positions along the third dimension, None for all. The expected lse has no dim. Its tau is 0
     unless the profile makes the scores noisy, and comes on top of what float32 sums allow.
@@ -233,7 +243,7 @@ class Reference:
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """Which of "weights" and "max" are there beside out and lse."""
+        """Names of those of "weights" and "max" that are there beside out and lse."""
         return tuple(name for name in EXTRA if name in self.tensors)
 
     @property
@@ -255,13 +265,13 @@ class Reference:
 
     @property
     def sampled(self) -> dict[str, tuple[int, int]]:
-        """How many "rows" and "keys" of how many were computed, where only some were."""
+        """Number of "rows" and "keys" that were computed, and of all, where only some were."""
         lengths = {"rows": (self.rows, self.workload.q_len), "keys": (self.keys, self.workload.kv_len)}
         return {name: (len(at), length) for name, (at, length) in lengths.items() if at is not None}
 
     @property
     def is_sampled(self) -> bool:
-        """Whether only chosen rows and keys were computed."""
+        """True where only chosen rows and keys were computed."""
         return any(expected.rows is not None for expected in self.tensors.values())
 
 
@@ -315,19 +325,13 @@ def compute_reference(
     their own sample, which has `positions` among its keys. `workload` replaces the semantics (mask, scale, ...) while the
     tensors stay: so a diagnosis asks what another attention would have given.
     """
-    w = workload or inputs.workload
-    device = inputs.device if inputs.device.type != "mps" else torch.device("cpu")
+    w, device = workload or inputs.workload, _device_of(inputs)
     precision, given = precision.of_inputs_in(w.dtype), inputs
     inputs = given.dequantized()
     reference = Reference(inputs, precision, given=None if inputs is given else given, parameters=parameters)
-    is_long = not w.is_packed and score_elements(w) > _FULL_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
-    if rows is None and is_long:
-        rows = torch.tensor(sorted(always_sampled(w, w.heads, w.q_len)))
-        chosen = always_sampled(w, w.kv_heads, w.kv_len).union(positions, drawn_positions(w.kv_len))
-        keys = torch.tensor(sorted(p for p in chosen if p < w.kv_len))
-    if rows is not None:
-        rows = rows.to(device)
-        keys = (rows.new_empty(0) if keys is None else keys.to(device)) if backward else None
+    rows, keys = _computed_positions(w, device, rows, keys, positions)
+    if rows is not None and not backward:
+        keys = None
     with torch.no_grad(), few_threads(w):
         _allocate(reference, w, device, rows, keys, backward, extra)
         sums = sums_of(parameters, w, device)
@@ -336,14 +340,46 @@ def compute_reference(
                 _BlockPasses(Block(segment, batches, kv_heads), precision, reference.tensors, sums).run()
         for name, value, variance in rounded(sums, precision, w):
             reference.tensors[name] = Expected(value, variance.sqrt_().float())
-        for name, expected in reference.tensors.items() if is_interleaved(w) else ():
-            if name not in ("dk", "dv") and expected.value.shape[1] == w.heads:  # query heads in their own order
-                expected.value, expected.tau = ungrouped(expected.value, w), ungrouped(expected.tau, w)
+        if is_interleaved(w):
+            _restore_order(reference.tensors, w)
     return reference
 
 
+def _device_of(inputs: Inputs) -> torch.device:
+    """Return where exact attention is computed: beside the inputs, but for MPS, which has no float64."""
+    return torch.device("cpu") if inputs.device.type == "mps" else inputs.device
+
+
+def _computed_positions(
+    w: Workload,
+    device: torch.device,
+    rows: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    positions: tuple[int, ...],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the rows, and the keys, that are computed, None for all: those asked for, or the sample of a long workload."""
+    if rows is None:
+        if w.is_packed or score_elements(w) <= _FULL_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]:
+            return None, keys
+        rows = torch.tensor(sorted(always_sampled(w, w.heads, w.q_len)))
+        chosen = always_sampled(w, w.kv_heads, w.kv_len).union(positions, drawn_positions(w.kv_len))
+        keys = torch.tensor(sorted(p for p in chosen if p < w.kv_len))
+    rows = rows.to(device)
+    return rows, rows.new_empty(0) if keys is None else keys.to(device)
+
+
+def _restore_order(tensors: dict[str, Expected], w: Workload) -> None:
+    """Put query heads, which were computed by key head, back into their own order."""
+    for name, expected in tensors.items():
+        if name not in ("dk", "dv") and expected.value.shape[1] == w.heads:
+            expected.value, expected.tau = ungrouped(expected.value, w), ungrouped(expected.tau, w)
+
+
+# -- some rows of it ---------------------------------------------------------------------------------------------------
+
+
 class Held(NamedTuple):
-    """What one of several processes has of a result: query heads, in native order, and rows, each with its place there."""
+    """Part of a result that one of several processes has: query heads, in native order, and rows, with their places there."""
 
     heads: dict[int, int]
     rows: dict[int, int]
@@ -380,58 +416,98 @@ def exact_rows(
     names: "out", "lse", "max", "weights" or "dq"; or "dk", "dv" or both. held: which rows and heads can be chosen, None for
     all. None is returned where there is no row.
     """
-    w, device = inputs.workload, inputs.device if inputs.device.type != "mps" else torch.device("cpu")
-    is_of_keys, order = not {"dk", "dv"}.isdisjoint(names), grouped_order(w)
-    heads_of = [(one,) if is_of_keys else tuple(order[_group(one, w)]) for one in range(w.kv_heads)]
-    kv_heads = [one for one, heads in enumerate(heads_of) if held is None or not held.heads.keys().isdisjoint(heads)]
     with torch.no_grad():
-        segments = [(one, _rows_in(one, is_of_keys, held)) for one in segments_of(inputs.dequantized(), w, device)]
-        segments = [(one, among) for one, among in segments if among and one.lengths[0]]
-        if not segments or not kv_heads:
-            return None
-        segment, among = chosen.choice(segments)
-        picked = sorted(chosen.sample(among, min(most, len(among))))
-        rows_of_head = (segment.lengths[0] if is_of_keys else len(picked)) * w.group
-        cheap = _CHEAP // (segment.lengths[1] * (rows_of_head + w.head_dim + w.v_head_dim) or 1)
-        kv_heads = _run_of(kv_heads, cheap if held is None else 1, chosen)
-        batches = _run_of(range(segment.k.shape[0]), cheap // w.kv_heads if held is None else 1, chosen)
-        at = torch.tensor(picked, device=device)
-        some = replace(segment, rows=at[:0], keys=at) if is_of_keys else replace(segment, rows=at)
-        block = Block(some, slice(batches[0], batches[-1] + 1), slice(kv_heads[0], kv_heads[-1] + 1))
-        heads = dict.fromkeys(("dk", "dv"), len(kv_heads)) if is_of_keys else {}
-        dims = {"out": w.v_head_dim, "lse": 0, "max": 0, "weights": segment.lengths[1], "dq": w.head_dim}
-        wanted = {name: dims[name] for name in dims if name in names}
-        wanted |= {"dq": w.head_dim, "dk": w.head_dim, "dv": w.v_head_dim} if is_of_keys else {}
-        tensors = {}
-        for one, dim in wanted.items():
-            rows = at if one in heads else some.rows
-            assert rows is not None
-            shape = (len(batches), heads.get(one, len(kv_heads) * w.group), len(rows), *([dim] if dim else []))
-            value = torch.zeros(shape, dtype=torch.float64, device=device)
-            tensors[one] = Expected(value, torch.zeros_like(value, dtype=torch.float32), rows)
-        passes = _BlockPasses(block, precision.of_inputs_in(w.dtype), tensors, {})
-        passes.place, passes.key_place = (slice(None), slice(None)), (slice(None), slice(None), 0)
-        passes.run()
-    expected, first = {name: tensors[name] for name in names}, segment.kv_start if is_of_keys else segment.q_start
-    computed = [head for one in kv_heads for head in heads_of[one]]
-    found = [(place, head) for place, head in enumerate(computed) if held is None or head in held.heads]
-    if len(found) < len(computed):
-        there = [place for place, _ in found]
-        expected = {name: Expected(one.value[:, there], one.tau[:, there], at) for name, one in expected.items()}
-    places = slice(0, 1) if w.is_packed else block.batches
-    among_all = tuple(row + first for row in picked)
-    return ExactRows(expected, places, tuple(h for _, h in found), among_all, at + first if first else at)
+        patch = _Patch.chosen(inputs, not {"dk", "dv"}.isdisjoint(names), most, chosen, held)
+        return None if patch is None else patch.placed(patch.computed(names, precision), held)
 
 
 #: scores, and elements of k and v, that take little to compute exactly beside the rest of a look
 _CHEAP = 1 << 18
 
 
-def _run_of(several: Sequence[int], most: int, chosen: random.Random) -> list[int]:
+@dataclass(frozen=True)
+class _Patch:
+    """Rows, or keys, of some key heads and sequences of a segment, each of which follow each other.
+
+    positions: within the sequence, ascending; at: the same on the device.
+    """
+
+    segment: Segment
+    is_of_keys: bool
+    batches: range
+    kv_heads: range
+    positions: tuple[int, ...]
+    at: torch.Tensor
+
+    @classmethod
+    def chosen(cls, inputs: Inputs, is_of_keys: bool, most: int, chosen: random.Random, held: Held | None) -> _Patch | None:
+        """Choose at random, as `exact_rows` says; return None where there is nothing to choose from."""
+        w, device = inputs.workload, _device_of(inputs)
+        segments = [(one, _rows_in(one, is_of_keys, held)) for one in segments_of(inputs.dequantized(), w, device)]
+        segments = [(one, among) for one, among in segments if among and one.lengths[0]]
+        heads = range(w.kv_heads)
+        kv_heads = heads if held is None else [h for h in heads if not held.heads.keys().isdisjoint(_native(h, w, is_of_keys))]
+        if not segments or not kv_heads:
+            return None
+        segment, among = chosen.choice(segments)
+        positions = sorted(chosen.sample(among, min(most, len(among))))
+        rows = (segment.lengths[0] if is_of_keys else len(positions)) * w.group
+        cheap = _CHEAP // (segment.lengths[1] * (rows + w.head_dim + w.v_head_dim) or 1) if held is None else 1
+        run_of_heads = _run_of(kv_heads, cheap, chosen)
+        batches = _run_of(range(segment.k.shape[0]), cheap // w.kv_heads, chosen)
+        at = torch.tensor(positions, device=device)
+        return cls(segment, is_of_keys, batches, run_of_heads, tuple(positions), at)
+
+    def computed(self, names: Sequence[str], precision: Precision) -> dict[str, Expected]:
+        """Return results by name, (batches, heads, rows or keys, dim)."""
+        w = self.segment.workload
+        some = replace(self.segment, rows=self.at)
+        if self.is_of_keys:  # of all rows, none is kept
+            some = replace(self.segment, rows=self.at[:0], keys=self.at)
+        tensors = {name: self._empty(name) for name in (("dq", "dk", "dv") if self.is_of_keys else names)}
+        block = Block(some, _slice(self.batches), _slice(self.kv_heads))
+        passes = _BlockPasses(block, precision.of_inputs_in(w.dtype), tensors, {})
+        passes.place, passes.key_place = (slice(None), slice(None)), (slice(None), slice(None), 0)
+        passes.run()
+        return {name: tensors[name] for name in names}
+
+    def _empty(self, name: str) -> Expected:
+        w, at = self.segment.workload, self.at
+        heads = len(self.kv_heads) * (1 if name in ("dk", "dv") else w.group)
+        rows = at[:0] if self.is_of_keys and name == "dq" else at
+        other = {"lse": (), "max": (), "weights": (self.segment.lengths[1],)}
+        dim = other.get(name, (w.v_head_dim if name in ("out", "dv") else w.head_dim,))
+        shape = (len(self.batches), heads, len(rows), *dim)
+        value = torch.zeros(shape, dtype=torch.float64, device=at.device)
+        return Expected(value, torch.zeros_like(value, dtype=torch.float32), rows)
+
+    def placed(self, expected: dict[str, Expected], held: Held | None) -> ExactRows:
+        """Say where a result has what was computed, without the heads that are not held."""
+        segment, w = self.segment, self.segment.workload
+        heads = [head for one in self.kv_heads for head in _native(one, w, self.is_of_keys)]
+        there = [place for place, head in enumerate(heads) if held is None or head in held.heads]
+        if len(there) < len(heads):
+            expected = {name: Expected(one.value[:, there], one.tau[:, there], self.at) for name, one in expected.items()}
+        first = segment.kv_start if self.is_of_keys else segment.q_start
+        batches = slice(0, 1) if w.is_packed else _slice(self.batches)
+        rows, at = tuple(one + first for one in self.positions), self.at + first if first else self.at
+        return ExactRows(expected, batches, tuple(heads[place] for place in there), rows, at)
+
+
+def _native(kv_head: int, w: Workload, is_of_keys: bool) -> Sequence[int]:
+    """Return the heads of a result that one key head makes: itself, or the query heads that use it, in native order."""
+    return (kv_head,) if is_of_keys else grouped_order(w)[kv_head * w.group : (kv_head + 1) * w.group]
+
+
+def _run_of(several: Sequence[int], most: int, chosen: random.Random) -> range:
     """Return up to `most` that follow each other, at least one."""
     number = min(max(1, most), len(several))
     start = chosen.randrange(len(several) - number + 1)
-    return list(several[start : start + number])
+    return range(several[start], several[start + number - 1] + 1)
+
+
+def _slice(run: range) -> slice:
+    return slice(run.start, run.stop)
 
 
 def _rows_in(segment: Segment, is_of_keys: bool, held: Held | None) -> Sequence[int]:
@@ -440,10 +516,6 @@ def _rows_in(segment: Segment, is_of_keys: bool, held: Held | None) -> Sequence[
     if held is None:
         return range(length)
     return [row - first for row in held.rows if 0 <= row - first < length]
-
-
-def _group(kv_head: int, w: Workload) -> slice:
-    return slice(kv_head * w.group, (kv_head + 1) * w.group)
 
 
 def score_elements(w: Workload) -> int:

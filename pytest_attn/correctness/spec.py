@@ -1,4 +1,4 @@
-"""What one check depends on, beside the kernel: the workload, its inputs, and how results are judged."""
+"""Specification of one check, beside the kernel: the workload, its inputs, and how results are judged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import AttentionFn, CallableSubject, Dequantizer, Subject
 from pytest_attn.backends.variants import compilation_of
-from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.contract import AdaptedCallable, ContractError
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import EXTRA, Reference, compute_reference, with_drawn_rows
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -33,7 +33,7 @@ class CheckSpec:
     """All that a judgment depends on, beside the kernel. Raises ValueError for a value that is not one of the known.
 
     workload, device, seed: what is computed, where, and on which draw. backward: gradients, too. inputs: names of
-    distributions. declared: what the kernel says of itself. limits: a name in `comparison.LIMITS`. leaves: of which of q, k
+    distributions. declared: what the kernel says of itself. limits: a name in `limits.LIMITS`. leaves: of which of q, k
     and v gradients are compared, where any are; the others need none. parameters: what the kernel closes over, by name
     ("sinks", "bias", "alibi"), whose gradients are compared as well: the leaves, or their values, by which these are found.
     """
@@ -73,7 +73,7 @@ class CheckSpec:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What a call returns that is compared, gradients aside."""
+        """Names of the results that are compared, gradients aside."""
         return self.declared.results
 
     @property
@@ -91,7 +91,7 @@ class CheckSpec:
 
     @property
     def drops_unseen(self) -> bool:
-        """Whether probabilities are dropped, and the callable does not say which."""
+        """True where probabilities are dropped, and the callable does not say which."""
         return bool(self.workload.dropout) and "keep" not in self.results
 
     def subject(

@@ -1,4 +1,4 @@
-"""What a callable leaves behind for whoever computes next: switches of torch that it turned, functions that it replaced.
+"""Traces of a callable that meet whoever computes next: switches of torch that it turned, functions that it replaced.
 
 Both are put back, and fail its case. What runs in the same process can undo all of that: it stops no attack that is meant.
 """
@@ -13,12 +13,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice, product
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from pytest_attn.correctness.contract import ContractError
 
 
 class Switch(NamedTuple):
-    """How one is read, and turned."""
+    """Functions that read a switch, and turn it."""
 
     read: Callable[[], Any]
     turn: Callable[[Any], object]
@@ -69,7 +69,7 @@ _libraries: set[str] = set()
 
 
 def _has_loaded_libraries() -> bool:
-    """Whether this process has loaded shared libraries since the last time that somebody asked, where the system tells."""
+    """Return whether this process has loaded shared libraries since this was last asked, where the system tells."""
     with suppress(OSError):
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         loaded = {line.rpartition(" ")[2] for line in lines if ".so" in line}
@@ -215,8 +215,8 @@ def _free_monitoring_tools(before: tuple[Any, ...]) -> None:
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-#: whose functions a judgment relies on, beside those of this package; of torch itself and of Python, which
-_OTHERS = (
+#: whose functions a judgment relies on: of torch itself and of Python, those named below
+_WATCHED = (
     *("math", "time", "torch", "torch.Tensor", "torch.nn.functional", "torch.autograd", "torch.cuda.Event"),
     *("_pytest.main.Session", "_pytest.reports.TestReport", "_pytest.runner", "_pytest.runner.CallInfo"),
 )
@@ -229,22 +229,8 @@ _OF_PYTHON = (
     *("issubclass", "iter", "len", "list", "map", "max", "min", "next", "range", "round", "set", "sorted", "str", "sum"),
     *("tuple", "type", "zip"),
 )
-_PACKAGE = __name__.partition(".")[0]
-#: its modules that come to a verdict: to look at all of them takes long beside a small case
-_MODULES = frozenset(
-    f"{_PACKAGE}.{room}.{name}"
-    for room, names in {
-        "correctness": "budget call comparison contract exact gradients judge reference spec",
-        "invariants": "check invariant report",
-        "latency": "exact_results kernel_work protocol regression timer work",
-        "cases": "api case conclude judgment",
-        "reports": "verdict",
-    }.items()
-    for name in names.split()
-) | {_PACKAGE}
 #: stands for a name that is not there, and behind the last one
 _NOTHING = object()
-_code_of = operator.attrgetter("__code__")
 
 
 class _Space(NamedTuple):
@@ -255,13 +241,13 @@ class _Space(NamedTuple):
 
     @property
     def names(self) -> dict[str, Any]:
-        """What is watched of it, as it is wherever it is read."""
+        """Names that are watched of it, as they are wherever they are read."""
         names: dict[str, Any] = vars(self.owner)  # of a class a view, which copies itself as well
         return {name: names.get(name, _NOTHING) for name in _OF_TORCH} if self.owner is torch else names
 
     def added(self, was: Mapping[str, Any]) -> Iterator[str]:
-        """Yield new names that hide something: of a base class, or of Python in a module of this package."""
-        hidden = self.owner.__mro__[1:] if isinstance(self.owner, type) else [builtins] if self.name in _MODULES else []
+        """Yield new names of a class that hide something of a base class."""
+        hidden = self.owner.__mro__[1:] if isinstance(self.owner, type) else ()
         return (name for name in vars(self.owner).keys() - was.keys() if any(name in vars(one) for one in hidden))
 
     def put_back(self, name: str, value: object) -> None:
@@ -274,32 +260,10 @@ class _Space(NamedTuple):
             vars(self.owner)[name] = value
 
 
-class _Watched:
-    """The spaces that are watched, and the code of this package's functions; both grow as more of it is imported."""
-
-    def __init__(self) -> None:
-        self._modules = 0
-        self._names: set[str] = set()
-        self.spaces = [_Space(name, found) for name in _OTHERS if (found := _found(name)) is not None]
-        self.functions: list[FunctionType] = []
-        self.operators: frozenset[str] = frozenset()
-
-    def grow(self) -> None:
-        """Look for modules of this package that were imported since the last time."""
-        if len(self.operators) != len(torch.library._impls):
-            self.operators = frozenset(torch.library._impls)
-        if len(sys.modules) == self._modules:
-            return
-        self._modules = len(sys.modules)
-        for name in sorted(_MODULES.intersection(sys.modules).difference(self._names)):
-            self._names.add(name)
-            module = _Space(name, sys.modules[name])
-            classes = [one for one in vars(module.owner).values() if isinstance(one, type) and one.__module__ == name]
-            added = [module, *(_Space(f"{name}.{one.__qualname__}", one) for one in dict.fromkeys(classes))]
-            self.spaces += added
-            values = [getattr(value, "__func__", value) for space in added for value in vars(space.owner).values()]
-            self.functions += [value for value in values if type(value) is FunctionType and value.__module__ == name]
-        self.codes = list(map(_code_of, self.functions))
+@functools.cache
+def _spaces() -> tuple[_Space, ...]:
+    """Return the spaces that are watched, of those that this process has imported."""
+    return tuple(_Space(name, found) for name in _WATCHED if (found := _found(name)) is not None)
 
 
 def _found(name: str) -> Any:
@@ -307,19 +271,22 @@ def _found(name: str) -> Any:
     return sys.modules.get(name) or getattr(sys.modules.get(module), attribute, None)
 
 
-_watched = functools.cache(_Watched)
+@functools.lru_cache(1)
+def _operators(number: int) -> frozenset[str]:
+    """Return the operators of torch that have kernels of Python, which are this many: there are thousands to copy."""
+    return frozenset(torch.library._impls)
 
 
 @contextmanager
 def functions_kept(where: str = "") -> Iterator[None]:
-    """Put functions back that a callable has replaced: clocks, those of Python, torch and this package, torch's operators.
+    """Put functions back that a callable has replaced: clocks, those of Python, pytest and torch, and torch's operators.
+
+    Whoever reaches the judge's process can replace this package's own, too: a list of names to watch would never end.
 
     Raises ContractError that names them. What was replaced before is not laid to the callable. where: the callable, and on
     what it is judged.
     """
-    watched = _watched()
-    watched.grow()
-    spaces, functions, codes, operators = list(watched.spaces), list(watched.functions), watched.codes, watched.operators
+    spaces, operators = _spaces(), _operators(len(torch.library._impls))
     before, modules = [one.names.copy() for one in spaces], len(sys.modules)
     python = vars(builtins)
     of_python = {name: python[name] for name in _OF_PYTHON}
@@ -329,25 +296,15 @@ def functions_kept(where: str = "") -> Iterator[None]:
         others = [(name, python[name]) for name, value in of_python.items() if python[name] is not value]
         python.update(of_python)  # before anything here calls them
         replaced = [f"{name} by {_described(now)}" for name, now in others]
-        after = [one.names for one in spaces]
-        now, was = (chain(chain.from_iterable([one.values() for one in some]), (_NOTHING,)) for some in (after, before))
-        if not all(map(operator.is_, now, was)):
-            files = _libraries_since(modules)
-            for space, names in zip(spaces, before, strict=True):
-                replaced += _put_back(space, names, files)
+        replaced += _put_all_back(spaces, before, modules)
         if len(operators) != len(torch.library._impls):
             replaced += _withdraw(torch.library._impls - operators, _libraries_since(modules))
-        if not all(map(operator.is_, map(_code_of, functions), codes)):
-            for function, code in zip(functions, codes, strict=True):
-                if function.__code__ is not code:
-                    function.__code__ = code
-                    replaced.append(f"the code of {function.__module__}.{function.__qualname__}")
         raised = sys.exc_info()[1]
         if replaced and (raised is None or isinstance(raised, Exception)):  # of which a judge's own may come from them
             then = f" (then {type(raised).__name__} was raised: {raised})" if raised else ""
             raise ContractError(
                 f"the callable replaced {', '.join(replaced)}: that is put back, and nothing that was found meanwhile counts;"
-                f" leave clocks, and functions of torch and of this package, as they are{then}",
+                f" leave clocks, and functions of torch, as they are{then}",
                 where,
             )
 
@@ -379,9 +336,19 @@ def _libraries_since(modules: int) -> set[str]:
     return {file for file in files if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)}
 
 
+def _put_all_back(spaces: Sequence[_Space], before: Sequence[dict[str, Any]], modules: int) -> Iterator[str]:
+    """Put back the functions of all spaces; yield what was replaced. modules: how many were imported before."""
+    after = [one.names for one in spaces]
+    now, was = (chain(chain.from_iterable([one.values() for one in some]), (_NOTHING,)) for some in (after, before))
+    if not all(map(operator.is_, now, was)):
+        files = _libraries_since(modules)
+        for space, names in zip(spaces, before, strict=True):
+            yield from _put_back(space, names, files)
+
+
 def _put_back(space: _Space, was: Mapping[str, Any], libraries: set[str]) -> Iterator[str]:
     """Put back the functions of a space; yield what was replaced, and by what. libraries: that were imported meanwhile."""
-    kept = {name: value for name, value in was.items() if _is_kept(space, name, value)}
+    kept = {name: value for name, value in was.items() if callable(value) or hasattr(type(value), "__get__")}
     for name, value in (kept | dict.fromkeys(space.added(was), _NOTHING)).items():
         now = vars(space.owner).get(name, _NOTHING)
         if now is value or (space.name.startswith("torch") and _may_stay(now, value, libraries)):
@@ -390,15 +357,8 @@ def _put_back(space: _Space, was: Mapping[str, Any], libraries: set[str]) -> Ite
         yield f"{space.name}.{name}" if now is _NOTHING else f"{space.name}.{name} by {_described(now)}"
 
 
-def _is_kept(space: _Space, name: str, value: object) -> bool:
-    """Whether a name is to stand for what it does: a function, and in this package a module or a constant, too."""
-    if callable(value) or hasattr(type(value), "__get__"):
-        return True
-    return space.name in _MODULES and (type(value) is ModuleType or name.isupper())
-
-
 def _may_stay(now: Any, was: Any, libraries: set[str]) -> bool:
-    """Whether torch itself has wrapped a function of its own, or a library changed torch as it was imported."""
+    """Return whether torch itself has wrapped a function of its own, or a library changed torch as it was imported."""
     if type(now) is not FunctionType:
         return False
     file = now.__code__.co_filename

@@ -1,1 +1,1 @@
-"""Why a result is wrong: hypotheses of faults, and the one rule by which one explains what was returned."""
+"""Diagnosis of a wrong result: hypotheses of faults, and the one rule by which one explains what was returned."""

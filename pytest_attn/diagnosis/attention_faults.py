@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_attn.backends.precision import PRECISIONS, Precision
-from pytest_attn.correctness.exact import slopes_of
+from pytest_attn.correctness.arithmetic import slopes_of
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
 from pytest_attn.workloads.inputs import Descales, Inputs, dequantized, factors_of
 from pytest_attn.workloads.kv_layout import with_keys_moved
@@ -150,7 +150,7 @@ def _ends(visible: MaskMod, over: Sequences) -> Iterator[NearMiss]:
 
 
 def _is_in_last_tile(kv_lens: torch.Tensor, tile: int, full: int, b: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Whether keys lie in the last tile. full: 1 where that may be a full one, 0 where it is none if it is."""
+    """Return whether keys lie in the last tile. full: 1 where that may be a full one, 0 where it is none if it is."""
     return kv >= (kv_lens[b] - full) // tile * tile
 
 
@@ -327,33 +327,37 @@ def _packed_keys(w: Workload) -> Iterator[AttentionFault]:
     """Yield other places at which the keys of packed sequences are taken to be."""
     if w.q_lens is None or w.kv_lens is None or w.batch == 1 or not w.packs_keys:
         return
-    starts = [0, *itertools.accumulate(w.kv_lens)][:-1]
-    q_starts = [0, *itertools.accumulate(w.q_lens)][:-1]
     total = sum(w.kv_lens)
     if w.mask is None or w.q_lens == w.kv_lens:
         whole = of_workload(w, batch=1, q_lens=(sum(w.q_lens),), kv_lens=(total,), q_len=None, kv_len=None)
         yield AttentionFault("sequences-see-each-other", "whose packed sequences see each other", whole)
-    if w.q_lens != w.kv_lens:
+    for fault, words, starts, lengths in _other_extents(w, w.q_lens, w.kv_lens):
+        yield AttentionFault(fault, words, partial(_with_extents, w, starts, lengths))
+
+
+def _other_extents(
+    w: Workload, q_lens: Sequence[int], kv_lens: Sequence[int]
+) -> Iterator[tuple[str, str, Sequence[int], Sequence[int]]]:
+    """Yield faults with where the keys of each sequence begin by them, and how many there are."""
+    starts, q_starts = ([0, *itertools.accumulate(lengths)][:-1] for lengths in (kv_lens, q_lens))
+    if q_lens != kv_lens:
         words = "that finds packed keys by the cumulated lengths of the queries"
-        yield AttentionFault("keys-at-offsets-of-queries", words, partial(_with_extents, w, q_starts, w.q_lens))
+        yield "keys-at-offsets-of-queries", words, q_starts, q_lens
     words = "whose packed sequences read from their second key to the first of the next"
-    late = [start + 1 for start in starts[:-1]] + starts[-1:]
-    yield AttentionFault("keys-begin-late", words, partial(_with_extents, w, late, w.kv_lens))
+    yield "keys-begin-late", words, [start + 1 for start in starts[:-1]] + starts[-1:], kv_lens
     if w.group > 1:
         words = "that finds packed keys with the stride of the queries, which have more heads"
-        far = [start * w.group for start in starts]
-        yield AttentionFault("keys-with-stride-of-queries", words, partial(_with_extents, w, far, w.kv_lens))
+        yield "keys-with-stride-of-queries", words, [start * w.group for start in starts], kv_lens
     for tile in reversed(TILES):
-        filled = [min(-(-n // tile) * tile, total - start) for n, start in zip(w.kv_lens, starts, strict=True)]
-        if filled != list(w.kv_lens):
+        filled = [min(-(-n // tile) * tile, sum(kv_lens) - start) for n, start in zip(kv_lens, starts, strict=True)]
+        if filled != list(kv_lens):
             words = f"whose packed sequences see the next one's keys, up to a multiple of {tile}"
-            yield AttentionFault("tail-reads-next-sequence", words, partial(_with_extents, w, starts, filled))
-    if 0 in w.q_lens:
-        extents = iter(zip(starts, w.kv_lens, strict=True))
-        taken = [next(extents) if q_len else (0, 0) for q_len in w.q_lens]
+            yield "tail-reads-next-sequence", words, starts, filled
+    if 0 in q_lens:
+        extents = iter(zip(starts, kv_lens, strict=True))
+        taken = [next(extents) if q_len else (0, 0) for q_len in q_lens]
         words = "that leaves sequences without queries out of the queries' list but not out of the keys'"
-        fewer = partial(_with_extents, w, [start for start, _ in taken], [length for _, length in taken])
-        yield AttentionFault("sequence-without-queries-left-out", words, fewer)
+        yield "sequence-without-queries-left-out", words, [start for start, _ in taken], [length for _, length in taken]
 
 
 def _with_extents(w: Workload, starts: Sequence[int], lengths: Sequence[int], inputs: Inputs) -> Other:
@@ -422,14 +426,20 @@ def _contents(w: Workload) -> Iterator[AttentionFault]:
         if 0 < whole < w.head_dim:
             words = f"with q . k over the first {whole} of {w.head_dim} elements of a head"
             yield AttentionFault("head-dim-tail-unread", words, _with(w, "q", partial(_shortened, whole)))
-    if w.v_head_dim != w.head_dim and not w.kv_pages and not w.is_packed:
+    if not w.is_packed and not w.kv_pages:
+        yield from _contents_in_rows(w)
+
+
+def _contents_in_rows(w: Workload) -> Iterator[AttentionFault]:
+    """Yield those of keys that lie in rows, neither packed nor in pages."""
+    if w.v_head_dim != w.head_dim:
         words = "that reads rows of v head_dim apart, as those of k"
         yield AttentionFault("v-with-head-dim-of-k", words, _with(w, "v", partial(_far_rows, w)))
-    if w.kv_heads == w.kv_len > 1 and not w.is_packed and not w.kv_pages:
+    if w.kv_heads == w.kv_len > 1:
         swapped = _with(w, "k", lambda k: k.transpose(1, 2).contiguous())
         yield AttentionFault("k-heads-and-rows-swapped", "with heads and rows of k swapped", swapped)
     for bits in (8, 15, 16):
-        if w.kv_len > 1 << bits and not w.is_packed and not w.kv_pages:
+        if w.kv_len > 1 << bits:
             words = f"whose key positions wrap round at {1 << bits}"
             yield AttentionFault("key-positions-wrap", words, partial(_wrapped, w, 1 << bits))
 

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import torch
 
+from pytest_attn.correctness.arithmetic import modify, over_keys, sinks_of, softmax
 from pytest_attn.correctness.call import nodes_behind
-from pytest_attn.correctness.exact import modify, over_keys, softmax
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
 from pytest_attn.diagnosis.faults import RECOMPUTED
@@ -193,9 +193,9 @@ def _with_lse_of_first(seen: GradientOfRegion) -> AttentionSteps:
 
 
 def _without_sink(seen: GradientOfRegion) -> AttentionSteps:
-    lse, sinks = seen.honest.lse, seen.reference.inputs.sinks
+    lse, sinks = seen.honest.lse, sinks_of(seen.honest.region)
     assert sinks is not None
-    share = (sinks.to(lse.device).double().view(1, -1, 1, 1) - lse).exp()
+    share = (sinks - lse).exp()
     return dataclasses.replace(seen.honest, lse=lse + (1 - share).clamp(min=0).log())
 
 
@@ -220,7 +220,7 @@ def with_rounded_dp(seen: GradientOfRegion) -> torch.Tensor:
 
 
 def casts_weights(out: torch.Tensor) -> bool:
-    """Whether autograd's graph of out shows P.to(dtype), of all keys or of a block of them: dP is rounded there.
+    """Return whether autograd's graph of out shows P.to(dtype), of all keys or of a block of them: dP is rounded there.
 
     Such a cast has neither the size of out, which is cast at the end, nor is it of an input.
     """

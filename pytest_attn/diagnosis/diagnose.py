@@ -1,4 +1,4 @@
-"""Why a result is wrong: the one diagnosis, of a callable, of a model's call, and of ranks.
+"""Diagnosis of a wrong result: of a callable, of a model's call, and of ranks.
 
 For each likely fault it is computed what the callable would have returned: a few of the worst rows first, then all
 distributions of inputs. A fault that explains these is named; nothing is where nothing does.
@@ -7,7 +7,7 @@ distributions of inputs. A fault that explains these is named; nothing is where 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias, TypeVar
@@ -19,7 +19,6 @@ from pytest_attn.correctness.comparison import (
     Comparison,
     Evidence,
     Hint,
-    Limits,
     Location,
     Mismatch,
     Returned,
@@ -30,6 +29,7 @@ from pytest_attn.correctness.comparison import (
     wrong_rows,
 )
 from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Reference, compute_reference, few_threads, score_elements
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores, roundings
@@ -93,7 +93,7 @@ class TimeBudget:
             yield one
 
     def is_over(self, what: str) -> bool:
-        """Whether there is no time left; what: is left out then."""
+        """Return whether there is no time left; what: is left out then."""
         now = self._clock()
         self._begun = now if self._begun is None else self._begun
         if not self.seconds or now - self._begun < self.seconds:
@@ -105,7 +105,7 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class Case:
-    """What a callable returned on each distribution of inputs, and how it compares.
+    """Results of a callable on each distribution of inputs, and how they compare.
 
     limits: of out and lse, and of gradients. time: for which an explanation is looked for.
     """
@@ -125,7 +125,7 @@ class Case:
 
     @property
     def scores_are_exact(self) -> bool:
-        """Whether lse was returned, and is right under a profile whose scores are: they are not what is rounded."""
+        """True where lse was returned, and is right under a profile whose scores are: they are not what is rounded."""
         of_lse = [row for row in self.rows if row.name == "lse"]
         declared = self.returned[0].reference.precision
         return bool(of_lse) and not declared.moves_lse and all(row.passed for row in of_lse)
@@ -389,7 +389,7 @@ def _profiles_of_gradient(name: str, bad: torch.Tensor, reference: Reference, ca
 
 
 def _moves_alike(value: torch.Tensor, view: View) -> bool:
-    """Whether the deviation from what is exact is that of a value, and what else is rounded, in budgets."""
+    """Return whether the deviation from what is exact is that of a value, and what else is rounded, in budgets."""
     weight = 1 / view.std.double().where(view.std > 0, 1)
     moves, off = (((t.double() - view.exact) * weight).nan_to_num(0, 0, 0) for t in (value, view.got))
     return float((moves * off).sum()) > float(moves.square().sum()) / 2 > 0
@@ -476,7 +476,7 @@ def _without_keys(got: torch.Tensor, bad: torch.Tensor, reference: Reference, na
 
 
 def _is_mean_of_v(got: torch.Tensor, bad: torch.Tensor, reference: Reference) -> bool:
-    """Whether the rows hold the mean of v over all keys, as a softmax of equal scores does."""
+    """Return whether the rows hold the mean of v over all keys, as a softmax of equal scores does."""
     w = reference.inputs.workload
     if w.is_packed:
         return False
@@ -494,7 +494,7 @@ def _lse_of(bad: torch.Tensor, reference: Reference, name: str) -> torch.Tensor:
 
 
 def _sees_no_key(lse: torch.Tensor) -> bool:
-    """Whether these are rows, and none sees a key."""
+    """Return whether these are rows, and none sees a key."""
     return bool(len(lse)) and bool((lse == -math.inf).all())
 
 
@@ -545,7 +545,7 @@ _FACTOR_SHARE, _FACTOR_STDS = 0.1, 5.0
 
 
 def _is_rounded_scale(scale: float, w: Workload) -> bool:
-    """Whether a scale is the workload's, kept in its dtype."""
+    """Return whether a scale is the workload's, kept in its dtype."""
     kept = float(torch.tensor(w.softmax_scale, dtype=getattr(torch, w.dtype)))
     return kept != w.softmax_scale and math.isclose(scale, kept, rel_tol=5e-4)
 
@@ -615,29 +615,29 @@ def fitting_profiles(name: str, profiles: Iterable[str], case: Case) -> list[Hin
     Rare ones where no other does.
     """
     declared = case.returned[0].reference.precision.name
-    names = [one for one in profiles if one != declared]
-    names = [one for one in names if not (SUGGESTED[one].moves_lse and case.scores_are_exact)]
+    names = [one for one in profiles if one != declared and not (SUGGESTED[one].moves_lse and case.scores_are_exact)]
     for some in ([one for one in names if one not in RARE], [one for one in names if one in RARE]):
-        found = {}
-        for profile in case.time.each(_PROFILES, some):
-            if (z := _z_under(SUGGESTED[profile], name, case)) is not None:
-                found[profile] = z
-        if found:
-            first = next(iter(found))
-            fitting = ", ".join(f"{profile!r} (z {z:.1f} there)" for profile, z in found.items())
-            dtype = case.workload.out_dtype
-            other = "with tf32 off" if dtype == "float32" else "in float32"
-            words = (
-                f"it fits the precision profile {fitting}, not {declared!r}; if it really {SUGGESTED[first].words(dtype)},"
-                f" say precision={first!r}. A scale off by 1 % may look the same: compare {other} first, which must pass as it"
-                " is"
-            )
-            return [Hint(PRECISION + first, words)]
+        tried = {profile: _z_under(SUGGESTED[profile], name, case) for profile in case.time.each(_PROFILES, some)}
+        fitting = {profile: z for profile, z in tried.items() if z is not None}
+        if fitting:
+            return [_hint_of_profiles(fitting, declared, case.workload.out_dtype)]
     return []
 
 
+def _hint_of_profiles(fitting: Mapping[str, float], declared: str, dtype: str) -> Hint:
+    """Return what to say of profiles that fit, with the largest z under each."""
+    first = next(iter(fitting))
+    profiles = ", ".join(f"{profile!r} (z {z:.1f} there)" for profile, z in fitting.items())
+    other = "with tf32 off" if dtype == "float32" else "in float32"
+    words = (
+        f"it fits the precision profile {profiles}, not {declared!r}; if it really {SUGGESTED[first].words(dtype)},"
+        f" say precision={first!r}. A scale off by 1 % may look the same: compare {other} first, which must pass as it is"
+    )
+    return Hint(PRECISION + first, words)
+
+
 def _rounds_so(profile: Precision, name: str, case: Case) -> bool:
-    """Whether the roundings of a profile, repeated, explain the deviation on the distribution that failed.
+    """Return whether the roundings of a profile, repeated, explain the deviation on the distribution that failed.
 
     Of sums, whose order nobody knows, it is asked that neither another scale nor a factor of the result explains any of it.
     """
@@ -705,19 +705,17 @@ def _exact_with(reference: Reference, profile: Precision, w: Workload, backward:
 
 
 def _has_room(row: TensorComparison) -> bool:
-    """Whether a tensor is far from its limits; heads of gradients are near theirs where nothing is wrong."""
+    """Return whether a tensor is far from its limits; heads of gradients are near theirs where nothing is wrong."""
     levels = [(row.z_element, row.limits.element), (row.z_row, row.limits.row), (row.z_head, row.limits.head)]
     return all(z <= _ROOM * limit for z, limit in (levels[:2] if row.name.startswith("d") else levels))
 
 
 def _fails_on_one_head(profile: Precision, name: str, case: Case) -> bool:
-    """Whether the worst head alone fails under a profile: as much as costs little to find out, where heads are alike."""
-    w, row = case.workload, next((row for row in case.rows if row.name == name and not row.passed), None)
-    has_tensors = w.bias or w.alibi or w.sinks or w.score_mod or not w.has_positional_mask
-    is_alone = w.batch * w.kv_heads == 1
-    if row is None or is_alone or has_tensors or w.is_packed or w.kv_lens or case.returned[0].reference.is_sampled:
+    """Return whether the worst head alone fails under a profile, which costs little to find out where heads are alike."""
+    row = next((row for row in case.rows if row.name == name and not row.passed), None)
+    if row is None or case.returned[0].reference.is_sampled or not _has_heads_alike(case.workload):
         return False
-    one = next(one for one in case.returned if one.distribution == row.distribution)
+    w, one = case.workload, next(one for one in case.returned if one.distribution == row.distribution)
     batch, head = row.worst[0], row.worst[1] if name in ("dk", "dv") else key_heads(w)[row.worst[1]]
     of_keys = (slice(batch, batch + 1), slice(head, head + 1))
     mine = slice(head, None, w.kv_heads) if is_interleaved(w) else slice(head * w.group, (head + 1) * w.group)
@@ -728,6 +726,12 @@ def _fails_on_one_head(profile: Precision, name: str, case: Case) -> bool:
     reference = compute_reference(inputs, profile, backward=name.startswith("d"))
     got = one.tensors[name][of_keys if name in ("dk", "dv") else of_queries]
     return not all(found.passed for found in compare_all(row.distribution, {name: got}, reference, alone, case.limits))
+
+
+def _has_heads_alike(w: Workload) -> bool:
+    """Return whether there are several key heads, or entries, and one is an attention with q, k and v of its own alone."""
+    has_own_tensors = w.bias or w.alibi or w.sinks or w.score_mod or not w.has_positional_mask
+    return w.batch * w.kv_heads > 1 and not (has_own_tensors or w.is_packed or w.kv_lens)
 
 
 def _spread_rows(case: Case) -> Iterator[RowsOfOut]:

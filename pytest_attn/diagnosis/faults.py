@@ -272,7 +272,7 @@ FAULTS = {
 
 
 def is_known(fault: str) -> bool:
-    """Whether an identity is one of a fault, of one in P computed again, or of a precision profile."""
+    """Return whether an identity is one of a fault, of one in P computed again, or of a precision profile."""
     return fault.removeprefix(RECOMPUTED) in FAULTS or fault.startswith(PRECISION)
 
 

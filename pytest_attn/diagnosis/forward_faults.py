@@ -11,15 +11,15 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.backends.precision import Precision
-from pytest_attn.correctness.comparison import Limits
-from pytest_attn.correctness.exact import Block, Chunk, modify, over_keys, scaled_scores
+from pytest_attn.correctness.arithmetic import over_keys, sinks_of, weights_given
 from pytest_attn.correctness.judge import LSE_TOLERANCE
-from pytest_attn.correctness.reference import Reference, compute_reference, score_elements, segments_of
+from pytest_attn.correctness.limits import Limits
+from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores
 from pytest_attn.diagnosis.hypothesis import OF_FLOAT32, OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View
 from pytest_attn.diagnosis.steps import UNIT, Region, RegionScores, regions_of
 from pytest_attn.reports.lines import told_apart
-from pytest_attn.workloads.workload import Workload, ungrouped
+from pytest_attn.workloads.workload import Workload
 
 #: wrong rows, and as many right ones, on which a fault is tried: a few first, and these if it fits them
 FEW_ROWS, MANY_ROWS = 4, 32
@@ -281,17 +281,15 @@ def _tile_by_tile(part: RegionScores, tile: int) -> _Sums:
 
 
 def _share_of_sink(part: RegionScores, top: torch.Tensor) -> torch.Tensor | float:
-    sinks = part.block.segment.inputs.sinks
-    if sinks is None or not part.workload.sinks:
-        return 0.0
-    return (sinks.to(top.device).double().view(1, -1, 1, 1) - top).exp()
+    sinks = sinks_of(part)
+    return 0.0 if sinks is None else (sinks - top).exp()
 
 
 # -- split by split -------------------------------------------------------------------------------------------------------
 
 
 class _Splits(NamedTuple):
-    """What splits of the keys give alone: lse (splits, 1, heads, rows, 1), out and the variance of P v (splits, ..., dim).
+    """Results of splits of the keys alone: lse (splits, 1, heads, rows, 1), out and the variance of P v (splits, ..., dim).
 
     of_keys: the share of each row's keys, without its sink, (1, heads, rows, 1).
     """
@@ -327,7 +325,7 @@ def _split_by_split(part: RegionScores, splits: torch.Tensor, number: int) -> _S
     """Attend to each split of the keys alone."""
     every = [part.scores.masked_fill(splits != split, -math.inf) for split in range(number)]
     lses = torch.stack([scores.logsumexp(-1, keepdim=True) for scores in every])
-    each_p = [(scores - lse.masked_fill(lse == -math.inf, 0)).exp() for scores, lse in zip(every, lses, strict=True)]
+    each_p = [weights_given(scores, lse) for scores, lse in zip(every, lses, strict=True)]
     of_keys = 1 / (1 + _share_of_sink(part, lses.logsumexp(0)))  # the rest is the sink's
     outs = torch.stack([over_keys(p, part.v) for p in each_p])
     squares = part.v.square()
@@ -485,22 +483,11 @@ def _of_attention(fault: AttentionFault, seen: WholeResult) -> torch.Tensor:
 
 def _row_maxima(reference: Reference, with_sinks: bool = False) -> torch.Tensor:
     """Return the largest final score of each row, or sink, heads-first; -inf where a row sees no key."""
-    exact = reference.tensors["lse"]
-    maxima = torch.full_like(exact.value, -math.inf)
-    w, device = reference.inputs.workload, exact.value.device
-    for segment in segments_of(reference.inputs, w, device):
-        batch, heads = segment.k.shape[:2]
-        block = Block(segment, slice(0, batch), slice(0, heads))
-        rows = torch.arange(segment.lengths[0], device=device)
-        if not len(rows) or not segment.lengths[1]:
-            continue
-        chunk = Chunk(block, rows)
-        scores, _ = modify(scaled_scores(chunk), chunk)
-        maxima[:, :, segment.q_start : segment.q_start + len(rows)] = scores.amax(-1)
-    maxima, sinks = ungrouped(maxima, w), reference.inputs.sinks
-    if with_sinks and sinks is not None:
-        maxima = maxima.maximum(sinks.to(device).double()[:, None])
-    return maxima if exact.rows is None else maxima[:, :, exact.rows]
+    inputs, rows = reference.inputs, reference.tensors["lse"].rows
+    maxima = compute_reference(inputs, reference.precision, rows=rows, extra=("max",)).tensors["max"].value
+    if with_sinks and inputs.sinks is not None:
+        maxima = maxima.maximum(inputs.sinks.to(maxima.device).double()[:, None])
+    return maxima
 
 
 # -- weights and maxima ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a fault hypothesis is, and the one rule by which it explains what a callable returned, or does not.
+"""Fault hypotheses, and the one rule by which one explains what a callable returned, or does not.
 
 A hypothesis says what a tensor would be had the callable a certain fault. It explains the tensor where that is what was
 returned, on every distribution of inputs: a wrong hint is worse than none.
@@ -21,7 +21,7 @@ Other: TypeAlias = tuple[Inputs, Workload]
 
 
 class Tolerance(NamedTuple):
-    """How far what a hypothesis predicts may be from what was returned, as its prediction is more or less precise.
+    """Distance that a prediction may have from what was returned, as it is more or less precise.
 
     element, row: the largest |z| of an element, and RMS of z over a row, in units of the prediction's own std. left: which
     part of the wrong rows' deviation from the exact result, by its norm, may be left.
@@ -53,18 +53,18 @@ class View(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a tensor would be, and how far what a kernel with the fault returns is from that; std None: that is not known."""
+    """Value that a tensor would have, and how far a kernel with the fault is from it; std None: that is not known."""
 
     value: torch.Tensor
     std: Callable[[], torch.Tensor] | None = None
 
 
 class HasView(Protocol):
-    """What is seen of a tensor on one distribution of inputs: the view, and what it takes to compute what else it may be."""
+    """Sight of a tensor on one distribution of inputs: the view, and what it takes to compute what else it may be."""
 
     @property
     def view(self) -> View:
-        """What was returned, and what should have been."""
+        """Tensor that was returned, and that should have been."""
 
 
 Seen = TypeVar("Seen", bound=HasView)
@@ -108,7 +108,7 @@ def of_tensors(w: Workload, changes: Callable[[Inputs], Mapping[str, Any]]) -> C
 
 
 class Fit(NamedTuple):
-    """How well a prediction fits: the largest |z|. rank: the less the better; what it leaves where that counts, else z."""
+    """Fit of a prediction: the largest |z|. rank: the less the better; what it leaves where that counts, else z."""
 
     z: float
     rank: float
@@ -143,7 +143,7 @@ def explains(hypothesis: FaultHypothesis[Seen], seen: Seen) -> Fit | None:
 
 
 def _has_enough_numbers(view: View, numbers: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether most rows hold numbers, of those whose prediction the dtype can hold; where none can, nothing contradicts it."""
+    """Return whether most rows hold numbers, of those whose prediction the dtype can hold; True where it can hold none."""
     holds = view.exact.isfinite().any(-1)
     fits = holds & (value.abs() <= torch.finfo(view.got.dtype).max).all(-1)
     rows = numbers.any(-1)[fits]

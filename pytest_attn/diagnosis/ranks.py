@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 import torch
 
+from pytest_attn.correctness.arithmetic import modify, over_keys, scaled_scores
 from pytest_attn.correctness.comparison import Evidence, Hint, Mismatch
-from pytest_attn.correctness.exact import modify, over_keys, scaled_scores
 from pytest_attn.correctness.reference import Reference, heads_first, score_elements
 from pytest_attn.diagnosis.hypothesis import FaultHypothesis, Fit, Prediction, Tolerance, View, explains
 from pytest_attn.diagnosis.steps import AttentionSteps, Region, RegionScores, honest_steps

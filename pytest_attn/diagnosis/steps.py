@@ -4,14 +4,13 @@ A region is some rows with all keys where out or dq is asked for, and some keys 
 workloads it is all of both. lse and D come from the reference, so no region needs what it leaves out.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from pytest_attn.correctness.exact import (
+from pytest_attn.correctness.arithmetic import (
     Block,
     Chunk,
     kept_share,
@@ -21,6 +20,7 @@ from pytest_attn.correctness.exact import (
     over_rows,
     per_key,
     scaled_scores,
+    weights_given,
 )
 from pytest_attn.correctness.reference import Reference, segments_of
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES
@@ -37,7 +37,7 @@ UNIT = {name: max(one.spacing, 2.0**-18) for name, one in FLOATING_DTYPES.items(
 
 @dataclass(frozen=True)
 class Region:
-    """Which part of a workload is computed: a batch entry (packed: a sequence), rows and keys of it, None for all."""
+    """Part of a workload that is computed: a batch entry (packed: a sequence), rows and keys of it, None for all."""
 
     batch: int
     rows: torch.Tensor | None = None
@@ -45,7 +45,7 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it holds all rows and keys."""
+        """True where it holds all rows and keys."""
         return self.rows is None and self.keys is None
 
 
@@ -134,7 +134,7 @@ def _region_in(w: Workload, name: str, batch: int, faulty: torch.Tensor) -> Regi
 
 @dataclass(frozen=True)
 class AttentionSteps:
-    """What a backward pass starts from, and its steps: those of an honest one, unless they are replaced.
+    """Start of a backward pass, and its steps: those of an honest one, unless they are replaced.
 
     region: scores and slopes; lse (1, heads, rows, 1); row_sum: D, alike, and row_sum_var: its variance, in units squared.
     dscores: (P, dP, D) -> dS. weigh: P, or dS, as the last products take it. summed: sums a gradient of the keys over the
@@ -173,8 +173,7 @@ class AttentionSteps:
 
     def p(self) -> torch.Tensor:
         """Return P = exp(s - lse), 0 where the mask hides, (1, heads, rows, keys)."""
-        hidden = self.region.scores == -math.inf
-        return (self.region.scores - self.lse.masked_fill(self.lse == -math.inf, 0)).exp().masked_fill(hidden, 0)
+        return weights_given(self.region.scores, self.lse)
 
     def _ds(self, row_sum: torch.Tensor) -> torch.Tensor:
         """Return dS with this D, before it is weighed."""
@@ -190,7 +189,7 @@ def honest_steps(reference: Reference, region: Region) -> AttentionSteps:
     scores = RegionScores(reference.inputs, reference.inputs.workload, region)
     lse = scores.of_rows(reference.tensors["lse"].value).unsqueeze(-1)
     out, dout = scores.of_rows(reference.tensors["out"].value), scores.dout
-    p = (scores.scores - lse.masked_fill(lse == -math.inf, 0)).exp()
+    p = weights_given(scores.scores, lse)
     of_out = (dout * out).square().sum(-1, keepdim=True)
     of_p = (p * scores.dp).square().sum(-1, keepdim=True)
     row_sum = (dout * out).sum(-1, keepdim=True)

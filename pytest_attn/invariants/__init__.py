@@ -1,1 +1,1 @@
-"""What holds of every attention kernel."""
+"""Statements that hold of every attention kernel."""

@@ -15,7 +15,7 @@ from pytest_attn.backends.compilers import BEGUN, COMPILED
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.processes.lifetime import die_with
 from pytest_attn.workloads.catalog import builtin_catalog
 

@@ -1,4 +1,4 @@
-"""What the formula of attention says about other values."""
+"""Consequences of attention's formula for other values."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What an invariant is: a statement about every attention kernel that needs no tolerance of its own."""
+"""Invariants: statements about every attention kernel that need no tolerance of their own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded, set_among
-from pytest_attn.correctness.comparison import TensorComparison, limits_named
+from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
 from pytest_attn.correctness.judge import apart, compare_all
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.tripwire import switches_kept
@@ -208,22 +209,22 @@ class Probe:
 
     @property
     def is_short(self) -> bool:
-        """Whether exact attention on further inputs is quick."""
+        """True where exact attention on further inputs is quick."""
         return score_elements(self.workload) <= _LONG["cuda" if self.device.type == "cuda" else "cpu"]
 
     @property
     def is_compiled(self) -> bool:
-        """Whether other strides or options cost another compilation, of seconds."""
+        """True where other strides or options cost another compilation, of seconds."""
         return compilation_of(self.kernel) is not None
 
     @property
     def compiles_options(self) -> bool:
-        """Whether other options cost another compilation, be it that other strides do not."""
+        """True where other options cost another compilation, be it that other strides do not."""
         return self.is_compiled or self.subject.compiles
 
     @property
     def pays_for_options(self) -> bool:
-        """Whether other strides or options cost another compilation, or a plan of a library."""
+        """True where other strides or options cost another compilation, or a plan of a library."""
         return self.compiles_options or self.subject.makes_plans
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -413,7 +414,7 @@ def what_was_raised(error: Exception) -> str:
 
 
 class Need(NamedTuple):
-    """What must hold of a workload and its kernel before an invariant says anything; otherwise: why it says nothing."""
+    """Condition of a workload and its kernel without which an invariant says nothing; otherwise: why it says nothing."""
 
     is_met: Callable[[Probe], bool]
     otherwise: str
@@ -457,7 +458,7 @@ class Invariant(ABC):
         return next((need.otherwise for need in self.needs if not need.is_met(probe)), None)
 
     def pays_anew(self, probe: Probe) -> bool:
-        """Whether what it asks costs a compilation, or a plan, that the plain call has not paid for."""
+        """Return whether what it asks costs a compilation, or a plan, that the plain call has not paid for."""
         return False
 
     @abstractmethod

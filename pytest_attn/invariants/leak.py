@@ -1,4 +1,4 @@
-"""Which keys a row sees, read from the kernel itself."""
+"""Keys that a row sees, read from the kernel itself."""
 
 import dataclasses
 

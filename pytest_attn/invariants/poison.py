@@ -133,7 +133,7 @@ class _Band:
 
     @property
     def is_written(self) -> Tensor:
-        """Whether anything is no longer as it was, on its device."""
+        """True where anything is no longer as it was, on its device."""
         return ~(is_poison(self.whole[:_BAND]).all() & is_poison(self.whole[-_BAND:]).all())
 
 

@@ -1,4 +1,4 @@
-"""What the invariants found: one finding per invariant, and the report of one workload."""
+"""Findings of the invariants: one per invariant, and the report of one workload."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -38,7 +38,7 @@ class InvariantReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no invariant is broken, be it that none applies."""
+        """True where no invariant is broken, be it that none applies."""
         return not self.broken
 
     @property
@@ -53,13 +53,13 @@ class InvariantReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is worth knowing of invariants that hold, or could not be run."""
+        """Notes of invariants that hold, or could not be run."""
         told = (one for one in self.findings if one.outcome == "passed" or one.evidence.startswith("not run"))
         return tuple(f"{one.invariant}: {one.evidence}" for one in told if one.evidence)
 
     @property
     def calls(self) -> int:
-        """How many calls of the kernel were made, with the plain one that the others are compared with."""
+        """Number of calls of the kernel, with the plain one that the others are compared with."""
         return 1 + sum(finding.calls for finding in self.findings)
 
 

@@ -1,4 +1,4 @@
-"""What the runtime around a kernel asks of it: CUDA graphs, the current device, and torch.library."""
+"""Demands of the runtime around a kernel: CUDA graphs, the current device, and torch.library."""
 
 from typing import Any
 

@@ -254,7 +254,7 @@ def _last_row(inputs: Inputs) -> Iterator[Variation]:
 
 
 def _ends_together(w: Workload) -> bool:
-    """Whether the mask is a band, or none, whose last row stands at the last key."""
+    """Return whether the mask is a band, or none, whose last row stands at the last key."""
     return w.band is not None and (not w.band.top_left or (w.q_len == w.kv_len and w.kv_lens is None))
 
 

@@ -1,1 +1,1 @@
-"""How long a kernel takes, and whether that is longer than it was."""
+"""Time that a kernel takes, and the gate that asks whether it is longer than it was."""

@@ -1,4 +1,4 @@
-"""What was recorded for one case: the key by which it is kept, the file, and the machine that its times belong to."""
+"""Recordings: the key by which one is kept, the file, and the machine that its times belong to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 
 from pytest_attn.backends.machine import Machine, usable_cores
-from pytest_attn.latency.statistics import Fit, Run, expected_sensitivity, fit
+from pytest_attn.latency.statistics import Recording, Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Mode
 from pytest_attn.reports.files import write_atomically
 
@@ -100,7 +100,7 @@ def _blas() -> str:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What was recorded for one case.
+    """Recording of one case.
 
     shape: the workload's, in full: another shape under the same name is another case. version: of the library. p50, anchors,
     launch (of one call): seconds, one per new process. z: largest element, row and head of the check, which
@@ -134,7 +134,7 @@ class Baseline:
             for i, (p50, launch) in enumerate(zip(self.p50, self.launch, strict=True))
         ]
 
-    def fit(self) -> Fit:
+    def fit(self) -> Recording:
         """Fit the recorded runs."""
         return fit(self.runs, expected_sensitivity(self.flops, self.nbytes, median(self.p50)))
 

@@ -1,4 +1,4 @@
-"""How long a block of calls takes on a GPU: CUDA events behind a backlog, so that the host is never waited for."""
+"""Timer of a block of calls on a GPU: CUDA events behind a backlog, so that the host is never waited for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.streams import capturing, side_stream
-from pytest_attn.latency.kernel_work import Call, KernelWork, Seen
+from pytest_attn.latency.kernel_work import Call, CallResults, KernelWork
 from pytest_attn.latency.timer import CHANCE, GRAPHS, HostTimer, Item, Mode, Plan, Stage, Timer, repeated
 from pytest_attn.latency.work import TimedCall, Work, WrongResultError, called, peak_of, verified
 
@@ -154,7 +154,7 @@ class Replay:
         """Replay it."""
         self._executable.replay()
 
-    def seen(self, value: None) -> Seen:
+    def seen(self, value: None) -> CallResults:
         """Return what one call has returned, which chance chooses, and where its data lie."""
         at = CHANCE.choice((self._whole, CHANCE.randrange(len(self._calls))))
         return self._calls[at].seen(self._outputs[at])

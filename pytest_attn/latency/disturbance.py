@@ -1,4 +1,4 @@
-"""What disturbs a GPU while it is timed, and in which state it is; latency/nvml.py asks."""
+"""Disturbances of a GPU while it is timed, and the state that it is in; latency/nvml.py asks."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class DisturbanceMonitor:
 
 
 class _ProcessList:
-    """Whose processes are on the GPU. In a container NVML may know our own by other pids, or list none at all.
+    """Processes on the GPU. In a container NVML may know our own by other pids, or list none at all.
 
     at_start: the pids on the GPU when its monitor began. known: those of our own processes, as they know themselves.
     """
@@ -218,7 +218,7 @@ class ContentionMonitor:
         self._shortest: dict[str, float] = {}
 
     def _accepts(self, slower: float, waited: float) -> bool:
-        """Whether a sample counts: the core was not shared, or there is no time to take it again.
+        """Return whether a sample counts: the core was not shared, or there is no time to take it again.
 
         slower: of the loops before and after it. waited: seconds of waiting for the core before it.
         """

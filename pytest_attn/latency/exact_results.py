@@ -1,4 +1,4 @@
-"""Whether what a timed call has left behind is attention on the data of that call.
+"""Comparison of what a timed call has left behind with attention on the data of that call.
 
 It is compared with exact attention at rows that are drawn after the call.
 """
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.defects import KnownDefect
-from pytest_attn.correctness.comparison import Limits, TensorComparison, limits_named, limits_of
+from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.contract import EmptyRows, native_shape
 from pytest_attn.correctness.judge import compare_rows
+from pytest_attn.correctness.limits import Limits, limits_named, limits_of
 from pytest_attn.correctness.reference import EXTRA, ExactRows, Expected, Held, exact_rows
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.latency.fresh_data import Noise, TensorSets, WholeSets
+from pytest_attn.latency.fresh_data import RandomPool, TensorSets, WholeSets
 from pytest_attn.latency.work import LatencyDirection, names_of
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import canonical
@@ -35,7 +36,7 @@ _DEVIATIONS, _SHARE = 4.0, 0.25
 
 
 class Attention:
-    """What the results of a timed call must be.
+    """Exact results of a timed call.
 
     names: of those that can be looked at, in the order in which a call returns them. results: those of a forward pass.
     quantized: what the kernel makes of its inputs, None for nothing. defects: those known of it on this workload and machine,
@@ -60,9 +61,9 @@ class Attention:
         self._limits = limits_named(spec.limits)
         self.chosen = random.Random(os.urandom(16))
 
-    def sets_of(self, noise: Noise, number: int, keeps: bool) -> TensorSets:
+    def sets_of(self, pool: RandomPool, number: int, keeps: bool) -> TensorSets:
         """Return so many sets of what a kernel is given of q, k and v: all of it. keeps: see `TensorSets`."""
-        return WholeSets(noise, number, keeps)
+        return WholeSets(pool, number, keeps)
 
     def dout(self, drawn: Tensor) -> Tensor:
         """Return dout without what belongs to rows that see nothing, where these are the kernel's own affair."""
@@ -133,7 +134,7 @@ class Attention:
         )
 
     def _is_of_another_size(self, row: TensorComparison) -> bool:
-        """Whether a result with dropout, whose mean is exact, lies elsewhere: its slope over the exact one is not near 1."""
+        """Return whether a result with dropout, whose mean is exact, lies elsewhere, with a slope that is not near 1."""
         w = self._spec.workload
         rows = row.elements / (w.v_head_dim if row.name == "out" else w.head_dim)
         deviation = math.sqrt(w.dropout / (1 - w.dropout) / rows)
@@ -153,7 +154,7 @@ _NO_BUDGET = 1e-37
 
 
 def _is_clearly_right(got: Tensor, expected: Expected, limits: Limits) -> bool:
-    """Whether rows are finite and within the limits of a check, as far as one look at the device tells."""
+    """Return whether rows are finite and within the limits of a check, as far as one look at the device tells."""
     squares = ((got.double() - expected.value) / expected.tau.clamp(min=_NO_BUDGET)).square_()
     rows = squares.mean(-1)
     largest = torch.stack([squares.amax(), rows.amax(), rows.mean(-1).amax()]).sqrt_().tolist()

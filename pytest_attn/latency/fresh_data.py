@@ -32,7 +32,7 @@ _MUCH, _DRAWS = 32 << 20, 4
 Places = tuple[int, ...]
 
 
-class Noise:
+class RandomPool:
     """Memory full of the elements of some tensors, in which tensors of their shapes and strides may begin anywhere.
 
     What shares memory begins at the same place. A kernel is given views of other memory with the same elements, or copies, so
@@ -65,7 +65,7 @@ class Noise:
 
     @property
     def memories(self) -> list[int]:
-        """Which memory each of the tensors lies in, as the parts of `Places` count them."""
+        """Number of the memory that each of the tensors lies in, as the parts of `Places` count them."""
         return [which for which, *_ in self._lie]
 
     def draw(self, number: int = 1, before: Sequence[Places] = ()) -> list[Places]:
@@ -141,20 +141,20 @@ _APART = 256
 
 
 class TensorSets(ABC):
-    """Sets of q, k and v, each on other data, which come from noise.
+    """Sets of q, k and v, each on other data, which come from a pool.
 
     tensors: of each set, as the kernel is given them. keeps: whether much memory may stay as it is when data are renewed,
     because no kernel has written to it.
     """
 
-    def __init__(self, noise: Noise, number: int, keeps: bool) -> None:
-        self._noise, self._keeps = noise, keeps
+    def __init__(self, pool: RandomPool, number: int, keeps: bool) -> None:
+        self._pool, self._keeps = pool, keeps
         self._places: dict[int, Places] = {}
         self.tensors = self._allocated(number)
         self.renew(range(number))
 
     def places(self, at: int) -> Places:
-        """Return where what is in a set now lies among the noise."""
+        """Return where what is in a set now lies in the pool."""
         return self._places[at]
 
     def renew(self, sets: Sequence[int]) -> None:
@@ -162,7 +162,7 @@ class TensorSets(ABC):
         for first, stop in _runs(sets):
             run = range(first, stop)
             before = [self._places[at] for at in run if self._keeps and at in self._places]
-            places = self._noise.draw(len(run), before)
+            places = self._pool.draw(len(run), before)
             self._copy(first, before, places)
             self._places.update(zip(run, places, strict=True))
 
@@ -180,7 +180,7 @@ class TensorSets(ABC):
 
 
 class WholeSets(TensorSets):
-    """Sets of all that is among the noise: set after set in one piece for each memory, filled by one copy."""
+    """Sets of all that is in the pool: set after set in one piece for each memory, filled by one copy."""
 
     _rooms: list[Tensor]
 
@@ -189,39 +189,39 @@ class WholeSets(TensorSets):
         self.tensors = self._views()
 
     def _allocated(self, number: int) -> list[list[Tensor]]:
-        self._rooms = self._noise.rooms(number, _APART)
+        self._rooms = self._pool.rooms(number, _APART)
         return self._views()
 
     def _views(self) -> list[list[Tensor]]:
-        return [self._noise.views_in([room[at] for room in self._rooms]) for at in range(len(self._rooms[0]))]
+        return [self._pool.views_in([room[at] for room in self._rooms]) for at in range(len(self._rooms[0]))]
 
     def _copy(self, first: int, before: Sequence[Places], places: Sequence[Places]) -> None:
         for which, room in enumerate(self._rooms):
             stays = before and all(was[which] == now[which] for was, now in zip(before, places, strict=True))
             if not stays:
-                words = self._noise.words(which, places)
+                words = self._pool.words(which, places)
                 room[first : first + len(places), : words.shape[1]].copy_(words)
 
 
 class PartSets(TensorSets):
-    """Sets of a part of what is among the noise. part: returns it, of q, k and v."""
+    """Sets of a part of what is in the pool. part: returns it, of q, k and v."""
 
-    def __init__(self, noise: Noise, number: int, part: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+    def __init__(self, pool: RandomPool, number: int, part: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
         self._part = part
-        super().__init__(noise, number, keeps=False)
+        super().__init__(pool, number, keeps=False)
 
     def move(self) -> None:
         self.tensors = [copies_of(tensors, _APART * at) for at, tensors in enumerate(self.tensors)]
 
     def _allocated(self, number: int) -> list[list[Tensor]]:
-        part = self._part(self._noise.at(self._noise.draw()[0]))
+        part = self._part(self._pool.at(self._pool.draw()[0]))
         return [copies_of(part, _APART * at) for at in range(number)]
 
     def _copy(self, first: int, before: Sequence[Places], places: Sequence[Places]) -> None:
         del before
         with torch.no_grad():
             for at, where in enumerate(places, first):
-                data = self._part(self._noise.at(where))
+                data = self._part(self._pool.at(where))
                 torch._foreach_copy_([movable(t) for t in self.tensors[at]], [movable(t) for t in data])
 
 

@@ -1,4 +1,4 @@
-"""Whether a kernel became slower: the runs of today's new processes against the recorded ones, case by case.
+"""Gate against slower kernels: the runs of today's new processes against the recorded ones, case by case.
 
 One run is one process: samples within a process agree far better than processes do, so a process counts as one value.
 Values are logarithms of p50s, adjusted for what the anchors say of the machine; their variance is moderated across cases
@@ -15,7 +15,8 @@ from statistics import fmean, median
 from typing import Any
 
 from pytest_attn.latency.disturbance import REFERENCE_LOOP
-from pytest_attn.latency.statistics import SENSITIVITY_SD, Fit, Prior, Run, moderated, prior_of, t_quantile, t_tail
+from pytest_attn.latency.statistics import SENSITIVITY_SD, Prior, Recording, Run, moderated, prior_of
+from pytest_attn.reports.student import t_quantile, t_tail
 from pytest_attn.reports.verdict import Verdict
 
 #: the fewest new processes whose runs make a baseline
@@ -33,7 +34,7 @@ _DEFAULT_PRIOR = {"cuda": Prior(0.003**2, 4.0), "cpu": Prior(0.03**2, 4.0)}
 
 @dataclass(frozen=True)
 class Policy:
-    """What counts as slower.
+    """Rules of what counts as slower.
 
     slowdown: share below which no change fails. floor: the same in seconds. runs: new processes that confirm a suspect.
     anchors: by how much, as a share, anchors may have moved before nothing can be said. between: how far, as a share (a
@@ -60,7 +61,7 @@ def policy_for(kind: str) -> Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the gate says of one case.
+    """Verdict of the gate on one case.
 
     verdict: one of those of a latency (reports/verdict.py). change: adjusted change of the p50, as a share;
     interval: its 95 % bounds. detectable: the smallest slowdown that would be found in four of five suites. recorded: the
@@ -84,7 +85,7 @@ class Decision:
         return {**asdict(self), "verdict": self.verdict.value, "anchors": dict(self.anchors or {})}
 
 
-def shared_prior(fits: Sequence[Fit], kind: str) -> Prior:
+def shared_prior(fits: Sequence[Recording], kind: str) -> Prior:
     """Return what the scatter of all recorded cases says of the scatter of one."""
     usable = [f for f in fits if len(f.values) >= FEWEST_RUNS]
     if len(usable) < 3:
@@ -94,14 +95,14 @@ def shared_prior(fits: Sequence[Fit], kind: str) -> Prior:
 
 @dataclass(frozen=True)
 class GateContext:
-    """What runs are compared with.
+    """Recording that runs are compared with.
 
     recorded, prior: of the baseline. cases: how many the whole suite decides over. agreed: whether the soft keys of the
     machine are those of the recording; where not, the anchors must be, too. is_same_device: whether it is the very device of
     the recording; another of its name may be faster or slower by itself.
     """
 
-    recorded: Fit
+    recorded: Recording
     prior: Prior
     policy: Policy
     cases: int
@@ -131,16 +132,14 @@ def screen(run: Run, context: GateContext) -> tuple[Decision, bool]:
 
 
 def _decision_from(figures: _Figures, context: GateContext) -> Decision:
-    runs, recorded, policy = figures.runs, context.recorded, context.policy
-    slow_runs = sum(value > recorded.slow for value in figures.values)
+    recorded, policy = context.recorded, context.policy
     doubt = _anchor_doubt(figures.drift, recorded, policy, context.agreed)
     slower = Verdict.INCONCLUSIVE if doubt else Verdict.REGRESSED
-    if all(_launches_slower(run, recorded) for run in runs):
-        now, then = median(run.launch for run in runs), max(run.launch for run in recorded.runs)
+    if all(_launches_slower(run, recorded) for run in figures.runs):
+        now, then = median(run.launch for run in figures.runs), max(run.launch for run in recorded.runs)
         launches = f"the host takes {now * 1e6:,.0f} us to launch a call, recorded at most {then * 1e6:,.0f} us"
         return figures.decision(slower, doubt or launches)
-    is_certain = figures.tail < figures.level and slow_runs >= max(1, len(runs) - 1)
-    if is_certain and figures.change >= figures.least:
+    if figures.change >= figures.least and _is_certain(figures, recorded):
         return figures.decision(slower, doubt)
     if doubt and math.expm1(figures.change) >= policy.slowdown:
         return figures.decision(Verdict.INCONCLUSIVE, doubt)
@@ -151,7 +150,13 @@ def _decision_from(figures: _Figures, context: GateContext) -> Decision:
     return figures.decision(Verdict.INCONCLUSIVE, doubt or reason)
 
 
-def _relevant(slowdown: float, recorded: Fit, policy: Policy) -> float:
+def _is_certain(figures: _Figures, recorded: Recording) -> bool:
+    """Return whether chance alone does not make such a change, nor one slow process."""
+    slow_runs = sum(value > recorded.slow for value in figures.values)
+    return figures.tail < figures.level and slow_runs >= max(1, len(figures.runs) - 1)
+
+
+def _relevant(slowdown: float, recorded: Recording, policy: Policy) -> float:
     """Return a slowdown, or the share of the recorded time that the floor of seconds is, where that is more."""
     return max(slowdown, policy.floor / math.exp(recorded.center))
 
@@ -177,7 +182,7 @@ class _Figures:
     detectable: float
     values: tuple[float, ...]
     drift: Mapping[str, float]
-    recorded: Fit
+    recorded: Recording
     runs: tuple[Run, ...]
     level: float
 
@@ -245,13 +250,13 @@ def _with_known(error: float, degrees: float, known: float) -> tuple[float, floa
     return math.sqrt(total), min(degrees * (total / error**2) ** 2, max(degrees, 1000.0)) if known else degrees
 
 
-def _launches_slower(run: Run, recorded: Fit) -> bool:
-    """Whether the host takes far longer to launch a call than it ever did, which the device's time does not show."""
+def _launches_slower(run: Run, recorded: Recording) -> bool:
+    """Return whether the host takes far longer to launch a call than it ever did, which the device's time does not show."""
     slowest = max(r.launch for r in recorded.runs)
     return slowest > 0 and run.launch > max(_LAUNCH_RATIO * slowest, slowest + _LAUNCH_MORE)
 
 
-def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agreed: bool) -> str:
+def _anchor_doubt(drift: Mapping[str, float], recorded: Recording, policy: Policy, agreed: bool) -> str:
     """Say which anchor has moved too far for a slowdown to be the kernel's; "" where none has."""
     for name, moved in drift.items():
         if name == REFERENCE_LOOP and not agreed:  # of another interpreter, say
@@ -263,7 +268,7 @@ def _anchor_doubt(drift: Mapping[str, float], recorded: Fit, policy: Policy, agr
     return ""
 
 
-def _scatter(recorded: Fit, anchor: str) -> float:
+def _scatter(recorded: Recording, anchor: str) -> float:
     center = recorded.anchor_centers[anchor]
     squares = [(math.log(run.anchors[anchor]) - center) ** 2 for run in recorded.runs]
     return math.sqrt(sum(squares) / max(1, len(squares) - 1))

@@ -16,7 +16,7 @@ from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import elements, plain
 from pytest_attn.correctness.spec import CheckSpec, quantized_by
 from pytest_attn.latency.exact_results import Attention
-from pytest_attn.latency.fresh_data import Noise, Places
+from pytest_attn.latency.fresh_data import Places, RandomPool
 from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, WrongResultError, first_of, names_of
 from pytest_attn.workloads.inputs import draw_inputs
 
@@ -24,14 +24,14 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 
 class Given(NamedTuple):
-    """Where the data of a call lie among the noise."""
+    """Places of the data of a call in the random pools."""
 
     qkv: Places
     dout: Places
 
 
-class Seen(NamedTuple):
-    """What a call has returned, by name, and where its data lie among the noise."""
+class CallResults(NamedTuple):
+    """Results of a call, by name, and the places of its data in the random pools."""
 
     given: Given
     results: dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
 class Call:
     """One call of a kernel, ready to be made.
 
-    tensors: q, k and v as it is given them. at: their set. given: where its data lie among the noise, where it has no set, in
+    tensors: q, k and v as it is given them. at: their set. given: where its data lie in the pool, where it has no set, in
     which others may still be put.
     """
 
@@ -54,12 +54,12 @@ class Call:
 
     @property
     def given(self) -> Given:
-        """Where its data lie among the noise."""
+        """Places of its data in the random pools."""
         return self._given or self._work.given_at(self.at)
 
-    def seen(self, value: Any) -> Seen:
+    def seen(self, value: Any) -> CallResults:
         """Return what it has just returned, and where the data of that lie."""
-        return Seen(self.given, self._work.results(value))
+        return CallResults(self.given, self._work.results(value))
 
 
 #: results that are looked at together
@@ -71,7 +71,7 @@ _SHARE_OF_LOOKS, _FEWEST_LOOKS, _BLOCKS_OF_A_LOOK = 0.04, 4, 4
 class KernelWork(Work):
     """A kernel in one direction.
 
-    Without sets of tensors a call is given views of noise, each call others. With sets, whose memory stays, data are copied
+    Without sets of tensors a call is given views of the pool, each call others. With sets, whose memory stays, data are copied
     there before each call, on the stream that launches it. tensors, dout: all of them; `Attention` says which part the kernel
     is given. needs_sets: whether it is given a part, or is known to write to q, k or v. chosen: draws the data.
     """
@@ -88,14 +88,14 @@ class KernelWork(Work):
     ) -> None:
         self.kernel, self.direction, self._attention = kernel, direction, attention
         chosen = chosen or attention.chosen
-        self._noise, self._noise_of_dout = Noise(tensors, chosen), Noise([dout], chosen)
-        self.dout, (self._places_of_dout,) = attention.dout(dout).clone(), self._noise_of_dout.draw()
+        self._pool, self._pool_of_dout = RandomPool(tensors, chosen), RandomPool([dout], chosen)
+        self.dout, (self._places_of_dout,) = attention.dout(dout).clone(), self._pool_of_dout.draw()
         self.sets: list[list[torch.Tensor]] = []
         self._captured: set[int] = set()  # sets from which graphs of a backward pass start
         self._fewest_sets, self._turn = int(needs_sets), 0
         self.rotate_over(1 if self.device.type == "cuda" else 0)
         self._forward_results = len({*attention.names} - {*names_of("backward")})
-        self._kept: Seen | None = None
+        self._kept: CallResults | None = None
         self._room: torch.Tensor | None = None  # for what is kept
         self._turns, self._turn_to_look = [turn for turn in _TURNS if {*turn} & {*attention.names}], 0
         self._told = self._looks = self._unseen = 0
@@ -103,18 +103,18 @@ class KernelWork(Work):
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.sets[0] if self.sets else self._noise.at(*self._noise.draw())))
+        return sum(t.nbytes for t in (self.sets[0] if self.sets else self._pool.at(*self._pool.draw())))
 
     @property
     def device(self) -> torch.device:
         return self.dout.device
 
     def rotate_over(self, number: int) -> None:
-        """Have `number` sets, each at another offset within its allocation; 0 for views of noise. No graph starts from one."""
+        """Have `number` sets, each at another offset within its allocation; 0 for views of the pool. No graph starts there."""
         self._captured.clear()
         number = max(self._fewest_sets, number)
         if number != len(self.sets):
-            self._sets = self._attention.sets_of(self._noise, number, keeps=not self._fewest_sets)
+            self._sets = self._attention.sets_of(self._pool, number, keeps=not self._fewest_sets)
             self._own_tensors()
 
     def move(self) -> None:
@@ -123,7 +123,7 @@ class KernelWork(Work):
         self.dout = self.dout.clone()
 
     def given_at(self, at: int) -> Given:
-        """Return where what is in a set now lies among the noise."""
+        """Return where what is in a set now lies in the pool."""
         return Given(self._sets.places(at), self._places_of_dout)
 
     def stage(self, replayed: bool = False) -> Call:
@@ -139,8 +139,8 @@ class KernelWork(Work):
                 self._captured.add(at)
             call = Call(self, tensors, at, None)
         else:
-            given = Given(self._noise.draw_handed(), self._noise_of_dout.draw_handed())
-            tensors = [t.requires_grad_(self.direction != "forward") for t in self._noise.handed(given.qkv)]
+            given = Given(self._pool.draw_handed(), self._pool_of_dout.draw_handed())
+            tensors = [t.requires_grad_(self.direction != "forward") for t in self._pool.handed(given.qkv)]
             call = Call(self, tensors, 0, given)
         if self.direction == "forward":
             call.make = lambda: self.kernel(*tensors)
@@ -155,8 +155,8 @@ class KernelWork(Work):
 
     def moved(self, call: Call) -> tuple[Call, tuple[int, ...]]:
         """Return a call, which has no set, as one on other q, k and v, and by how many elements these begin further on."""
-        qkv, began = self._noise.draw_handed(), call.given.qkv
-        return self.with_qkv_at(call, qkv), tuple(qkv[memory] - began[memory] for memory in self._noise.memories)
+        qkv, began = self._pool.draw_handed(), call.given.qkv
+        return self.with_qkv_at(call, qkv), tuple(qkv[memory] - began[memory] for memory in self._pool.memories)
 
     def with_qkv_at(self, call: Call, qkv: Places) -> Call:
         """Return a call, which has no set, as one on q, k and v that begin there."""
@@ -205,8 +205,8 @@ class KernelWork(Work):
         self._told += 1
         if not self._attention.chosen.randrange(self._told):
             self._copy_results(call, value)
-        self._noise.move()
-        self._noise_of_dout.move()
+        self._pool.move()
+        self._pool_of_dout.move()
 
     def _copy_results(self, call: Any, value: Any) -> None:
         given, results = call.seen(value)
@@ -217,7 +217,7 @@ class KernelWork(Work):
         for name, one in results.items():
             kept[name] = self._room[start : start + one.nbytes].view(one.dtype).view(one.shape).copy_(one)
             start += one.nbytes
-        self._kept = Seen(given, kept)
+        self._kept = CallResults(given, kept)
 
     def verify_kept(self, is_last: bool = False) -> None:
         """Raise WrongResultError unless the result that was kept is attention on the data of its call, and let go of it.
@@ -259,17 +259,17 @@ class KernelWork(Work):
     def _verify(self, what: str, given: Given, results: dict[str, torch.Tensor]) -> None:
         """Look at results, after which others have their turn."""
         self._turn_to_look = (self._turn_to_look + 1) % len(self._turns)
-        (dout,) = self._noise_of_dout.at(given.dout)
-        if fault := self._attention.fault_of(results, self._noise.at(given.qkv), dout):
+        (dout,) = self._pool_of_dout.at(given.dout)
+        if fault := self._attention.fault_of(results, self._pool.at(given.qkv), dout):
             how = f"{what}, without gradients" if self.direction == "forward" else what
             raise WrongResultError(f"{how}: its result is not that of the data it was given ({fault})")
 
     def _next_dout(self, given: Given | None) -> torch.Tensor:
         """Return a call's own dout; where it has none, that of all calls, with other data."""
         if given is not None:
-            return self._attention.dout(*self._noise_of_dout.handed(given.dout))
-        (self._places_of_dout,) = self._noise_of_dout.draw()
-        return self.dout.copy_(self._attention.dout(*self._noise_of_dout.at(self._places_of_dout)))
+            return self._attention.dout(*self._pool_of_dout.handed(given.dout))
+        (self._places_of_dout,) = self._pool_of_dout.draw()
+        return self.dout.copy_(self._attention.dout(*self._pool_of_dout.at(self._places_of_dout)))
 
 
 def work_of(

@@ -1,4 +1,4 @@
-"""Which kernels really ran, how long each took, and how near that is to what the device can do.
+"""Profile of the kernels that really ran, how long each took, and how near that is to what the device can do.
 
 A kernel's symbol, as torch's profiler shows it, is put into words that people use: framework, category, architecture and
 operation. A rule names it by a regular expression; the first that is found decides. Kernels that no rule knows are shown as
@@ -172,13 +172,13 @@ def architecture_of(symbol: str) -> str:
 
 
 def may_answer(symbol: str) -> bool:
-    """Whether a kernel belongs to the attention itself: copies, elementwise kernels and bookkeeping do not."""
+    """Return whether a kernel belongs to the attention itself: copies, elementwise kernels and bookkeeping do not."""
     name = name_of(symbol)
     return name.category not in (COPY, "elementwise") and not (name.category == OTHER and name.framework == "PyTorch")
 
 
 def answers_to(words: tuple[str, ...], symbol: str) -> bool:
-    """Whether a kernel of the attention itself has every word among its words or in its symbol, whatever the case."""
+    """Return whether a kernel of the attention itself has every word among its words or in its symbol, whatever the case."""
     known = f"{' '.join(name_of(symbol))} {symbol}".lower()
     return may_answer(symbol) and all(word.lower() in known for word in words)
 
@@ -241,7 +241,7 @@ class Launch(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What is known of the kernel, in one line."""
+        """Line of what is known of the kernel."""
         return " ".join(word for word in self[:4] if word)
 
 

@@ -91,7 +91,7 @@ class Schedule:
         self._begun, self._shortest = clock(), math.inf
 
     def wants_another(self, blocks: Sequence[Sequence[float]]) -> bool:
-        """Whether to take another block, which then begins. blocks: the kernel's samples in those that were taken."""
+        """Return whether to take another block, which then begins. blocks: the kernel's samples in those that were taken."""
         if blocks and self._is_over(blocks):
             return False
         self._block_begun = self._clock()
@@ -107,7 +107,7 @@ class Schedule:
 
 
 def is_narrow(blocks: Sequence[Sequence[float]], half_width: float) -> bool:
-    """Whether the interval of the block medians has at most this half-width, as a share of their median."""
+    """Return whether the interval of the block medians has at most this half-width, as a share of their median."""
     medians = [median(block) for block in blocks]
     return median_interval(medians).half_width <= half_width * median(medians)
 

@@ -16,7 +16,7 @@ from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineF
 from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, screen, shared_prior
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency
-from pytest_attn.latency.statistics import Fit, Prior, Run
+from pytest_attn.latency.statistics import Prior, Recording, Run
 from pytest_attn.reports.lines import describe_ranks, duration, labeled, timed_as, z_figure
 from pytest_attn.reports.verdict import Cause, Verdict
 
@@ -89,7 +89,7 @@ class DeviceBaselines:
     """The baselines of one device, as read from their file. problem: why they cannot be used, "" where they can."""
 
     file: BaselineFile | None = None
-    fits: Mapping[str, Fit] | None = None
+    fits: Mapping[str, Recording] | None = None
     prior: Prior | None = None
     problem: str = ""
 
@@ -134,7 +134,7 @@ class Measured:
 
     @property
     def protocol(self) -> int:
-        """By which it was taken."""
+        """Protocol by which it was taken."""
         return protocol_of(self.kind)
 
     @property
@@ -145,7 +145,7 @@ class Measured:
 
 @dataclass
 class SharedCpu:
-    """Whether a CPU is shared so much that new processes were disturbed as well, when they were last asked."""
+    """Note that a CPU is shared so much that new processes were disturbed as well, when they were last asked."""
 
     is_there: bool = False
 

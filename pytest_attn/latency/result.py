@@ -1,4 +1,4 @@
-"""What a measurement found."""
+"""Result of a measurement."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,7 +16,7 @@ _NAMES_IN_RECORDS = {"launch": "host"}
 
 @dataclass(frozen=True)
 class Latency:
-    """How long one direction of a kernel takes.
+    """Time that one direction of a kernel takes.
 
     Args:
         workload: its id.

@@ -1,11 +1,12 @@
-"""The arithmetic of the gate: medians with exact intervals, Student's t, and variances that cases lend one another."""
+"""The arithmetic of the gate: medians with exact intervals, and variances that cases lend one another."""
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import NamedTuple
+
+import torch
 
 from pytest_attn.latency.anchors import COMPUTE, MEMORY
 
@@ -39,51 +40,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     return Interval(ordered[rank], ordered[n - 1 - rank], max(0.0, reached))
 
 
-def t_tail(t: float, degrees: float) -> float:
-    """Return P(T > t) for Student's t with `degrees` of freedom (Abramowitz and Stegun 26.7.1, by the incomplete beta)."""
-    tail = incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t)) / 2
-    return tail if t >= 0 else 1 - tail
-
-
-@functools.lru_cache(maxsize=1024)  # all cases of a suite ask for the same few
-def t_quantile(tail: float, degrees: float) -> float:
-    """Return the t with P(T > t) = `tail`, by bisection; tail in (0, 0.5]."""
-    low, high = 0.0, 1.0
-    while t_tail(high, degrees) > tail:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_tail(middle, degrees) > tail else (low, middle)
-    return high
-
-
-def incomplete_beta(a: float, b: float, x: float) -> float:
-    """Return the regularized incomplete beta function I_x(a, b), by Lentz's continued fraction (DLMF 8.17.22)."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):
-        return 1 - incomplete_beta(b, a, 1 - x)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
-    tiny = 1e-300
-    c, d, value = 1.0, 0.0, 1.0
-    for i in range(400):
-        m = i // 2
-        if i == 0:
-            numerator = 1.0
-        elif i % 2 == 0:
-            numerator = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        else:
-            numerator = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        d = 1 / (1 + numerator * d or tiny)
-        c = 1 + numerator / c or tiny
-        value *= c * d
-        if i and abs(1 - c * d) < 1e-14:
-            break
-    return front * (value - 1)
-
-
 class Prior(NamedTuple):
-    """What is known of a case's variance before it was looked at: as if `degrees` more values had shown `variance`."""
+    """Knowledge of a case's variance before it was looked at: as if `degrees` more values had shown `variance`."""
 
     variance: float
     degrees: float
@@ -116,23 +74,13 @@ def moderated(variance: float, degrees: float, prior: Prior) -> tuple[float, flo
 
 
 def digamma(x: float) -> float:
-    """Return the derivative of lgamma, for x > 0 (recurrence, then the asymptotic series DLMF 5.11.2)."""
-    shift = 0.0
-    while x < 8:
-        shift -= 1 / x
-        x += 1
-    y = 1 / (x * x)
-    return shift + math.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y * (1 / 252 - y / 240)))
+    """Return the derivative of lgamma, for x > 0."""
+    return float(torch.special.digamma(torch.tensor(x, dtype=torch.float64)))
 
 
 def trigamma(x: float) -> float:
     """Return the derivative of digamma, for x > 0."""
-    shift = 0.0
-    while x < 8:
-        shift += 1 / (x * x)
-        x += 1
-    y = 1 / (x * x)
-    return shift + 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y * (1 / 42 - y / 30)))
+    return float(torch.special.polygamma(1, torch.tensor(x, dtype=torch.float64)))
 
 
 def _inverse_trigamma(value: float) -> float:
@@ -161,7 +109,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Recording:
     """The recorded runs of one case: their center, scatter, and how its p50 follows the anchors. Logarithms of seconds.
 
     Anchors without a sensitivity only tell of the machine.
@@ -193,7 +141,7 @@ class Fit:
         return sorted(self.values)[-2] if len(self.values) > 2 else max(self.values)
 
     def drift(self, runs: Sequence[Run]) -> dict[str, float]:
-        """By how much the anchors have moved since the recording, in logarithms."""
+        """Return by how much the anchors have moved since the recording, in logarithms."""
         return {
             name: fmean(math.log(run.anchors[name]) for run in runs) - center
             for name, center in self.anchor_centers.items()
@@ -205,7 +153,7 @@ class Fit:
         return _adjusted(run, self.sensitivity, self.anchor_centers)
 
 
-def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
+def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Recording:
     """Fit the sensitivities of a case to its anchors by ridge regression toward `prior`, each between 0 and 1.
 
     prior: the expected sensitivity per anchor; see `expected_sensitivity`. Raises ValueError for no runs.
@@ -214,13 +162,17 @@ def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Fit:
         raise ValueError("a baseline without runs")
     everywhere = [name for name in runs[0].anchors if all(run.anchors.get(name) for run in runs)]
     centers = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in everywhere}
-    names = [name for name in prior if name in centers]
+    sensitivity = _sensitivity(runs, centers, {name: slope for name, slope in prior.items() if name in centers})
+    return Recording(tuple(runs), sensitivity, centers, tuple(_adjusted(run, sensitivity, centers) for run in runs))
+
+
+def _sensitivity(runs: Sequence[Run], centers: Mapping[str, float], prior: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much the logarithm of the p50 moves with that of each anchor of the prior."""
     middle = fmean(math.log(run.p50) for run in runs)
-    x = [[math.log(run.anchors[name]) - centers[name] for name in names] for run in runs]
+    x = [[math.log(run.anchors[name]) - centers[name] for name in prior] for run in runs]
     y = [math.log(run.p50) - middle for run in runs]
-    slopes = _ridge(x, y, [prior[name] for name in names], _RESIDUAL_VARIANCE / SENSITIVITY_SD**2)
-    sensitivity = {name: min(1.0, max(0.0, slope)) for name, slope in zip(names, slopes, strict=True)}
-    return Fit(tuple(runs), sensitivity, centers, tuple(_adjusted(run, sensitivity, centers) for run in runs))
+    slopes = _ridge(x, y, list(prior.values()), _RESIDUAL_VARIANCE / SENSITIVITY_SD**2)
+    return {name: min(1.0, max(0.0, slope)) for name, slope in zip(prior, slopes, strict=True)}
 
 
 def expected_sensitivity(flops: float, nbytes: float, seconds: float) -> dict[str, float]:

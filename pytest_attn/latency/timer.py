@@ -1,4 +1,4 @@
-"""How a block of calls is timed, and by the host's clock; by that of a GPU: latency/cuda_timer.py."""
+"""Timer of a block of calls by the host's clock; by that of a GPU: latency/cuda_timer.py."""
 
 import math
 import time
@@ -42,7 +42,7 @@ class Item(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a work is timed.
+    """Plan of how a work is timed.
 
     seconds: the estimate of one call on the device; launch: of launching it; renew: between blocks.
     """

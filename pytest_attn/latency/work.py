@@ -1,4 +1,4 @@
-"""What is timed, seen by those that time it; a kernel: latency/kernel_work.py, a step of a model: models/step_timing.py."""
+"""Work as those see it that time it; of a kernel: latency/kernel_work.py, of a model's step: models/step_timing.py."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class StaleError(Exception):
 
 
 class WrongResultError(StaleError):
-    """What a timed call left behind is not the result of the data that it was given."""
+    """A timed call left behind what is not the result of the data that it was given."""
 
 
 class Work:
-    """What is timed, in one direction, on `sets` of tensors that calls take in turn.
+    """Work in one direction, on `sets` of tensors that calls take in turn.
 
     What ranks compute is staged and looked at by them, and has no tensors here.
     """
@@ -52,7 +52,7 @@ class Work:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         raise NotImplementedError
 
     @property

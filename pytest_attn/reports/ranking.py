@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from pytest_attn.backends.configured import split
 from pytest_attn.reports.records import Record, latency_of
+from pytest_attn.reports.student import t_quantile
 
 # -- whether one is slower than another, or only seems to be -----------------------------------------------------------
 
@@ -78,7 +79,7 @@ def is_slower(slow: Timed, fast: Timed, kind: str, rivals: int) -> bool:
     if share_processes((slow, fast)):
         return rank_sum_tail(slow.processes, fast.processes) <= level
     error = math.hypot(*_deviations(slow, kind), *_deviations(fast, kind))
-    return math.log(slow.p50 / fast.p50) > t4_quantile(level) * error
+    return math.log(slow.p50 / fast.p50) > t_quantile(level, DEGREES) * error
 
 
 def _shortened(timed: Timed, share: float) -> Timed:
@@ -93,12 +94,6 @@ def _deviations(timed: Timed, kind: str) -> tuple[float, float]:
     width = math.log(high / low) / 2 if 0 < low < high else 0.0
     between = BETWEEN_PROCESSES.get("cpu" if timed.mode == "host" else kind, BETWEEN_PROCESSES["cpu"])
     return between, width / NormalDist().inv_cdf(0.5 + max(confidence, 0.5) / 2)
-
-
-def t4_quantile(tail: float) -> float:
-    """Return the t with P(T > t) = `tail` for four degrees of freedom, tail in (0, 0.5] (Shaw 2006, in closed form)."""
-    alpha = 4 * tail * (1 - tail)
-    return 2 * math.sqrt(max(0.0, math.cos(math.acos(math.sqrt(alpha)) / 3) / math.sqrt(alpha) - 1))
 
 
 def rank_sum_tail(high: Sequence[float], low: Sequence[float]) -> float:

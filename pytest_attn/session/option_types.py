@@ -135,7 +135,7 @@ def limits(text: str) -> str:
     """Return the name of a set of limits."""
     if text == "default":
         return text  # import-free, too
-    from pytest_attn.correctness.comparison import LIMITS
+    from pytest_attn.correctness.limits import LIMITS
 
     if text not in LIMITS:
         raise ValueError(f"must be {' or '.join(LIMITS)}, got {text!r}")

@@ -12,7 +12,7 @@ from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants.kernel import KernelBackend, honest_backend
 from pytest_attn.guests.mutants.mutant import Mutant
-from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.workload import Workload

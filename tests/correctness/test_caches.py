@@ -8,7 +8,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants.kernel import Kernel, honest_backend
-from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.kv_layout import split_cache
 

@@ -14,8 +14,8 @@ from pytest_attn.backends.defects import CUDNN_FULLY_MASKED_ROWS
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.precision import SUGGESTED
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants.kernel import honest_backend

@@ -13,7 +13,7 @@ from pytest_attn.backends.variants import Compilation
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.models.token_invariants import judge_model_invariants
-from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.invariants.all_invariants import judge_invariants
 
 CPU = torch.device("cpu")
 #: how often dynamo compiles a function by itself in these tests, and one workload more

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_attn import Workload
 from pytest_attn.backends.precision import PRECISIONS
-from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.reports.lines import figure
 from pytest_attn.workloads.inputs import draw_inputs

@@ -16,8 +16,8 @@ from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.correctness import budget, call, reference
-from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all, judge
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads import distributions, positions
 from pytest_attn.workloads.catalog import LONG_GROUPS, builtin_catalog

@@ -7,7 +7,7 @@ from reported_faults.judging import LEAVES
 from reported_faults.kernel import Attention
 
 from pytest_attn import Workload
-from pytest_attn.correctness import gradients
+from pytest_attn.correctness import exact_gradients
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
@@ -145,7 +145,7 @@ def test_a_new_gradient_is_a_line_of_each_of_two_tables(monkeypatch):
     """ALiBi's slopes once more, under the name of a field that workloads are given here."""
     monkeypatch.setattr(Workload, "slopes", property(lambda workload: workload.alibi), raising=False)
     monkeypatch.setitem(PARAMETERS, "slopes", PARAMETERS["alibi"]._replace(name="slopes"))
-    monkeypatch.setitem(gradients.REDUCTIONS, "slopes", gradients.REDUCTIONS["alibi"])
+    monkeypatch.setitem(exact_gradients.REDUCTIONS, "slopes", exact_gradients.REDUCTIONS["alibi"])
     workload = Workload(**SHAPE, alibi=True)
     inputs, leaves = leaves_of(workload)
     spec = spec_of(workload, {"slopes": leaves["alibi"]})
@@ -157,4 +157,4 @@ def test_a_new_gradient_is_a_line_of_each_of_two_tables(monkeypatch):
 
 
 def test_the_two_tables_have_the_same_parameters():
-    assert gradients.REDUCTIONS.keys() == PARAMETERS.keys()
+    assert exact_gradients.REDUCTIONS.keys() == PARAMETERS.keys()

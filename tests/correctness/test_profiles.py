@@ -13,8 +13,8 @@ from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import PRECISIONS, SUGGESTED, precision_named
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend

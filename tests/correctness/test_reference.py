@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pytest_attn import Pages, Workload, draw_inputs
 from pytest_attn.backends.dense import index_tensors
 from pytest_attn.backends.precision import PRECISIONS
-from pytest_attn.correctness import exact, reference
+from pytest_attn.correctness import arithmetic, reference
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
@@ -125,7 +125,7 @@ def test_chunks_change_nothing(monkeypatch, precision, dtype):
     workload = Workload(50, 70, batch=2, heads=4, kv_heads=2, mask="causal-bottom-right", dtype=dtype)
     inputs = draw_inputs(workload, "structured")
     whole = compute_reference(inputs, precision, backward=True).tensors
-    monkeypatch.setattr(exact, "_CHUNK_ELEMENTS", {"cpu": 70 * 2 * 7})
+    monkeypatch.setattr(arithmetic, "_CHUNK_ELEMENTS", {"cpu": 70 * 2 * 7})
     parts = compute_reference(inputs, precision, backward=True).tensors
     for name in whole:
         assert largest_difference(parts[name].value, whole[name].value) < 1e-12
@@ -164,7 +164,7 @@ def test_a_row_that_sees_nothing_is_zero_with_lse_minus_infinity():
 
 def test_memory_grows_with_the_sequence_not_with_its_square():
     """Every temporary of a chunk stays below a bound that a full score matrix would break."""
-    assert exact.chunk_elements(torch.device("cpu")) < 2048 * 2048
+    assert arithmetic.chunk_elements(torch.device("cpu")) < 2048 * 2048
 
 
 def test_what_is_small_is_computed_by_one_thread_and_the_number_is_as_before(monkeypatch):

@@ -17,9 +17,7 @@ from judging import SMALL, attention, failure
 
 import pytest_attn
 from pytest_attn import Workload, check_model
-from pytest_attn.cases import judgment
-from pytest_attn.correctness import comparison, judge, tripwire
-from pytest_attn.latency import kernel_work, timer
+from pytest_attn.correctness import tripwire
 
 
 def evil(*args, **kwargs):
@@ -43,15 +41,7 @@ PLACES = [
     *((torch, name) for name in ("equal", "allclose", "stack", "manual_seed", "get_num_threads")),
     *((torch.Tensor, name) for name in ("clone", "detach", "backward", "take", "tolist", "__eq__")),
     *((F, "scaled_dot_product_attention"), (torch.autograd, "grad"), (torch.cuda.Event, "elapsed_time")),
-    *(
-        (judge, "compare_all"),
-        (judge, "float"),
-        (comparison.TensorComparison, "__init__"),
-        (kernel_work.KernelWork, "verify_call"),
-    ),
-    *((pytest_attn, pytest_attn.check.__name__), (comparison.Comparison, "passed")),
-    *((math, "sqrt"), (judge, "FEW_ROWS"), (comparison, "LIMITS"), (timer, "time")),
-    *((judgment.Judgment, "passed"), (TestReport, "from_item_and_call"), (runner, "call_and_report")),
+    *((math, "sqrt"), (TestReport, "from_item_and_call"), (runner, "call_and_report")),
 ]
 
 
@@ -95,20 +85,6 @@ def test_what_everything_calls_is_back_before_it_is_called(name):
         assert vars(builtins)[name] is was
     finally:
         undo()
-
-
-def test_code_that_is_replaced_within_a_function_is_put_back():
-    code = judge.compare_all.__code__
-
-    def kernel(q, k, v):
-        judge.compare_all.__code__ = evil.__code__
-        return attention(q, k, v)
-
-    try:
-        assert "the callable replaced the code of pytest_attn.correctness.judge.compare_all" in failure(kernel, SMALL)
-        assert judge.compare_all.__code__ is code
-    finally:
-        judge.compare_all.__code__ = code
 
 
 def test_a_kernel_that_is_registered_for_an_operator_of_torch_is_taken_back():

@@ -1,10 +1,12 @@
 """A stand-in for cudnn 1.32's pygraph: it records sdpa and sdpa_backward and computes them with torch at execute."""
 
 from enum import Enum
+from types import SimpleNamespace
 
 import torch
 
 from fakes.attention import attention
+from fakes.signatures import row
 
 #: streams that set_stream was given
 streams = []
@@ -12,21 +14,9 @@ streams = []
 built = []
 
 
-class DataType(Enum):
-    HALF = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT = "float32"
-    INT32 = "int32"
-
-
-class HeurMode(Enum):
-    A = 0
-    FALLBACK = 1
-
-
-class DiagonalAlignment(Enum):
-    TOP_LEFT = 0
-    BOTTOM_RIGHT = 1
+DataType = Enum("DataType", {"HALF": "float16", "BFLOAT16": "bfloat16", "FLOAT": "float32", "INT32": "int32"})
+HeurMode = Enum("HeurMode", ["A", "FALLBACK"])
+DiagonalAlignment = Enum("DiagonalAlignment", ["TOP_LEFT", "BOTTOM_RIGHT"])
 
 
 class GraphNotSupportedError(RuntimeError):
@@ -42,47 +32,37 @@ def set_stream(handle, stream):
 
 
 class _Tensor:
-    def __init__(self, dim=None, stride=None, data_type=None, is_output=False):
-        self.dim, self.stride, self.data_type, self.is_output = dim, stride, data_type, is_output
+    def __init__(self, dim=None, stride=None, data_type=None):
+        self.dim, self.stride, self.data_type = dim, stride, data_type
 
-    def set_output(self, value):
-        self.is_output = value
-        return self
-
-    def set_dim(self, value):
-        self.dim = value
-        return self
-
-    def set_stride(self, value):
-        self.stride = value
-        return self
-
-    def set_data_type(self, value):
-        self.data_type = value
-        return self
+    def __getattr__(self, name):
+        return lambda value: setattr(self, name.removeprefix("set_"), value) or self
 
 
 class Graph:
-    def __init__(self, *, io_data_type, intermediate_data_type, compute_data_type, handle):
+    @row("cudnn", "__init__")
+    def __init__(self, io_data_type, intermediate_data_type, compute_data_type, handle):
         assert intermediate_data_type is compute_data_type is DataType.FLOAT
         self._is_checked = self._is_built = False
 
     def tensor(self, dim, stride=None, data_type=None, name=""):
         return _Tensor(dim, stride, data_type)
 
-    def sdpa(self, q, k, v, attn_scale=1.0, generate_stats=None, **options):
-        self._operation, self._inputs, self._options = "sdpa", {"q": q, "k": k, "v": v}, _Options(attn_scale, **options)
+    @row("cudnn", "sdpa")
+    def sdpa(self, q, k, v, generate_stats, **options):
+        self._operation, self._inputs, self._options = "sdpa", {"q": q, "k": k, "v": v}, SimpleNamespace(**options)
         self._outputs = {"out": _Tensor(), **({"stats": _Tensor()} if generate_stats else {})}
         return [self._outputs["out"], self._outputs.get("stats")]
 
-    def sdpa_backward(self, q, k, v, o, dO, stats, attn_scale=1.0, **options):
-        self._operation, self._options = "sdpa_backward", _Options(attn_scale, **options)
+    @row("cudnn", "sdpa_backward")
+    def sdpa_backward(self, q, k, v, o, dO, stats, **options):
+        self._operation, self._options = "sdpa_backward", SimpleNamespace(**options)
         self._inputs = {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats}
         self._outputs = {"dq": _Tensor(), "dk": _Tensor(), "dv": _Tensor()}
         return list(self._outputs.values())
 
     def validate(self):
-        self._options.validate(*self._inputs["q"].dim[2:], *self._inputs["v"].dim[2:])
+        _validate(self._options, *self._inputs["q"].dim[2:], *self._inputs["v"].dim[2:])
         if self._operation == "sdpa_backward" and self._inputs["q"].dim[2] == self._inputs["v"].dim[2] == 1:
             raise GraphNotSupportedError("s_q = s_kv = 1 is not supported.")
         assert all(t.stride[-1] == 1 for t in (*self._inputs.values(), *self._outputs.values()))
@@ -119,54 +99,45 @@ class Graph:
             tensors[described].copy_(results[name])
 
 
-class _Options:
-    def __init__(
-        self,
-        attn_scale,
-        bias=None,
-        use_padding_mask=False,
-        seq_len_q=None,
-        seq_len_kv=None,
-        diagonal_alignment=DiagonalAlignment.TOP_LEFT,
-        diagonal_band_left_bound=None,
-        diagonal_band_right_bound=None,
+def _validate(options, rows, dim, keys, value_dim):
+    is_bottom_right = options.diagonal_alignment is DiagonalAlignment.BOTTOM_RIGHT
+    causal = is_bottom_right and options.diagonal_band_right_bound is not None
+    is_longer = rows > keys and not options.use_padding_mask
+    for is_against, words in (
+        (dim % 8 or value_dim % 8, "hidden_dim should be multiple of 8"),
+        (causal and is_longer, "Bottom right causal mask does not support max_s_q > max_s_kv."),
+        (causal and options.bias is not None, "Bottom right causal mask is only supported with is_bias=False."),
+        (
+            options.diagonal_band_left_bound is not None and is_longer,
+            "Sliding window attention is only supported with max_s_q <= max_s_kv.",
+        ),
     ):
-        self.scale, self.bias, self.padded = attn_scale, bias, use_padding_mask
-        self.lens_q, self.lens_kv = seq_len_q, seq_len_kv
-        self.bottom_right = diagonal_alignment is DiagonalAlignment.BOTTOM_RIGHT
-        self.left, self.right = diagonal_band_left_bound, diagonal_band_right_bound
+        if is_against:
+            raise GraphNotSupportedError(words)
 
-    def validate(self, rows, dim, keys, value_dim):
-        if dim % 8 or value_dim % 8:
-            raise GraphNotSupportedError("hidden_dim should be multiple of 8")
-        if self.bottom_right and self.right is not None and not self.padded and rows > keys:
-            raise GraphNotSupportedError("Bottom right causal mask does not support max_s_q > max_s_kv.")
-        if self.bottom_right and self.right is not None and self.bias is not None:
-            raise GraphNotSupportedError("Bottom right causal mask is only supported with is_bias=False.")
-        if self.left is not None and not self.padded and rows > keys:
-            raise GraphNotSupportedError("Sliding window attention is only supported with max_s_q <= max_s_kv.")
 
-    def visible(self, rows, keys, length):
-        i, j = torch.arange(rows)[:, None], torch.arange(keys)[None]
-        diagonal = i + (length - rows if self.bottom_right else 0)
-        seen = (j < length).expand(rows, keys)
-        if self.right is not None:
-            seen = seen & ~(j > diagonal + self.right)  # columns beyond row + right_bound are masked
-        if self.left is not None:
-            seen = seen & ~(j <= diagonal - self.left)  # columns at or before row - left_bound are masked
-        return seen
+def _visible(options, rows, keys, length):
+    i, j = torch.arange(rows)[:, None], torch.arange(keys)[None]
+    left, right = options.diagonal_band_left_bound, options.diagonal_band_right_bound
+    diagonal = i + (length - rows if options.diagonal_alignment is DiagonalAlignment.BOTTOM_RIGHT else 0)
+    seen = (j < length).expand(rows, keys)
+    if right is not None:
+        seen = seen & ~(j > diagonal + right)  # columns beyond row + right_bound are masked
+    if left is not None:
+        seen = seen & ~(j <= diagonal - left)  # columns at or before row - left_bound are masked
+    return seen
 
 
 def _forward(given, options, tensors):
     q, k, v = (given[name].transpose(1, 2) for name in "qkv")
-    lens = tensors[options.lens_kv].flatten().tolist() if options.padded else [k.shape[1]] * len(k)
-    if options.padded:
-        assert tensors[options.lens_q].flatten().tolist() == [q.shape[1]] * len(q)
+    padded = options.use_padding_mask
+    lens = tensors[options.seq_len_kv].flatten().tolist() if padded else [k.shape[1]] * len(k)
+    assert not padded or tensors[options.seq_len_q].flatten().tolist() == [q.shape[1]] * len(q)
     outs, stats = [], []
     for b, length in enumerate(lens):
         bias = tensors[options.bias][b % tensors[options.bias].shape[0]] if options.bias else None
-        seen = options.visible(q.shape[1], k.shape[1], length)
-        out, lse = attention(*(t[b : b + 1] for t in (q, k, v)), scale=options.scale, bias=bias, visible=seen)
+        seen = _visible(options, q.shape[1], k.shape[1], length)
+        out, lse = attention(*(t[b : b + 1] for t in (q, k, v)), scale=options.attn_scale, bias=bias, visible=seen)
         outs.append(out)
         stats.append(lse)
     return {"out": torch.cat(outs).transpose(1, 2), "stats": torch.cat(stats)[..., None]}

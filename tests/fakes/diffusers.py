@@ -1,11 +1,12 @@
 """diffusers.models.attention_dispatch of diffusers 0.42.1: enum, dispatcher and some of its functions, as written there."""
 
 import contextlib
-import inspect
 from enum import Enum
 
 import torch
 import torch.nn.attention.flex_attention as flex_attention
+
+from fakes.signatures import function, row
 
 try:
     from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -23,20 +24,16 @@ class AttentionBackendName(str, Enum):
 
 
 class _AttentionBackendRegistry:
-    _active_backend = AttentionBackendName.NATIVE
+    _active_backend, _backends, _supported_arg_names = AttentionBackendName.NATIVE, {}, {}
 
     @classmethod
     def register(cls, backend):
-        def decorator(func):
-            cls._backends[backend] = func
-            cls._supported_arg_names[backend] = set(inspect.signature(func).parameters)
-            return func
+        def decorator(compute):
+            cls._backends[backend] = function("diffusers", backend.value, compute)
+            cls._supported_arg_names[backend] = set(cls._backends[backend].__signature__.parameters)
+            return compute
 
         return decorator
-
-
-_AttentionBackendRegistry._backends = {}
-_AttentionBackendRegistry._supported_arg_names = {}
 
 
 @contextlib.contextmanager
@@ -61,39 +58,16 @@ def _check_attention_backend_requirements(backend):
         )
 
 
-def dispatch_attention_fn(
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-    attention_kwargs=None,
-    *,
-    backend=None,
-    parallel_config=None,
-):
+@row("diffusers", "dispatch_attention_fn")
+def dispatch_attention_fn(attention_kwargs, backend, parallel_config, **given):
     backend_name = _AttentionBackendRegistry._active_backend if backend is None else AttentionBackendName(backend)
-    kwargs = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "attn_mask": attn_mask,
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-        "scale": scale,
-        **(attention_kwargs or {}),
-        "_parallel_config": parallel_config,
-        "enable_gqa": enable_gqa,
-    }
+    kwargs = {**given, **(attention_kwargs or {}), "_parallel_config": parallel_config}
     known = _AttentionBackendRegistry._supported_arg_names[backend_name]
     return _AttentionBackendRegistry._backends[backend_name](**{k: v for k, v in kwargs.items() if k in known})
 
 
 @_AttentionBackendRegistry.register(AttentionBackendName.FLASH)
-def _flash_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, window_size=(-1, -1)):
+def _flash_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, window_size):
     if attn_mask is not None:
         raise ValueError("`attn_mask` is not supported for flash-attn 2.")
     return flash_attn_func(
@@ -102,9 +76,7 @@ def _flash_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal
 
 
 @_AttentionBackendRegistry.register(AttentionBackendName.FLASH_VARLEN)
-def _flash_varlen_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, scale=None, is_causal=False, window_size=(-1, -1)
-):
+def _flash_varlen_attention(query, key, value, attn_mask, dropout_p, scale, is_causal, window_size):
     batch, rows, keys = query.shape[0], query.shape[1], key.shape[1]
     lengths = torch.full((batch,), keys, dtype=torch.int32)
     if attn_mask is not None:
@@ -130,7 +102,7 @@ def _flash_varlen_attention(
 
 
 @_AttentionBackendRegistry.register(AttentionBackendName.SAGE)
-def _sage_attention(query, key, value, attn_mask=None, is_causal=False, scale=None):
+def _sage_attention(**given):
     raise TypeError("'NoneType' object is not callable")
 
 
@@ -139,7 +111,7 @@ def _causal_mask_mod(batch_idx, head_idx, q_idx, kv_idx):
 
 
 @_AttentionBackendRegistry.register(AttentionBackendName.FLEX)
-def _native_flex_attention(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+def _native_flex_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa):
     score_mod = block_mask = None
     sizes = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if attn_mask is None:
@@ -167,30 +139,12 @@ def _native_flex_attention(query, key, value, attn_mask=None, is_causal=False, s
 
 
 @_AttentionBackendRegistry.register(AttentionBackendName.NATIVE)
-def _native_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, _parallel_config=None
-):
+def _native_attention(query, key, value, _parallel_config, **given):
     query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query=query,
-        key=key,
-        value=value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
-    return out.permute(0, 2, 1, 3)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **given).permute(0, 2, 1, 3)
 
 
 @_AttentionBackendRegistry.register(AttentionBackendName._NATIVE_MATH)
-def _native_math_attention(query, key, value, **kwargs):
+def _native_math_attention(**given):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return _native_attention(query, key, value, **kwargs)
-
-
-# there the parameters are spelled out
-_AttentionBackendRegistry._supported_arg_names[AttentionBackendName._NATIVE_MATH] = set(
-    inspect.signature(_native_attention).parameters
-)
+        return _native_attention(**given)

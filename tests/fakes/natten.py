@@ -1,11 +1,13 @@
 """natten.functional of NATTEN 0.21 without libnatten: what each query sees is written as a list, one query at a time."""
 
 import math
+from functools import partial
 from itertools import product
 
 import torch
 
 from fakes.attention import attention
+from fakes.signatures import function
 
 
 def _seen_along(position, size, kernel, stride, dilation, causal):
@@ -32,8 +34,8 @@ def _visible(shape, *parameters):
     return seen
 
 
-def _neighborhood(query, key, value, kernel_size, stride, dilation, is_causal, scale):
-    dimensions = query.dim() - 3
+def _neighborhood(dimensions, query, key, value, kernel_size, stride, dilation, is_causal, scale, return_lse):
+    assert query.dim() == 3 + dimensions
     if not all(isinstance(x, int) and x > 1 for x in kernel_size):
         raise ValueError(
             f"Invalid value for `kernel_size`; expected an integer or iterable of integers, all >= 2, {kernel_size=}"
@@ -47,16 +49,4 @@ def _neighborhood(query, key, value, kernel_size, stride, dilation, is_causal, s
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def na1d(query, key, value, kernel_size, stride=1, dilation=1, is_causal=False, scale=None, return_lse=False):
-    assert query.dim() == 4
-    return _neighborhood(query, key, value, kernel_size, stride, dilation, is_causal, scale)
-
-
-def na2d(query, key, value, kernel_size, stride=1, dilation=1, is_causal=False, scale=None, return_lse=False):
-    assert query.dim() == 5
-    return _neighborhood(query, key, value, kernel_size, stride, dilation, is_causal, scale)
-
-
-def na3d(query, key, value, kernel_size, stride=1, dilation=1, is_causal=False, scale=None, return_lse=False):
-    assert query.dim() == 6
-    return _neighborhood(query, key, value, kernel_size, stride, dilation, is_causal, scale)
+na1d, na2d, na3d = (function("natten", f"na{n}d", partial(_neighborhood, n)) for n in (1, 2, 3))

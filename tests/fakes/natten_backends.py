@@ -14,12 +14,9 @@ def _without_libnatten(name):
     return can_run
 
 
-can_run_cutlass_blackwell_fna = _without_libnatten("Blackwell FNA")
-can_run_cutlass_hopper_fna = _without_libnatten("Hopper FNA")
-can_run_cutlass_fna = _without_libnatten("CUTLASS FNA")
-can_run_cutlass_blackwell_fmha = _without_libnatten("Blackwell FMHA")
-can_run_cutlass_hopper_fmha = _without_libnatten("Hopper FMHA")
-can_run_cutlass_fmha = _without_libnatten("CUTLASS FMHA")
+for _kind in ("fna", "fmha"):
+    for _name, _words in (("cutlass_blackwell", "Blackwell"), ("cutlass_hopper", "Hopper"), ("cutlass", "CUTLASS")):
+        globals()[f"can_run_{_name}_{_kind}"] = _without_libnatten(f"{_words} {_kind.upper()}")
 
 
 def can_run_flex_attention(query, key, value, torch_compile, is_causal=False, is_varlen=False, raise_error=False):

@@ -6,10 +6,13 @@ way.
 
 import torch
 
+from fakes.signatures import row
+
 BLOCK_M, BLOCK_N = 128, 64
 
 
-def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smooth_k=True, **kwargs):
+@row("sage1", "sageattn")
+def sageattn(q, k, v, tensor_layout, is_causal, sm_scale, smooth_k, kwargs=None):
     dtype = q.dtype
     assert dtype in [torch.float16, torch.bfloat16, torch.float32], (
         "Input tensors must be in dtype of torch.float16, torch.bfloat16, or torch.float32."

@@ -33,6 +33,12 @@ _OPTIONS_HUB = (
 )
 _KERNEL_2 = "softmax_scale, causal, window_size_left{open}, window_size_right{open}, softcap{off}, alibi_slopes{none}"
 _SAGE = "q, k, v, tensor_layout='HND', is_causal=False"
+_SDPA_BSHD = "query, key, value, attn_mask=None, dropout_p=0.0"
+_MODULE = "module, query, key, value, attention_mask"
+_BAND = (
+    "bias=None, use_padding_mask=False, seq_len_q=None, seq_len_kv=None, diagonal_alignment=None,"
+    " diagonal_band_left_bound=None, diagonal_band_right_bound=None"
+)
 _PLAN = "custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode='NONE', use_fp16_qk_reduction=False"
 
 SIGNATURES = {
@@ -110,6 +116,60 @@ SIGNATURES = {
             " return_lse=False, **kwargs"
         ),
     },
+    "te": {
+        "__init__": (
+            "self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format='sbhd',"
+            " attn_mask_type='causal', window_size=None, bottom_right_diagonal=None, softcap=0.0, attention_type='self',"
+            " softmax_scale=None, softmax_type='vanilla'"
+        ),
+        "forward": (
+            "self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None,"
+            " cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,"
+            " window_size=None, core_attention_bias_type='no_bias', core_attention_bias=None, alibi_slopes=None"
+        ),
+    },
+    "natten": dict.fromkeys(
+        ("na1d", "na2d", "na3d"),
+        "query, key, value, kernel_size, stride=1, dilation=1, is_causal=False, scale=None, return_lse=False",
+    ),
+    "diffusers": {
+        "dispatch_attention_fn": (
+            f"{_SDPA_BSHD}, is_causal=False, scale=None, enable_gqa=False, attention_kwargs=None, *, backend=None,"
+            " parallel_config=None"
+        ),
+        "flash": f"{_SDPA_BSHD}, is_causal=False, scale=None, window_size=(-1, -1)",
+        "flash_varlen": f"{_SDPA_BSHD}, scale=None, is_causal=False, window_size=(-1, -1)",
+        "flex": "query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False",
+        **dict.fromkeys(
+            ("native", "_native_math"),
+            f"{_SDPA_BSHD}, is_causal=False, scale=None, enable_gqa=False, _parallel_config=None",
+        ),
+        "sage": "query, key, value, attn_mask=None, is_causal=False, scale=None",
+    },
+    "transformers": {
+        "sdpa": f"{_MODULE}, dropout=0.0, scaling=None, is_causal=None, position_bias=None, **kwargs",
+        "eager": f"{_MODULE}, scaling, dropout=0.0, **kwargs",
+        "flex_attention": f"{_MODULE}, scaling=None, softcap=None, s_aux=None, position_bias=None, **kwargs",
+        "flash_attention_2": (
+            f"{_MODULE}, dropout=0.0, scaling=None, sliding_window=None, softcap=None, is_causal=None, s_aux=None, **kwargs"
+        ),
+        "_flash_attention_forward": (
+            "query, key, value, attention_mask, query_length, is_causal, dropout=0.0, softmax_scale=None,"
+            " sliding_window=None, softcap=None, cu_seq_lens_q=None, cu_seq_lens_k=None, max_length_q=None,"
+            " max_length_k=None, attn_implementation=None, s_aux=None"
+        ),
+    },
+    "xformers": {
+        "memory_efficient_attention": ("query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None"),
+    },
+    "cudnn": {
+        "__init__": "self, *, io_data_type, intermediate_data_type, compute_data_type, handle",
+        "sdpa": f"self, q, k, v, attn_scale=1.0, generate_stats=None, {_BAND}",
+        "sdpa_backward": f"self, q, k, v, o, dO, stats, attn_scale=1.0, {_BAND}",
+    },
+    "sage1": {
+        "sageattn": f"{_SAGE}, sm_scale=None, smooth_k=True, **kwargs",
+    },
     "flashinfer": {
         "single_prefill_with_kv_cache": (
             "q, k, v, scale_q=None, scale_k=None, scale_v=None, o_dtype=None, custom_mask=None, packed_custom_mask=None,"
@@ -133,6 +193,11 @@ SIGNATURES = {
 def function(library, name, compute):
     """Return a function of a library, by its row, that hands all its arguments by name to `compute`."""
     return of_signature(name, inspect.signature(eval(f"lambda {SIGNATURES[library][name]}: None")), compute)
+
+
+def row(library, name):
+    """Return a decorator: a function of a library that gets all arguments of its row by name, whatever was left out."""
+    return lambda compute: function(library, name, compute)
 
 
 def of_signature(name, signature, compute):

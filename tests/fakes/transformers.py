@@ -6,14 +6,15 @@ from collections import UserDict
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from fakes.signatures import row
+
 
 def repeat_kv(states, n_rep):
     return states.repeat_interleave(n_rep, 1)
 
 
-def sdpa_attention_forward(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, position_bias=None, **kwargs
-):
+@row("transformers", "sdpa")
+def sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others):
     sdpa_kwargs = {}
     if hasattr(module, "num_key_value_groups") and module.num_key_value_groups > 1:
         if attention_mask is not None:
@@ -31,7 +32,8 @@ def sdpa_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+@row("transformers", "eager")
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout, **others):
     key, value = (repeat_kv(t, module.num_key_value_groups) for t in (key, value))
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
@@ -41,10 +43,9 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
-def flex_attention_forward(
-    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, position_bias=None, **kwargs
-):
-    if kwargs.get("dropout", 0.0) > 0:
+@row("transformers", "flex_attention")
+def flex_attention_forward(query, key, value, attention_mask, scaling, softcap, s_aux, position_bias, kwargs=None, **others):
+    if (kwargs or {}).get("dropout", 0.0) > 0:
         raise ValueError("`flex_attention` does not support `dropout`.")
     block_mask = attention_mask if isinstance(attention_mask, BlockMask) else None
     score_mask = None if block_mask is not None else attention_mask
@@ -70,61 +71,24 @@ def flex_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def flash_attention_forward(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    dropout=0.0,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    is_causal=None,
-    s_aux=None,
-    **kwargs,
-):
+@row("transformers", "flash_attention_2")
+def flash_attention_forward(module, query, key, value, attention_mask, scaling, is_causal, kwargs=None, **options):
     rows = query.shape[2]
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     head_dim, v_head_dim = query.shape[-1], value.shape[-1]
     if v_head_dim != head_dim:
         value = torch.nn.functional.pad(value, [0, head_dim - v_head_dim])
-    out = _flash_attention_forward(
-        query,
-        key,
-        value,
-        attention_mask,
-        query_length=rows,
-        is_causal=is_causal if is_causal is not None else module.is_causal,
-        dropout=dropout,
-        softmax_scale=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        attn_implementation=module.config._attn_implementation,
-        s_aux=s_aux,
-        **kwargs,
-    )
+    is_causal = is_causal if is_causal is not None else module.is_causal
+    options |= {"softmax_scale": scaling, "attn_implementation": module.config._attn_implementation, **(kwargs or {})}
+    out = _flash_attention_forward(query, key, value, attention_mask, query_length=rows, is_causal=is_causal, **options)
     return out[..., :v_head_dim], None
 
 
+@row("transformers", "_flash_attention_forward")
 def _flash_attention_forward(
-    query,
-    key,
-    value,
-    attention_mask,
-    query_length,
-    is_causal,
-    dropout=0.0,
-    softmax_scale=None,
-    sliding_window=None,
-    softcap=None,
-    cu_seq_lens_q=None,
-    cu_seq_lens_k=None,
-    max_length_q=None,
-    max_length_k=None,
-    attn_implementation=None,
-    s_aux=None,
-):
+    query, key, value, attention_mask, query_length, is_causal, dropout, softmax_scale, sliding_window, softcap,
+    cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, attn_implementation, s_aux,
+):  # fmt: skip
     assert attn_implementation == "flash_attention_2"
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fakes.attention import attention
+from fakes.signatures import row
 
 from . import attn_bias
 
@@ -47,7 +48,6 @@ class _Op:
     SUPPORTS_DIFFERENT_VALUE_EMBED = False
     SUPPORTS_BMGHK = True
     VARLEN_LSE_PACKED = True
-    BIASES = (type(None),)
 
     @classmethod
     def not_supported_reasons(cls, d):
@@ -72,7 +72,7 @@ class _Op:
             reasons += [f"attn_bias.stride(-2) % {alignment} != 0 (attn_bias.stride() = {strides})" for _ in unaligned]
             if d.attn_bias.stride(-1) > 1:
                 reasons.append("attn_bias.stride(-1) > 1")
-        return reasons
+        return _check_topleft(d, reasons) if cls.NAME.startswith("fa2") else reasons
 
 
 def _check_topleft(d, reasons):
@@ -84,55 +84,30 @@ def _check_topleft(d, reasons):
     return reasons
 
 
-class FlashFwOp(_Op):
-    NAME = "fa2F@2.8.3"
-    BIASES = (
-        type(None),
-        MASKS.LowerTriangularMask,
-        MASKS.LowerTriangularFromBottomRightMask,
-        MASKS.LowerTriangularFromBottomRightLocalAttentionMask,
-        MASKS.LocalAttentionFromBottomRightMask,
-        MASKS.BlockDiagonalMask,
-        MASKS.BlockDiagonalCausalMask,
-        MASKS.BlockDiagonalCausalFromBottomRightMask,
-        MASKS.BlockDiagonalCausalLocalAttentionFromBottomRightMask,
-    )
-
-    @classmethod
-    def not_supported_reasons(cls, d):
-        return _check_topleft(d, super().not_supported_reasons(d))
+def _operator(name, *biases, **differs):
+    return type(name, (_Op,), {"NAME": name, "BIASES": biases, **differs})
 
 
-class FlashBwOp(FlashFwOp):
-    NAME = "fa2B@2.8.3"
-    SUPPORTS_BMGHK = False
-
-
-class CutlassFwOp(_Op):
-    NAME = "cutlassF-pt"
-    SUPPORTED_DTYPES = HALF | {torch.float}
-    SUPPORTED_MAX_K = 65536
-    SUPPORTS_DIFFERENT_VALUE_EMBED = True
-    VARLEN_LSE_PACKED = False
-    BIASES = (torch.Tensor, *(b for b in FlashFwOp.BIASES if b is not MASKS.LocalAttentionFromBottomRightMask))
-
-
-class CutlassBwOp(CutlassFwOp):
-    NAME = "cutlassB-pt"
-    SUPPORTS_BMGHK = False
-    BIASES = (
-        type(None),
-        torch.Tensor,
-        MASKS.LowerTriangularMask,
-        MASKS.LowerTriangularFromBottomRightMask,
-        MASKS.BlockDiagonalMask,
-        MASKS.BlockDiagonalCausalMask,
-        MASKS.BlockDiagonalCausalFromBottomRightMask,
-    )
-
-
-cutlass = SimpleNamespace(FwOp=CutlassFwOp, BwOp=CutlassBwOp)
-flash = SimpleNamespace(FwOp=FlashFwOp, BwOp=FlashBwOp)
+IN_BOTH = (
+    *(MASKS.LowerTriangularMask, MASKS.LowerTriangularFromBottomRightMask, MASKS.BlockDiagonalMask),
+    *(MASKS.BlockDiagonalCausalMask, MASKS.BlockDiagonalCausalFromBottomRightMask, type(None)),
+)
+LOCAL = (
+    MASKS.LowerTriangularFromBottomRightLocalAttentionMask,
+    MASKS.BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+)
+OF_FLASH = (*IN_BOTH, *LOCAL, MASKS.LocalAttentionFromBottomRightMask)
+OF_CUTLASS = {
+    "SUPPORTED_DTYPES": HALF | {torch.float},
+    "SUPPORTED_MAX_K": 65536,
+    "SUPPORTS_DIFFERENT_VALUE_EMBED": True,
+    "VARLEN_LSE_PACKED": False,
+}
+flash = SimpleNamespace(FwOp=_operator("fa2F@2.8.3", *OF_FLASH), BwOp=_operator("fa2B@2.8.3", *OF_FLASH, SUPPORTS_BMGHK=False))
+cutlass = SimpleNamespace(
+    FwOp=_operator("cutlassF-pt", torch.Tensor, *IN_BOTH, *LOCAL, **OF_CUTLASS),
+    BwOp=_operator("cutlassB-pt", torch.Tensor, *IN_BOTH, **OF_CUTLASS, SUPPORTS_BMGHK=False),
+)
 
 
 def _run_priority_list(name, ops, inp, extra=()):
@@ -160,7 +135,8 @@ def _dispatch_bw(inp, varlen_lse_packed):
     return _run_priority_list("memory_efficient_attention_backward", ops, inp, extra)
 
 
-def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
+@row("xformers", "memory_efficient_attention")
+def memory_efficient_attention(query, key, value, attn_bias, p, scale, op, output_dtype):
     inp = Inputs(query, key, value, attn_bias, p, scale, output_dtype)
     inp.validate_inputs()
     needs_gradient = any(t.requires_grad for t in (query, key, value))

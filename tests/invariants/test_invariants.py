@@ -17,7 +17,7 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants import MUTANTS
 from pytest_attn.invariants.algebra import _is_merged
-from pytest_attn.invariants.check import INVARIANTS
+from pytest_attn.invariants.all_invariants import INVARIANTS
 from pytest_attn.invariants.invariant import Probe
 from pytest_attn.invariants.report import describe_invariants as describe
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -344,8 +344,8 @@ def test_nan_in_pages_before_every_window_is_not_read():
 
 
 def test_pages_that_nobody_reads_are_not_what_lies_far_away(monkeypatch):
-    monkeypatch.setattr("pytest_attn.invariants.layout._FAR", 1 << 17)
-    monkeypatch.setattr("pytest_attn.invariants.layout.Offsets.inapplicable_because", lambda *_: None)
+    monkeypatch.setattr("pytest_attn.invariants.memory_layout._FAR", 1 << 17)
+    monkeypatch.setattr("pytest_attn.invariants.memory_layout.Offsets.inapplicable_because", lambda *_: None)
     w = next(w for w in (PAGES.replace(kv_lens=(200, n), mask=None) for n in range(1, 200)) if last_page_read(w) < 36)
 
     def wraps(tensor, table):
@@ -393,8 +393,8 @@ def test_one_of_a_hundred_calls_is_found_by_the_thorough_set():
 
 
 def test_offsets_that_wrap_round_are_seen(monkeypatch):
-    monkeypatch.setattr("pytest_attn.invariants.layout._FAR", 1 << 17)
-    monkeypatch.setattr("pytest_attn.invariants.layout.Offsets.inapplicable_because", lambda *_: None)
+    monkeypatch.setattr("pytest_attn.invariants.memory_layout._FAR", 1 << 17)
+    monkeypatch.setattr("pytest_attn.invariants.memory_layout.Offsets.inapplicable_because", lambda *_: None)
     (finding,) = ask(mutant_named("key-offset-wraps").backend(), PLAIN, "offsets").broken
     assert finding.evidence.startswith("k spread over more than 2^31 elements along dimension 2: out[0, 0, 0, 0] = ")
     assert ask(HONEST.backend(), PLAIN, "offsets").passed

@@ -11,8 +11,8 @@ from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.guests.mutants.kernel import HONEST_NAME, Kernel, KernelBackend
-from pytest_attn.invariants import check
-from pytest_attn.invariants.check import INVARIANTS
+from pytest_attn.invariants import all_invariants
+from pytest_attn.invariants.all_invariants import INVARIANTS
 from pytest_attn.invariants.report import describe_invariants as describe
 
 PLAIN = Workload(70, 80, heads=2, head_dim=32)
@@ -36,7 +36,7 @@ class Ends(Kernel):
 @pytest.fixture
 def ends(monkeypatch):
     monkeypatch.setattr(Ends, "is_lost", False)
-    monkeypatch.setattr(check, "lost_because", lambda device: SAID if Ends.is_lost else None)
+    monkeypatch.setattr(all_invariants, "lost_because", lambda device: SAID if Ends.is_lost else None)
     return KernelBackend(HONEST_NAME, Ends())
 
 
@@ -70,7 +70,7 @@ def test_an_exception_of_a_kernel_that_leaves_cuda_there_ends_nothing(monkeypatc
 
 
 def test_a_device_without_cuda_cannot_lose_it():
-    assert check.lost_because(torch.device("cpu")) is None
+    assert all_invariants.lost_because(torch.device("cpu")) is None
 
 
 def test_cuda_says_why_it_is_lost(monkeypatch):
@@ -78,7 +78,7 @@ def test_cuda_says_why_it_is_lost(monkeypatch):
         raise RuntimeError(SAID + ADVICE)
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    assert check.lost_because(torch.device("cuda", 0)) == SAID
+    assert all_invariants.lost_because(torch.device("cuda", 0)) == SAID
 
 
 def test_what_is_known_to_end_cuda_is_not_asked(ends):

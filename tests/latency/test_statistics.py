@@ -1,24 +1,18 @@
 """The gate's arithmetic against closed forms, tables and simulation."""
 
-import itertools
 import math
 import random
 from statistics import median
 
 import pytest
-import torch
 
 from pytest_attn.latency.statistics import (
     Prior,
-    digamma,
-    incomplete_beta,
     median_interval,
     moderated,
     prior_of,
-    t_quantile,
-    t_tail,
-    trigamma,
 )
+from pytest_attn.reports.student import t_tail
 
 
 @pytest.mark.parametrize(
@@ -50,37 +44,6 @@ def test_the_interval_holds_the_median_as_often_as_it_says():
         low, high, confidence = median_interval([generator.expovariate(1) for _ in range(10)])
         hits += low <= math.log(2) <= high
     assert hits / 2000 == pytest.approx(confidence, abs=0.012)
-
-
-@pytest.mark.parametrize(
-    ("t", "degrees", "tail"),
-    [(12.7062, 1, 0.025), (2.262157, 9, 0.025), (1.833113, 9, 0.05), (3.249836, 9, 0.005), (1.959964, 1e7, 0.025)],
-)
-def test_student_s_t_by_its_table(t, degrees, tail):
-    assert t_tail(t, degrees) == pytest.approx(tail, rel=1e-5)
-    assert t_tail(-t, degrees) == pytest.approx(1 - tail, rel=1e-5)
-    assert t_quantile(tail, degrees) == pytest.approx(t, rel=1e-5)
-
-
-@pytest.mark.parametrize("tail", [0.4, 0.02, 1e-4, 5e-5, 1e-7])
-@pytest.mark.parametrize("degrees", [2, 9.5, 109])
-def test_quantile_and_tail_are_inverse_far_out(tail, degrees):
-    assert t_tail(t_quantile(tail, degrees), degrees) == pytest.approx(tail, rel=1e-6)
-
-
-@pytest.mark.parametrize(("a", "b"), list(itertools.product((0.5, 2.0, 7.5), (0.5, 3.0))))
-def test_incomplete_beta_by_integration(a, b):
-    x = torch.linspace(0, 1, 2_000_001, dtype=torch.float64)[1:-1]
-    density = x ** (a - 1) * (1 - x) ** (b - 1)
-    upto = x <= 0.4
-    expected = density[upto].sum() / density.sum()
-    assert incomplete_beta(a, b, 0.4) == pytest.approx(float(expected), abs=2e-3)
-
-
-@pytest.mark.parametrize("x", [0.1, 0.5, 1.0, 4.5, 30.0])
-def test_derivatives_of_lgamma_by_torch(x):
-    assert digamma(x) == pytest.approx(torch.digamma(torch.tensor(x, dtype=torch.float64)).item(), rel=1e-9)
-    assert trigamma(x) == pytest.approx(torch.polygamma(1, torch.tensor(x, dtype=torch.float64)).item(), rel=1e-8)
 
 
 def chi_square(generator, degrees):

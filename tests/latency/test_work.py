@@ -106,14 +106,14 @@ def test_what_is_noted_of_a_set_is_what_lies_in_it(device, monkeypatch, much):
     """With few places, where much comes back by chance, alone and with its neighbors."""
     monkeypatch.setattr(fresh_data, "_MUCH", much)
     monkeypatch.setattr(fresh_data, "_PLACES", 1)
-    noise = fresh_data.Noise(
+    pool = fresh_data.RandomPool(
         [*(torch.randn(2, 3, 5, 7, device=device, dtype=torch.bfloat16) for _ in range(3))], random.Random(0)
     )
-    sets = fresh_data.WholeSets(noise, 70, keeps=True)
+    sets = fresh_data.WholeSets(pool, 70, keeps=True)
     for renewed in ([3], [3], [5, 4, 3, 3], [*range(60, 70), *range(4)], range(70), *[[at] for at in range(8)] * 8):
         sets.renew(renewed)
         for at in (0, 3, 4, 63, 64, 69):
-            assert all(map(torch.equal, sets.tensors[at], noise.at(sets.places(at))))
+            assert all(map(torch.equal, sets.tensors[at], pool.at(sets.places(at))))
 
 
 def test_what_is_kept_of_much_memory_is_found(device, monkeypatch):

@@ -1,14 +1,12 @@
 """What a callable replaces is back before the next test, which judges as if nothing had been."""
 
 CHEATS = """
-from pytest_attn.correctness import judge
-
 def equal(*args):
     return True
 
-def replaces_the_judge(q, k, v):
+def replaces_equal(q, k, v):
     out = sdpa(q, k, v)
-    torch.equal, judge.compare_all.__code__ = equal, equal.__code__
+    torch.equal = equal
     return out
 
 def wrong(q, k, v):
@@ -16,19 +14,19 @@ def wrong(q, k, v):
 
 @pytest.mark.attention(Workload(32, heads=2, head_dim=32), device="cpu")
 def test_cheat(attn):
-    attn.check(replaces_the_judge)
+    attn.check(replaces_equal)
 
 """
 
 
-def test_a_wrong_kernel_fails_after_a_test_whose_callable_replaced_the_judge(run, kernel_test):
+def test_a_wrong_kernel_fails_after_a_test_whose_callable_replaced_a_function_of_torch(run, kernel_test):
     kernel_test("attn.check(wrong)", before=CHEATS)
     result = run("-rf")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [
-            "E*the callable replaced torch.equal by equal of *, the code of pytest_attn.correctness.judge.compare_all: *",
-            "E*by *replaces_the_judge on *",
+            "E*the callable replaced torch.equal by equal of *: *",
+            "E*by *replaces_equal on *",
             "E*reproduce *test_cheat*",
             "E*mismatch: out of wrong*",
         ]

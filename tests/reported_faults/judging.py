@@ -13,7 +13,7 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.invariants.check import judge_invariants
+from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 

@@ -9,15 +9,9 @@ from pathlib import Path
 import pytest
 from fakes.ranked import H200, PROCESSES, RECORDED, TUNED, checked, names, only, right, tables, text, timed
 
-from pytest_attn.latency.statistics import t_quantile
-from pytest_attn.reports.ranking import ALPHA, Timed, is_slower, rank, rank_sum_tail, t4_quantile
+from pytest_attn.reports.ranking import ALPHA, Timed, is_slower, rank, rank_sum_tail
 
 # -- the rule ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tail", [0.4, 0.05, 0.01, 0.0025, 1e-5])
-def test_the_quantile_is_that_of_four_degrees_of_freedom(tail):
-    assert t4_quantile(tail) == pytest.approx(t_quantile(tail, 4), rel=1e-6)
 
 
 def test_the_tail_of_ranks_counts_every_order():

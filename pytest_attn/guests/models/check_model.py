@@ -18,8 +18,9 @@ from pytest_attn.backends.machine import Machine, machine_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.subject import Subject
-from pytest_attn.correctness.comparison import TensorComparison, limits_named, limits_of
+from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.limits import limits_named, limits_of
 from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.diagnosis.diagnose import Context
 from pytest_attn.guests.models.call_to_workload import DropoutError

@@ -12,7 +12,7 @@ import torch
 from pytest_attn.backends.dense import alibi_bias, boolean_mask
 from pytest_attn.backends.libraries.eager import probabilities
 from pytest_attn.backends.precision import Precision
-from pytest_attn.correctness.exact import (
+from pytest_attn.correctness.arithmetic import (
     Block,
     Chunk,
     head_blocks,
@@ -25,7 +25,7 @@ from pytest_attn.correctness.exact import (
     scaled_scores,
     softmax,
 )
-from pytest_attn.correctness.gradients import BackwardSteps, add_values, zeros_of
+from pytest_attn.correctness.exact_gradients import BackwardSteps, add_values, zeros_of
 from pytest_attn.correctness.reference import heads_first, segments_of
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs

@@ -22,9 +22,10 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.call import fault_of_change
-from pytest_attn.correctness.comparison import Comparison, Evidence, Limits, Mismatch, Returned, TensorComparison, limits_named
+from pytest_attn.correctness.comparison import Comparison, Evidence, Mismatch, Returned, TensorComparison
 from pytest_attn.correctness.contract import ContractError, check_contract
 from pytest_attn.correctness.judge import compare_all, mismatch_of, unshown_by, untested, without_each
+from pytest_attn.correctness.limits import Limits, limits_named
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis.diagnose import Context, judged

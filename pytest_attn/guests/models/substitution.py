@@ -23,9 +23,9 @@ from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import AttentionFn, Subject
-from pytest_attn.correctness.comparison import limits_named, limits_of
 from pytest_attn.correctness.contract import check_contract, plain
 from pytest_attn.correctness.judge import compare_rows
+from pytest_attn.correctness.limits import limits_named, limits_of
 from pytest_attn.correctness.reference import Reference, exact_rows
 from pytest_attn.guests.models.call_to_workload import asks_the_same, to_inputs
 from pytest_attn.guests.models.capture import AttentionCall, Computed, Recorder, Unread

@@ -23,7 +23,7 @@ from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.guests.models.siblings import odd_scales
 from pytest_attn.guests.models.step import untouched
 from pytest_attn.guests.models.token_model import TokenModel
-from pytest_attn.invariants.check import Names, chosen_names
+from pytest_attn.invariants.all_invariants import Names, chosen_names
 from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.reports.lines import count, some

@@ -31,7 +31,7 @@ from pytest_attn.latency.anchors import anchor_item, make_anchors
 from pytest_attn.latency.cuda_timer import CudaTimer
 from pytest_attn.latency.disturbance import DisturbanceMonitor, WaitingMonitor
 from pytest_attn.latency.exact_results import Attention
-from pytest_attn.latency.fresh_data import Noise, PartSets, TensorSets
+from pytest_attn.latency.fresh_data import PartSets, RandomPool, TensorSets
 from pytest_attn.latency.kernel_work import KernelWork, of_timed
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, repeated
@@ -184,9 +184,9 @@ class AttentionOfShard(Attention):
         self._held = _held(heads, sharding.rows[rank])
         self._held_keys = _held(range(spec.workload.kv_heads), sharding.keys[rank])
 
-    def sets_of(self, noise: Noise, number: int, keeps: bool) -> TensorSets:
+    def sets_of(self, pool: RandomPool, number: int, keeps: bool) -> TensorSets:
         """Return sets of the rank's shards, which keep nothing."""
-        return PartSets(noise, number, self.given)
+        return PartSets(pool, number, self.given)
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rank's shards of q, k and v, without waiting for the device."""

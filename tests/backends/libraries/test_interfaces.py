@@ -85,12 +85,12 @@ CLAIMED = both(
 )
 #: backend, a file of its library, what it says there, what it is to say instead, and the workload that shows it
 FAULTS = [
-    ("cudnn", "cudnn.py", "self.scale, self.bias, self.padded = attn_scale", "self.scale, self.bias, self.padded = 1.0", W),
-    ("cudnn", "cudnn.py", "length - rows if self.bottom_right else 0", "0", BOTTOM_RIGHT),
-    ("cudnn", "cudnn.py", "j > diagonal + self.right", "j > diagonal + self.right + 1", W.replace(mask=Window(9, 3))),
-    ("cudnn", "cudnn.py", "j <= diagonal - self.left", "j < diagonal - self.left", W.replace(mask=Window(9, 3))),
+    ("cudnn", "cudnn.py", "scale=options.attn_scale", "scale=1.0", W),
+    ("cudnn", "cudnn.py", "(length - rows if", "(0 if", BOTTOM_RIGHT),
+    ("cudnn", "cudnn.py", "j > diagonal + right", "j > diagonal + right + 1", W.replace(mask=Window(9, 3))),
+    ("cudnn", "cudnn.py", "j <= diagonal - left", "j < diagonal - left", W.replace(mask=Window(9, 3))),
     ("cudnn", "cudnn.py", "(j < length)", "(j < keys)", W.replace(kv_lens=(80, 33))),
-    ("cudnn", "cudnn.py", "scale=options.scale, bias=bias", "scale=options.scale", W.replace(bias="hqk")),
+    ("cudnn", "cudnn.py", "scale=options.attn_scale, bias=bias", "scale=options.attn_scale", W.replace(bias="hqk")),
     ("cudnn", "cudnn.py", 'dict(zip(("dq", "dk", "dv")', 'dict(zip(("dq", "dv", "dk")', W),
 ]
 #: the parts of a refusal
@@ -126,7 +126,7 @@ CLAIMED += both("diffusers:flash_varlen", RAGGED, W.replace(kv_lens=(80, 0)))
 FAULTS += [
     ("diffusers:flash", "flash2.py", '"bottom-right" if causal', '"top-left" if causal', BOTTOM_RIGHT),
     ("diffusers:flash_varlen", "flash2.py", '"bottom-right" if causal', '"top-left" if causal', BOTTOM_RIGHT),
-    ("diffusers:native", "diffusers.py", "scale=scale,\n        enable_gqa", "enable_gqa", W.replace(scale=0.3)),
+    ("diffusers:native", "diffusers.py", "value, **given)", "value, **given | {'scale': None})", W.replace(scale=0.3)),
     ("diffusers:flex", "diffusers.py", "scale=scale, enable_gqa", "enable_gqa", W.replace(scale=0.3)),
 ]
 REFUSED += [

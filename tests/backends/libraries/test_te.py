@@ -35,7 +35,8 @@ def test_what_a_flash_attn_was_built_without_is_a_refusal_but_flash_attn_4_is_co
 
 def test_a_release_without_an_option_refuses_what_needs_it(installed):
     source = (HERE / "te_dpa.py").read_text()
-    source = source.replace("        softcap=0.0,\n", "").replace("softcap, softmax_type\n", "0.0, softmax_type\n")
+    made = "DotProductAttention.__init__"
+    source += f"from fakes.signatures import without\n{made} = without({made}, 'softcap')\n"
     backend = installed("te_flash", **{DPA: source})
     assert backend.unsupported_because(W.replace(softcap=3.0), HOST) == ["this release has no softcap"]
     assert backend.unsupported_because(W, HOST) == []

@@ -12,8 +12,8 @@ import pytest_attn
 from pytest_attn import Workload, check_model
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.comparison import Limits
 from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.limits import Limits
 from pytest_attn.guests.models import judge
 from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.check_model import judge_model

@@ -9,8 +9,8 @@ from left_out import IS_ALL
 from pytest_attn import capture
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness import reference as reference_module
-from pytest_attn.correctness.comparison import limits_named
 from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.guests.models import judge
 from pytest_attn.guests.models.exact_attention import Dithered, Passes

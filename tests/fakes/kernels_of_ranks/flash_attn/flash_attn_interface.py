@@ -4,6 +4,7 @@ import math
 import os
 
 import torch
+from fakes.attention import attention
 from fakes.signatures import function
 
 FAULT = os.environ.get("FAULTY_FLASH", "")
@@ -32,13 +33,9 @@ def _forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window
     """Return out, lse (batch, heads, rows) in float32, and what nobody reads."""
     assert not dropout_p
     assert alibi_slopes is None
-    scores, _ = _scores(q, k, softmax_scale, causal, (window_size_left, window_size_right), softcap)
-    lse = scores.logsumexp(-1)
-    p = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp().to(v.dtype).float()
-    out = p @ v.transpose(1, 2).float().repeat_interleave(q.shape[2] // k.shape[2], 1)
-    if FAULT == "lse":
-        lse = lse.bfloat16().float()
-    return out.transpose(1, 2).to(q.dtype), lse, None, None
+    window, causal = (window_size_left, window_size_right), "bottom-right" if causal else None
+    out, lse = attention(q, k, v, scale=softmax_scale, causal=causal, window=window, softcap=softcap)
+    return out, lse.bfloat16().float() if FAULT == "lse" else lse, None, None
 
 
 def _backward(

@@ -40,7 +40,7 @@ def same(tensor: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """How q, k, v and dout lie, in words and in fact."""
+    """Arrangement of q, k, v and dout in memory, in words and in fact."""
 
     words: str
     q: Relaid

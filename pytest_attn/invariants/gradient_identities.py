@@ -1,4 +1,4 @@
-"""What the softmax says about its own gradients."""
+"""Consequences of the softmax for its own gradients."""
 
 import dataclasses
 import math
@@ -84,7 +84,7 @@ def _imbalance(probe: Probe) -> str:
 
 
 def _scores_are_products(w: Workload) -> bool:
-    """Whether scores are scale * q . k but for a constant."""
+    """Return whether scores are scale * q . k but for a constant."""
     return not w.sinks and w.softcap is None and w.score_mod is None
 
 
@@ -94,7 +94,7 @@ def _weighted(expected: Expected, by: Tensor) -> Tensor:
 
 
 def _ulp(value: Tensor) -> Tensor:
-    """What float32 sums lose beside the budget, which counts roundings as independent."""
+    """Loss of float32 sums beside the budget, which counts roundings as independent."""
     return value.abs() * 1e-6 + 1e-30
 
 
@@ -123,7 +123,7 @@ def _single_rows(inputs: Inputs) -> Inputs:
 
 
 class Alone(Invariant):
-    """Who needs no gradient of the others gets the same one."""
+    """Gradients are the same where the others need none."""
 
     name = "alone"
     summary = "the gradient of q, k, v or a parameter is the same if nothing else needs one, as beside frozen layers"

@@ -162,7 +162,7 @@ def _chunks_by_span(segment: Segment, rows: torch.Tensor, least: int, room: int)
 
 
 def _takes_only_sampled(segment: Segment) -> bool:
-    """Whether there is no gradient that needs the other rows."""
+    """Return whether there is no gradient that needs the other rows."""
     return segment.rows is not None and (segment.keys is None or not len(segment.keys))
 
 
@@ -337,6 +337,11 @@ def softmax(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Ten
         total = total + (sinks - top).exp()
     lse = (total.log() + top).squeeze(-1)
     return p.div_(total.masked_fill(total == 0, 1.0)), lse
+
+
+def weights_given(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return P = exp(s - lse) of final scores (n, heads, rows, keys) and lse (n, heads, rows, 1); 0 where nothing is seen."""
+    return (scores - lse.masked_fill(lse == -math.inf, 0)).exp()
 
 
 def _bias(bias: torch.Tensor, chunk: Chunk) -> torch.Tensor:

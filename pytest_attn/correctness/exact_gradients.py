@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.backends.precision import LSE_UNIT, SHARED, SLOPE_UNIT, Precision
+from pytest_attn.correctness.arithmetic import Block, Chunk, distances_of, over_group, over_keys, over_rows, per_key, sinks_of
 from pytest_attn.correctness.budget import ForwardRows, Rounding, row_tops
-from pytest_attn.correctness.exact import Block, Chunk, distances_of, over_group, over_keys, over_rows, per_key, sinks_of
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
@@ -38,7 +38,7 @@ from pytest_attn.workloads.workload import Workload
 
 @dataclass
 class BackwardRows:
-    """What the backward pass needs of some query rows.
+    """Ingredients of the backward pass of some query rows.
 
     q: (n, heads, rows, head_dim), dout: (n, heads, rows, v_head_dim).
     row_sum: D_i, row_sum_var: its variance, lse_var: what float32 loses of lse, all (n, heads, rows, 1).
@@ -314,7 +314,7 @@ Sums: TypeAlias = "dict[str, tuple[torch.Tensor, torch.Tensor]]"
 
 
 class BackwardSteps(NamedTuple):
-    """What the gradients of a chunk's parameters are formed from.
+    """Ingredients of the gradients of a chunk's parameters.
 
     ds: dS of the final scores, ds_of_bias: the same where the bias is added, both (n, heads, rows, keys). row_sum: D_i,
     (n, heads, rows, 1). lse: (n, heads, rows).
@@ -343,7 +343,7 @@ class Variances(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """What a chunk adds to the gradient of a parameter, and the variance of that.
+    """Share of a chunk in the gradient of a parameter, and its variance.
 
     Both are (n, heads, rows or 1, keys or 1), and summed up over what the parameter has only once.
     """
@@ -474,7 +474,7 @@ def rounded(sums: Sums, precision: Precision, w: Workload) -> Iterator[tuple[str
 
 
 def adds_coarsely(name: str, w: Workload) -> bool:
-    """Whether a gradient is summed over sequences in a dtype in which that counts beside what the rest of a kernel rounds."""
+    """Return whether a gradient is summed over sequences in a dtype in which that counts beside a kernel's other roundings."""
     coarse, fine = (DTYPES[dtype].spacing for dtype in (PARAMETERS[name].dtype(w), w.out_dtype))
     return w.batch > 1 and "b" not in PARAMETERS[name].dims(w) and coarse > fine
 

@@ -11,10 +11,10 @@ from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.algebra import Algebra, Magnitude
-from pytest_attn.invariants.gradients import Alone, Gradients, LseGradient
+from pytest_attn.invariants.gradient_identities import Alone, Gradients, LseGradient
 from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, OwnDefectError, Probe, what_was_raised
-from pytest_attn.invariants.layout import Alignment, Layout, Offsets
 from pytest_attn.invariants.leak import Leak
+from pytest_attn.invariants.memory_layout import Alignment, Layout, Offsets
 from pytest_attn.invariants.poison import Poison
 from pytest_attn.invariants.report import Finding, InvariantReport, Outcome
 from pytest_attn.invariants.rerun import Rerun, State
@@ -49,8 +49,6 @@ INVARIANTS: tuple[Invariant, ...] = (
     # new ones stand above: the last may end the CUDA context, and with it all that follows
     Alignment(),
 )
-#: how often those that are not thorough may call a kernel on one workload: a user waits for each call
-MOST_CALLS = 26
 
 
 def chosen(only: Names, skip: Names, thorough: bool) -> tuple[Invariant, ...]:
@@ -142,13 +140,7 @@ def _find(invariant: Invariant, probe: Probe, other: str | None) -> Finding:
     def finding(outcome: Outcome, evidence: str) -> Finding:
         return Finding(invariant.name, outcome, evidence, probe.count.calls - before)
 
-    reason = _known_to_end_cuda(invariant, probe)
-    if not reason and probe.workload.dropout and invariant.name not in _WITH_DROPOUT:
-        reason = "compares calls in which dropout may leave other probabilities"
-    reason = reason or invariant.inapplicable_because(probe)
-    if other and not reason and not probe.thorough and invariant.pays_anew(probe):
-        reason = f"not run here but on {other}"
-    if reason:
+    if reason := _left_out_because(invariant, probe, other):
         return finding("not applicable", reason)
     try:
         evidence = invariant.run(probe)
@@ -163,6 +155,17 @@ def _find(invariant: Invariant, probe: Probe, other: str | None) -> Finding:
     if not evidence:
         return finding("passed", probe.note)
     return finding("broken", evidence if invariant.name in _OF_CALLS else f"{evidence}{_if_calls_differ(probe)}")
+
+
+def _left_out_because(invariant: Invariant, probe: Probe, other: str | None) -> str | None:
+    """Say why an invariant is not asked, None where it is."""
+    if reason := _known_to_end_cuda(invariant, probe):
+        return reason
+    if probe.workload.dropout and invariant.name not in _WITH_DROPOUT:
+        return "compares calls in which dropout may leave other probabilities"
+    if reason := invariant.inapplicable_because(probe):
+        return reason
+    return f"not run here but on {other}" if other and not probe.thorough and invariant.pays_anew(probe) else None
 
 
 #: what says itself that equal calls differ

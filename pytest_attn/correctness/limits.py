@@ -1,0 +1,37 @@
+"""Limits of z: how many budgets a result may be off, by element, by row and by head."""
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest |z| of an element, and the largest RMS of z over a row and over a head."""
+
+    element: float
+    row: float
+    head: float
+
+    def excess(self, element: float, row: float, head: float) -> float:
+        """Return how far the worst level is over its limit, as a ratio (at most 1 passes; NaN counts as infinite)."""
+        worst = max(element / self.element, row / self.row, head / self.head)
+        return math.inf if math.isnan(element) or math.isnan(row) or math.isnan(head) else worst
+
+
+#: limits by name: (for out, for gradients). The calibration behind them is docs/results/calibration.md.
+LIMITS = MappingProxyType({"default": ((8, 4, 1.5), (8, 4, 1.5)), "strict": ((6, 2, 1), (8, 4, 1.5))})
+
+
+def limits_named(name: str) -> tuple[Limits, Limits]:
+    """Return limits (out, gradients) by name; raise ValueError for an unknown one."""
+    if name not in LIMITS:
+        raise ValueError(f"unknown limits {name!r}; known: {', '.join(LIMITS)}")
+    of_results, of_gradients = LIMITS[name]
+    return Limits(*of_results), Limits(*of_gradients)
+
+
+def limits_of(name: str, limits: tuple[Limits, Limits]) -> Limits:
+    """Return the limits of a tensor by its name: of out and lse, or of gradients."""
+    of_results, of_gradients = limits
+    return of_gradients if name.startswith("d") else of_results
