@@ -1,12 +1,13 @@
 """From a marked test to its items: one per case, named; some left out."""
 
 import os
+import re
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.backend import Backend, LibraryBackend
 from pytest_attn.backends.configured import split
 from pytest_attn.backends.library import describe_error
 from pytest_attn.backends.over_ranks import RankBackend
@@ -57,22 +58,22 @@ class Items:
         return case_id(case)
 
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
-        """Return the name of the items that one worker of xdist runs; None where each may go anywhere.
+        """Return the name of the items that one worker of xdist runs under --dist loadgroup; None where each may go anywhere.
 
-        Those of a faulty kernel, so that no test is left that may find it where the last of them has not; else those of what
-        one backend compiles a kernel for, and of others that call it; of a workload where its backends are timed on one GPU.
+        Those of a faulty kernel, so that no test is left that may find it where the last of them has not; those of a workload
+        where its backends are timed on one GPU; those that share what a backend compiles or plans, else its library's import.
         """
         if case.backend and case.backend.startswith(MUTANT):
             return case.backend
-        if item.config.getoption("loadgroup", False) and item.config.getoption("attn_gpu_per_worker"):
+        if item.config.getoption("attn_gpu_per_worker"):
             return case.workload.id
-        if not case.backend:
-            return None
         registry = session_of(item.config).registrations.registry
-        if not registry.is_known(case.backend):
-            return f"{case.workload.id} {case.backend}"
+        if not case.backend or not registry.is_known(case.backend):
+            return None
         backend = registry[case.backend]
-        return f"{kernel_of(backend, case.workload)} {backend.runs_kernels_of or case.backend}"
+        if backend.compiles or backend.makes_plans:
+            return f"{kernel_of(backend, case.workload)} {backend.runs_kernels_of or case.backend}"
+        return case.backend if isinstance(backend, LibraryBackend) else None
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         """Say what stands in the way of a case, as far as that is known before it runs; None where nothing does."""
@@ -120,11 +121,20 @@ class ModelItems(Items):
 
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
         """Keep together the tests of a file that are parametrized with the same backend and model."""
-        return f"{item.path} {item.name.partition('[')[2]}" if case.backend else None
+        return f"{item.path.stem} {item.name.partition('[')[2]}" if case.backend else None
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         machine = session.machines.machine(marker.kwargs.get("device"))
         return session.registrations.registry[case.backend].unavailable_because(machine) if case.backend else None
+
+
+def mark_groups(items: Sequence[pytest.Item]) -> None:
+    """Give cases the groups of xdist that --dist loadgroup keeps in one worker, unless their tests have some of their own."""
+    for item in items:
+        if (parameter := parameter_of(item)) is None or item.get_closest_marker("xdist_group"):
+            continue
+        if group := kind_of(item).made_items().group(item, parameter):
+            item.add_marker(pytest.mark.xdist_group(re.sub(r"[\[\]@:]+", "~", group)))  # what ids are read by
 
 
 def kernel_of(backend: Backend, workload: Workload) -> Hashable:

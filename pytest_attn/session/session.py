@@ -259,7 +259,7 @@ class AttentionSession:
 
     @cached_property
     def progress(self) -> Progress:
-        """What a terminal shows while something takes long; first asked for while output is not captured."""
+        """What is written while something takes long; first asked for while output is not captured."""
         from pytest_attn.session.progress import Progress
 
         return Progress(self._config, is_child=self.worker is not None)
