@@ -35,7 +35,6 @@ MARKERS = (
     "attention(*workloads, ...)",
     "attention_model(...)",
     "attention_requires(...)",
-    "attention_chosen(timed=False, compiled=None, asks_once=False)",
 )
 
 
@@ -196,7 +195,7 @@ def pytest_keep_groups_in_ids(items: list[pytest.Item]) -> None:
     """Put xdist's groups into the ids: up to 3.8 it writes them where pytest from 9.2 on does not look."""
     for item in items:
         if (grouped := getattr(item, "_nodeid", item.nodeid)) != item.nodeid:
-            item._id = type(item._id).parse(grouped)  # type: ignore[attr-defined]
+            item._id = type(item._id).parse(grouped)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -257,7 +256,7 @@ def pytest_testnodedown(node: Any) -> None:
     """Take over how many cases a worker of xdist has chosen, all of them the same."""
     if counts := getattr(node, "workeroutput", {}).get("attn_chosen"):
         collected = session_of(node.config).collected
-        collected.chosen, collected.unchosen, collected.cut_short = counts
+        collected.chosen, collected.unchosen = counts
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -275,7 +274,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     attention.has_ended = True
     if hasattr(session.config, "workeroutput"):
         collected = attention.collected
-        session.config.workeroutput["attn_chosen"] = (collected.chosen, collected.unchosen, collected.cut_short)
+        session.config.workeroutput["attn_chosen"] = (collected.chosen, collected.unchosen)
     if attention.settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
     is_asked = attention.settings.unjudged != "ignore" and not hasattr(session.config, "workerinput")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import count
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -40,7 +39,6 @@ from pytest_attn.latency.profiler import Profile, answers_to, may_answer, profil
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import direction_of, measured_peak
 from pytest_attn.reports.verdict import Cause, Verdict
-from pytest_attn.session.cover import INFERENCE, left_to_others
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
@@ -120,9 +118,7 @@ class AttentionCase(CaseTensors):
         run = self._run
         subject = run.place(run.subject(fn, name, self._spec, dequantized=dequantized))
         self._checked, self._comparison = subject, None
-        evaluator = KernelEvaluator(run, subject, self._spec)
-        comparison = run.conclude(evaluator)
-        self._comparison = None if evaluator.trained else comparison  # what is timed is another kernel
+        comparison = self._comparison = run.conclude(KernelEvaluator(run, subject, self._spec))
         run.executor.leave(comparison)
         return comparison
 
@@ -205,8 +201,7 @@ class AttentionCase(CaseTensors):
         subject = run.place(subject)
         if measuring.mode.checks_first and not self._is_checked(subject, needs_gradients):
             self._checked, self._comparison = subject, None
-            evaluator = KernelEvaluator(run, subject, spec_with(self._spec, needs_gradients), is_timed=True)
-            self._comparison = run.conclude(evaluator)
+            self._comparison = run.conclude(KernelEvaluator(run, subject, spec_with(self._spec, needs_gradients)))
         known = run.session, run.item, self._spec, subject, direction, self._comparison
         latency = measuring.measure(Measurement(*known, number=1, place=run.timing(subject)))
         run.executor.leave(latency)
@@ -277,14 +272,10 @@ def backend_of(case: AttentionCase) -> Backend:
 
 
 class KernelEvaluator(Evaluator[Comparison]):
-    """Holds a subject against exact attention on every input distribution.
+    """Holds a subject against exact attention on every input distribution."""
 
-    is_timed: the kernel that the test says is timed afterwards. trained: in words, where another one was called in its place.
-    """
-
-    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec, is_timed: bool = False) -> None:
+    def __init__(self, run: CaseRun, subject: Subject, spec: CheckSpec) -> None:
         self.subject: Subject = subject
-        self._is_timed, self.trained = is_timed, ""
         self._run, self._spec, self.workload = run, spec, run.workload
         self.doing, self.on = f"checking {subject.name}", run.workload.id
         self.evidence: FailureToSave = FailureToSave(spec, subject)
@@ -293,11 +284,7 @@ class KernelEvaluator(Evaluator[Comparison]):
         __tracebackhide__ = True
         run, subject, spec = self._run, self.subject, self._spec
         with measured_peak(spec.device) as peak:
-            by = run.session.references, run.deadline(subject)
-            found = None
-            if not self._is_timed:
-                found, self.trained = passing_in_training(run, subject, spec, lambda spec: judge(subject, spec, *by))
-            comparison = judge(subject, spec, *by) if found is None else found
+            comparison = judge(subject, spec, run.session.references, run.deadline(subject))
         fields, properties = {**figures_of(comparison), "memory": peak.bytes}, z_property(comparison, subject)
         defects = _shown_by_checks(run.defects_of(subject), spec)
         if comparison.passed and run.session.settings.profile:
@@ -307,7 +294,7 @@ class KernelEvaluator(Evaluator[Comparison]):
                 reason = f"while it was profiled, {type(error).__name__}: {error}".splitlines()[0]
                 return Judgment(Verdict.RAISED, reason=reason, error=error, fields=fields, properties=properties)
         if comparison.passed:
-            said = [f"{defect.issue} did not show: {defect.summary}" for defect in defects] or [eager_because(), self.trained]
+            said = [f"{defect.issue} did not show: {defect.summary}" for defect in defects] or [eager_because()]
             fields["cause"] = Cause.DEFECT_NOT_SHOWN.value if defects else ""
             reason = "; ".join(filter(None, said))
             return Judgment(Verdict.PASSED, comparison, reason, fields=fields, properties=properties)
@@ -359,8 +346,6 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         self._run, self._spec, self.workload = run, spec, run.workload
         is_expendable = run.executor.is_expendable or isolated_of(subject) is not None
         self._here, self._isolated = divided(run, spec, only, skip, is_expendable)
-        self._elsewhere = {} if subject is not run.backend else left_to_others(run.item, run.session)
-        self._trained = ""
         self.doing, self.on = f"trying the invariants of {subject.name}", run.workload.id
         self.evidence: FailureToSave = FailureToSave(spec, subject)
 
@@ -375,7 +360,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
             reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
             return Judgment.refused(self.subject, f"none of the requested invariants applies: {reasons}")
         if report.passed:
-            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because(), self._trained))))
+            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because()))))
         broken = tuple(sorted({finding.invariant for finding in report.broken}))
         return Judgment(
             Verdict.BROKEN,
@@ -397,33 +382,7 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
                 progress(next(asked))
                 begin(name)
 
-            def ask(spec: CheckSpec) -> InvariantReport:
-                return judge_invariants(subject, spec, references, names, None, thorough, deadline, begun, self._elsewhere)
-
-            found, self._trained = passing_in_training(run, subject, self._spec, ask)
-            return ask(self._spec) if found is None else found
-
-
-class _Found(Protocol):
-    @property
-    def passed(self) -> bool: ...
-
-
-Answer = TypeVar("Answer", bound=_Found)
-
-
-def passing_in_training(
-    run: CaseRun, subject: Subject, spec: CheckSpec, ask: Callable[[CheckSpec], Answer]
-) -> tuple[Answer | None, str]:
-    """Return what `ask` finds of a subject called as in training, where others ask for its kernel for inference, and that.
-
-    None where none do, or where it does not pass: then the test's own call decides.
-    """
-    if subject is run.backend and (others := left_to_others(run.item, run.session).get(INFERENCE)):
-        with suppress(Exception):  # the other call says what is wrong
-            if (found := ask(replace(spec, in_training=True))).passed:
-                return found, f"called as in training, and as in inference on {others}"
-    return None, ""
+            return judge_invariants(subject, self._spec, references, names, None, thorough, deadline, begun)
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:

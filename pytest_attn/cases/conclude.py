@@ -30,10 +30,10 @@ from pytest_attn.isolation.function import isolated_of
 from pytest_attn.reports.lines import labeled, taken_apart
 from pytest_attn.reports.records import new_record
 from pytest_attn.reports.verdict import Cause, Verdict
-from pytest_attn.session.cover import left_to
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.kinds import CaseParameter, kind_of, marker_of, typed_name
 from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.option_types import declared_options
 from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.parameters import parameters_of
@@ -95,7 +95,7 @@ class CaseRun:
             with ending_no_test(evaluator.name, calls=False), self._watched(evaluator):
                 found = evaluator.judge()
         except RefusedError as error:
-            found = evaluator.ended(RefusedError(self._refused_late(self.asked, str(error))))
+            found = evaluator.ended(error)
             self._remember(evaluator, str(error))
         except (ContractError, DeadlineError, EndsTestError, RankRaisedError) as error:
             found = evaluator.ended(error)
@@ -219,8 +219,10 @@ class CaseRun:
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
         if settings.isolated is not None:
             given["isolated"] = settings.isolated
-        options = [f"--attn-{stem}={shlex.quote(text)}" if text else f"--attn-{stem}" for stem, text in given.items()]
-        return " ".join(["pytest", shlex.quote(typed_name(self.item)), *options])
+        options = {one.stem: one for one in declared_options(type(settings))}
+        return " ".join(
+            ["pytest", shlex.quote(typed_name(self.item)), *(options[stem].typed(text) for stem, text in given.items())]
+        )
 
     # -- what is judged ------------------------------------------------------------------------------------------------
 
@@ -289,17 +291,7 @@ class CaseRun:
             is_own = subject is not None and not is_missing and subject.declines(*asked) == obstruction
             self.skip(subject, obstruction, cause=Cause.NOT_HERE if is_missing else Cause.DECLINED if is_own else None)
         if subject is not None and (said := self.session.refused.get((subject, self.workload, asked[2], self.machine))):
-            self.skip(subject, self._refused_late(subject, said), cause=Cause.DECLINED)
-
-    def _refused_late(self, subject: Subject | None, reason: str) -> str:
-        """Return the reason, and which questions nobody is asked now, as other cases had left them to this one."""
-        left = left_to(self.item, self.session) if self.backend is not None and subject is self.backend else {}
-        told = ", ".join(f"{question} ({number} cases)" for question, number in sorted(left.items()))
-        return (
-            f"{reason}; not asked, as other cases left it to this one: {told}; --attn-thorough asks each case"
-            if told
-            else reason
-        )
+            self.skip(subject, said, cause=Cause.DECLINED)
 
     def _missing_because(self, subject: Subject, backward: bool) -> str | None:
         """Say that it is not here, or cannot be imported, which is not tried for what it declares to refuse."""

@@ -483,7 +483,7 @@ class LatencyEvaluator(Evaluator[Latency]):
         decision = latency.decision
         if not mode.reports or decision is None:
             return Judgment(Verdict.MEASURED, latency, is_recorded=False)
-        if self._run.session.settings.cupti:
+        if self._run.session.settings.cupti and self._run.session.worker is None:
             latency = replace(latency, cupti=self._cupti())
         self._show_to_benchmark(latency)
         return self._decided(latency, decision)

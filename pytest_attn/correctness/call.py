@@ -258,11 +258,11 @@ def call_kernel(
         laid = list(spec.handed(pristine))
     if spec.workload.v_in_k:
         laid[2] = laid[1][..., : spec.workload.v_head_dim]
-    leaves = spec.leaves if spec.trains else ()
+    leaves = spec.leaves if spec.backward else ()
     given = [t.requires_grad_(name in leaves) for name, t in zip("qkv", laid, strict=True)]
     names = spec.results
     empty_rows = EmptyRows(pristine, spec.declared.empty_rows)
-    gradients = nullcontext() if spec.trains else torch.no_grad()
+    gradients = nullcontext() if spec.backward else torch.no_grad()
     with seeded(spec), gradients, watching_caches() as caches, switches_kept(spec.device.type):
         result = kernel(*given)
     wait(spec.device)

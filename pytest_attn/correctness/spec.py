@@ -36,8 +36,7 @@ class CheckSpec:
     distributions. declared: what the kernel says of itself. limits: a name in `comparison.LIMITS`. leaves: of which of q, k
     and v gradients are compared, where any are; the others need none. parameters: what the kernel closes over, by name
     ("sinks", "bias", "alibi"), whose gradients are compared as well: the leaves, or their values, by which these are found.
-    diagnosis_timeout: seconds in which what explains a fault is looked for, 0 for no end. in_training: the kernel is called
-    as where gradients are asked for, though none are.
+    diagnosis_timeout: seconds in which what explains a fault is looked for, 0 for no end.
     """
 
     workload: Workload
@@ -50,7 +49,6 @@ class CheckSpec:
     diagnosis_timeout: float = dataclasses.field(default=60.0, compare=False)
     leaves: tuple[str, ...] = ("q", "k", "v")
     parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, compare=False)
-    in_training: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "declared", self.declared.on(self.device.type))
@@ -64,11 +62,6 @@ class CheckSpec:
             raise ValueError(unfit)
         if self.backward and (reason := self.workload.has_no_gradient_because):
             raise ValueError(f"{self.workload.id}: {reason}; leave out backward=True")
-
-    @property
-    def trains(self) -> bool:
-        """Whether the kernel is called where tensors need gradients, be they asked for or not."""
-        return self.backward or self.in_training
 
     @property
     def layout(self) -> str:
@@ -170,11 +163,11 @@ class ReferenceCache:
 
         That of a backend of this package: another may keep what its next test does not expect.
         """
-        of = subject, spec.workload, spec.trains, distribution, spec.seed, str(spec.device)
+        of = subject, spec.workload, spec.backward, distribution, spec.seed, str(spec.device)
         if (kept := self._compiled.get(of)) and (compilation := compilation_of(kept)):
             compilation.seconds = 0.0  # of the test before
             return kept
-        kernel = subject.prepare(inputs, spec.trains)
+        kernel = subject.prepare(inputs, spec.backward)
         if subject.is_backend and subject.is_contained and compilation_of(kernel) and spec.workload.bytes() < _SMALL:
             self._compiled[of] = kernel
             if len(self._compiled) > _KEPT_COMPILED:

@@ -1,8 +1,7 @@
 """Run every invariant of one kernel on one workload, and write down what broke."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 
 import torch
 
@@ -85,13 +84,11 @@ def judge_invariants(
     thorough: bool = False,
     deadline: Callable[[], AbstractContextManager[object]] = nullcontext,
     begin: Callable[[str], None] = lambda name: None,
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> InvariantReport:
     """Ask `subject` every invariant that applies to the spec's workload, on the first of its input distributions.
 
     only, skip: names of invariants. thorough: all of them, with more repetitions. deadline: makes a context that surrounds
-    each call. begin: is given the name of each before it is asked. elsewhere: invariants that another case of the run, named,
-    asks of the same kernel, if they would be compiled anew here.
+    each call. begin: is given the name of each before it is asked.
 
     The plain call comes first: its exceptions pass through, ContractError for a result that cannot be compared included, and
     RefusedError where a backend refuses as late as there. Raises ValueError for an unknown name, and where no name is left.
@@ -103,12 +100,10 @@ def judge_invariants(
     with probe.calling():
         probe.kernel = references.prepared(subject, spec, spec.inputs[0], inputs)
     probe.base  # noqa: B018 - the call that the others are held against, made here, once
-    return InvariantReport(spec.workload.id, subject.name, tuple(_findings(invariants, probe, begin, elsewhere)))
+    return InvariantReport(spec.workload.id, subject.name, tuple(_findings(invariants, probe, begin)))
 
 
-def _findings(
-    invariants: Iterable[Invariant], probe: Probe, begin: Callable[[str], None], elsewhere: Mapping[str, str]
-) -> Iterator[Finding]:
+def _findings(invariants: Iterable[Invariant], probe: Probe, begin: Callable[[str], None]) -> Iterator[Finding]:
     """Run one after the other, until a kernel has taken CUDA from this process: what was not run is not broken."""
     lost = ""
     for invariant in invariants:
@@ -116,7 +111,7 @@ def _findings(
             yield Finding(invariant.name, "not applicable", lost, 0)
             continue
         begin(invariant.name)
-        yield _find(invariant, probe, elsewhere.get(invariant.name))
+        yield _find(invariant, probe)
         if said := lost_because(probe.device):
             lost = f"not run: CUDA has failed in this process since {invariant.name} was ({said})"
 
@@ -135,8 +130,8 @@ def lost_because(device: torch.device) -> str | None:
 _WITH_DROPOUT = ("rerun", "layout", "alignment", "poison", "state")
 
 
-def _find(invariant: Invariant, probe: Probe, other: str | None) -> Finding:
-    """Ask one invariant. What the kernel raises breaks it, unless it is a refusal of the backend. other: who asks it, too."""
+def _find(invariant: Invariant, probe: Probe) -> Finding:
+    """Ask one invariant. What the kernel raises breaks it, unless it is a refusal of the backend."""
     before, probe.note = probe.count.calls, ""
 
     def finding(outcome: Outcome, evidence: str) -> Finding:
@@ -146,8 +141,6 @@ def _find(invariant: Invariant, probe: Probe, other: str | None) -> Finding:
     if not reason and probe.workload.dropout and invariant.name not in _WITH_DROPOUT:
         reason = "compares calls in which dropout may leave other probabilities"
     reason = reason or invariant.inapplicable_because(probe)
-    if other and not reason and not probe.thorough and invariant.pays_anew(probe):
-        reason = f"not run here but on {other}"
     if reason:
         return finding("not applicable", reason)
     try:

@@ -221,11 +221,6 @@ class Probe:
         """Whether other options cost another compilation, be it that other strides do not."""
         return self.is_compiled or self.subject.compiles
 
-    @property
-    def pays_for_options(self) -> bool:
-        """Whether other strides or options cost another compilation, or a plan of a library."""
-        return self.compiles_options or self.subject.makes_plans
-
     # -- calling -------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -239,7 +234,7 @@ class Probe:
         """The callable, prepared for the workload where a backend makes it."""
         __tracebackhide__ = True
         with self.calling():
-            return self.subject.prepare(self.inputs, self.spec.trains)
+            return self.subject.prepare(self.inputs, self.spec.backward)
 
     def calling(self) -> AbstractContextManager[object]:
         """Surround a call as the case wants it, silencing a library's warnings."""
@@ -276,9 +271,9 @@ class Probe:
         needing = spec.leaves if needing is None else needing
         v = tensors.k[..., : self.workload.v_head_dim] if self.workload.v_in_k else tensors.v
         given = dict(zip("qkv", (tensors.q, tensors.k, v), strict=True))
-        leaves = [t.detach().requires_grad_(spec.trains and name in needing) for name, t in given.items()]
+        leaves = [t.detach().requires_grad_(spec.backward and name in needing) for name, t in given.items()]
         self.count.calls += 1
-        without = nullcontext() if spec.trains else torch.no_grad()
+        without = nullcontext() if spec.backward else torch.no_grad()
         with self.calling(), seeded(spec), without, switches_kept(self.device.type):
             result = kernel(*leaves)
         names = spec.results
@@ -455,10 +450,6 @@ class Invariant(ABC):
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Say why the invariant says nothing about this workload or kernel, None where it does. Calls nothing."""
         return next((need.otherwise for need in self.needs if not need.is_met(probe)), None)
-
-    def pays_anew(self, probe: Probe) -> bool:
-        """Whether what it asks costs a compilation, or a plan, that the plain call has not paid for."""
-        return False
 
     @abstractmethod
     def run(self, probe: Probe) -> str:

@@ -66,6 +66,14 @@ class AttentionMark:
         " of each rank",
     )
 
+    covering: int | None = argument(
+        None,
+        "2 or 1: where nobody names workloads, a backend runs as few as cover each pair of values that it takes, or each"
+        " value; one that compiles as few as cover each value, or one; --attn-workloads=all runs all",
+        one_of(None, 1, 2),
+        unset="all of them",
+    )
+
     def __post_init__(self) -> None:
         checked(self)
 
@@ -100,8 +108,8 @@ class AttentionMark:
 
 
 def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
-    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None)`; raises as `from_marker` does."""
-    values = {"backward": True, **_keywords(mark, ("backends", "backward", "device"))}
+    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None, covering=None)`; raises likewise."""
+    values = {"backward": True, **_keywords(mark, ("backends", "backward", "device", "covering"))}
     one_of(True, False)("backward", values["backward"])
     given = pytest.mark.attention(**values).mark
     return AttentionMark.from_marker(given, Catalog(), registry)
@@ -115,6 +123,11 @@ class RequiresMark:
     arch: str | None = argument(None, 'compute capability, ">=8.0,<10.0", or "sm90", "gfx942", "cpu"')
     memory: int | None = argument(None, 'of the device: "40 GiB"')
     gpus: int | None = argument(None, "how many")
+    timed: bool = argument(
+        False,
+        "whether times can be taken: not by workers that share a device; `--attn-latency=require` runs the test",
+        one_of(True, False),
+    )
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark, registry: Registry) -> RequiresMark:
@@ -154,27 +167,6 @@ class RequiresMark:
 
 
 @dataclass(frozen=True)
-class ChosenMark:
-    """`@pytest.mark.attention_chosen(...)`: how few cases of a test are enough."""
-
-    timed: bool = argument(False, "whether all cases run where times can be taken")
-    compiled: int | None = argument(None, "the most cases of a backend that compiles; those that reach most are kept")
-    asks_once: bool = argument(
-        False, "whether few cases of a file are enough for an invariant that needs another compilation or plan"
-    )
-
-    @classmethod
-    def from_marker(cls, mark: pytest.Mark) -> ChosenMark:
-        """Check every argument; raise ValueError naming what was found and what was expected."""
-        made = cls(**_keywords(mark, [one.name for one in arguments_of(cls)]))
-        if made.compiled is not None and (not isinstance(made.compiled, int) or made.compiled < 1):
-            raise ValueError(f"attention_chosen: compiled must be a whole number >= 1, got {made.compiled!r}")
-        if not isinstance(made.asks_once, bool):
-            raise ValueError(f"attention_chosen: asks_once must be True or False, got {made.asks_once!r}")
-        return made
-
-
-@dataclass(frozen=True)
 class MarkerHelp:
     """What `pytest --markers` and docs/reference/markers.md show of a marker. before: what its arguments begin with."""
 
@@ -211,21 +203,12 @@ def marker_help() -> tuple[MarkerHelp, ...]:
         MarkerHelp(
             "attention_model",
             "the test holds a model's attention with attn_model, on each selected backend if it uses attn_backend",
-            (of_model["backends"], backward, of_model["device"]),
+            (of_model["backends"], backward, of_model["device"], of_model["covering"]),
         ),
         MarkerHelp(
             "attention_requires",
             "skip the test, with the reason, where something that it needs is missing",
             tuple(arguments_of(RequiresMark)),
-        ),
-        MarkerHelp(
-            "attention_chosen",
-            "unless --attn-workloads, -k or an id names them, run only as many cases as reach every option and kernel of each"
-            " backend, or what of these it compiles in two minutes; of your own that compiles nothing, all small workloads;"
-            " all models only where --attn-workloads=all names them; none where workloads are named, nor without a backend"
-            " where backends are; call what compiles without gradients as in training, but for few cases, where the file has"
-            " the same with gradients",
-            tuple(arguments_of(ChosenMark)),
         ),
     )
 

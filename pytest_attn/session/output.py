@@ -149,10 +149,9 @@ def chosen_words(session: AttentionSession) -> str:
     if not collected.chosen:
         models = count(collected.unchosen, "case")
         return f"not run: {models} of models, which say nothing of what is named; --attn-workloads=all adds them"
-    partly = f", of {' and '.join(sorted(collected.cut_short))} what compiles in minutes" if collected.cut_short else ""
     return (
-        f"chosen: {collected.chosen:,} cases, which reach every option and kernel of each backend{partly};"
-        f" --attn-workloads=all adds {collected.unchosen:,}"
+        f"chosen: {collected.chosen:,} of {collected.chosen + collected.unchosen:,} cases, which cover what each backend"
+        " takes; --attn-workloads=all runs all"
     )
 
 
@@ -251,4 +250,7 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
     shown = tables(registrations.registry, registrations.catalog, machine)
     print_section(reporter, listing(shown, closing, room(reporter.isatty), collected.obstacles))
     if said := chosen_words(session):
-        reporter.write_line(said)
+        is_verbose = reporter.config.option.verbose > 0
+        for line in sorted(collected.covering) if is_verbose else []:
+            reporter.write_line(line)
+        reporter.write_line(said if is_verbose else f"{said}; -v lists them")

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 
 from pytest_attn.processes.worker import Worker
 from pytest_attn.session.devices import Machines, memory_lock, sharers_of
+from pytest_attn.session.kinds import test_of
 from pytest_attn.session.options import Settings
 from pytest_attn.session.registrations import Registrations
 
@@ -49,10 +50,10 @@ class Collected:
         self.selected = 0  # cases that are left after deselection, which share the rate of false alarms
         self.due = self.begun = 0  # cases that are to run in this process, and those whose turn came
         self.runnable = 0  # cases of a listing that would run
-        self.chosen = self.unchosen = 0  # of those that a choice was made of (session/cover.py), as far as they would run
-        self.cut_short: list[str] = []  # backends of which a choice reaches a part, as the rest compiles too long
-        #: invariants that a case leaves to another one, by backend, whether as it declares, and case (session/cover.py)
-        self.left_to_others: dict[tuple[str, bool], dict[str, dict[str, str]]] = {}
+        self.chosen = self.unchosen = (
+            0  # of those of which a covering set runs (session/cover.py), as far as they are declared
+        )
+        self.covering: list[str] = []  # each covering set in words
         #: why the others would not run: by reason, how many of each backend
         self.obstacles: dict[str, Counter[str]] = {}
 
@@ -61,6 +62,16 @@ class Collected:
         self.tests += 1
         self.cases += cases
         self.takes_backend |= takes_backend
+
+    def chose(self, first: pytest.Item, backend: str, chosen: Sequence[pytest.Item], declared: int) -> None:
+        """Count the covering set of a backend in a test, and what it declares to take. first: an item of the test."""
+        number = min(len(chosen), declared)
+        self.chosen += number
+        self.unchosen += declared - number
+        names = [one.name.partition("[")[2].removesuffix("]").removesuffix(f"-{backend}") for one in chosen[:number]]
+        self.covering += (
+            [] if not names else [f"{first.path.stem}, {test_of(first).rpartition('::')[2]}, {backend}: {', '.join(names)}"]
+        )
 
     @property
     def listed(self) -> int:

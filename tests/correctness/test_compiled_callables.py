@@ -234,26 +234,3 @@ def test_the_tests_of_a_workload_share_what_torch_compiled_of_a_backend_of_ours(
     assert len(seen) == prepared + (prepared > 1) + 3
     assert judge(backend, spec.for_subject(backend), references).passed
     assert len(seen) == prepared + (prepared > 1) + 4, "the last two are kept"
-
-
-def test_a_call_as_in_training_shares_what_is_compiled_for_gradients_and_asks_for_none(monkeypatch):
-    backend, references, seen = Registry()["math"], ReferenceCache(), []
-    prepare = Math.prepare
-
-    def noted(self, inputs, backward=False):
-        kernel = prepare(self, inputs, backward)
-
-        def call(q, k, v):
-            seen.append((backward, torch.is_grad_enabled(), q.requires_grad))
-            return kernel(q, k, v)
-
-        call.compilation = Compilation(3.0, 1)
-        return call
-
-    monkeypatch.setattr(Math, "prepare", noted)
-    for call in ({"backward": True}, {"in_training": True}, {}):
-        comparison = judge(backend, CheckSpec(WORKLOADS[0], CPU, inputs=("flat",), **call).for_subject(backend), references)
-        assert comparison.passed
-        assert ("dq" in str(comparison.tensors)) == ("backward" in call)
-    assert set(seen) == {(True, True, True), (False, False, False)}
-    assert sum(trains for trains, _, _ in seen) == 2 * sum(not trains for trains, _, _ in seen)

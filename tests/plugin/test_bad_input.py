@@ -338,14 +338,14 @@ def test_a_faulty_backend_harms_neither_the_listing_nor_the_others(run, kernel_t
     listing = run("--attn-list", "--attn-backends=faulty,math")
     assert listing.ret == 0
     listing.stdout.fnmatch_lines(["math *available"])
-    result = run("--attn-backends=faulty,math", "--attn-support=out.md")
+    result = run("--attn-backends=faulty,math", "--attn-output=out.support.md")
     assert "INTERNALERROR" not in result.stdout.str()
     if "version" in method:
         result.stdout.fnmatch_lines(["mismatch      faulty on *"])
     else:
         result.assert_outcomes(passed=1, errors=1)
         result.stdout.fnmatch_lines(["raised        faulty on *: KeyError: 'boom'", "1 right, 1 raised; *"])
-        assert "| `faulty` | 1 raised |" in (pytester.path / "out.md").read_text()
+        assert "| `faulty` | 1 raised |" in (pytester.path / "out.support.md").read_text()
 
 
 def test_reasons_may_be_one_text_or_none(run, kernel_test, pytester):

@@ -109,7 +109,7 @@ def test_strict_limits_reach_the_judgment(run, kernel_test):
 
 def test_memory_bounds_the_shared_references(run, kernel_test):
     kernel_test("attn.check('math'); attn.check('sdpa_flash'); assert attn._session.references.limit == 1024")
-    run("--attn-memory=1KiB").assert_outcomes(passed=1)
+    run("-oattn_memory=1KiB").assert_outcomes(passed=1)
 
 
 def test_ini_values_hold_unless_the_command_line_says_otherwise(run, kernel_test, pytester):
