@@ -2,7 +2,8 @@
 
 The set is of pairs of values or of values alone, as the marker says, and of one less where each case compiles: of values alone
 or one case. Such a backend runs nothing forward alone that it reaches with gradients in the same file. One that compiles for
-minutes runs what one of its kernels reaches. A backend of one's own that does not compile also runs all small workloads.
+minutes runs what one of its kernels reaches. A backend of one's own that does not compile runs all small workloads, and of the
+larger ones as few as reach the values that are left.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -94,22 +95,13 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
     Who names workloads, tests by -k or -m, or one case, is understood: the choice is made of what these leave. Who names
     workloads gets no models, which have none, and who names backends only models with these in their place.
     """
-    settings, collected = session.settings, session.collected
-    if "all" in settings.workloads or not session.kernels.are_tested or settings.tune or session.worker:
-        return
-    if config.option.collectonly:
+    if _are_all_wanted(config, session):
         return
     wanted = left_in(config, items)
-    unwanted = _models_not_meant(wanted, settings)
-    collected.unchosen += len(unwanted)
+    unwanted = _models_not_meant(wanted, session.settings)
+    session.collected.unchosen += len(unwanted)
     tests = _by_backend([item for item in wanted if item not in unwanted], session)
-    try_libraries(list(map(session.kernels.backend_named, tests)))
-    for name in _in_own_order(tests):
-        question = f"covering set of {name} in {[case.item.nodeid for cases in tests[name] for case in cases]}"
-        for cases, places in zip(tests[name], once_in_a_run(question, partial(_places, tests[name])), strict=True):
-            chosen = [cases[place].item for place in places]
-            unwanted.update(case.item for case in cases if case.item not in chosen)
-            collected.chose(cases[0].item, name, chosen, sum(case.is_claimed for case in cases))
+    unwanted |= _not_chosen(tests, session)
     items[:] = [item for item in items if item not in unwanted]
     if tests:
         from pytest_attn.backends.streams import leave_memory  # imports torch
@@ -117,12 +109,32 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
         leave_memory(session.machines.device())  # in which libraries were asked
 
 
+def _are_all_wanted(config: pytest.Config, session: AttentionSession) -> bool:
+    settings = session.settings
+    is_of_others = not session.kernels.are_tested or settings.tune is not None or session.worker is not None
+    return is_of_others or config.option.collectonly or "all" in settings.workloads
+
+
+def _not_chosen(tests: Mapping[str, Sequence[Cases]], session: AttentionSession) -> set[pytest.Item]:
+    """Return the cases outside of the covering sets, and count them. tests: by backend."""
+    unwanted: set[pytest.Item] = set()
+    try_libraries(list(map(session.kernels.backend_named, tests)))
+    for name in _in_own_order(tests):
+        question = f"covering set of {name} in {[case.item.nodeid for cases in tests[name] for case in cases]}"
+        for cases, places in zip(tests[name], once_in_a_run(question, partial(_places, tests[name])), strict=True):
+            unwanted.update(case.item for place, case in enumerate(cases) if place not in places)
+            chosen = [cases[place].item for place in places if cases[place].is_claimed]
+            session.collected.chose(cases[0].item, name, chosen, sum(case.is_claimed for case in cases))
+    return unwanted
+
+
 def _by_backend(items: Iterable[pytest.Item], session: AttentionSession) -> dict[str, list[Cases]]:
     """Return the cases that may be left out, by backend and test; those of a backend that is missing are skipped otherwise."""
     groups: dict[tuple[str, str], Cases] = {}
     for item in items:
         parameter = parameter_of(item)
-        if parameter and parameter.backend and _may_be_left_out(item, session):
+        is_named = bool(session.settings.workloads) and kind_of(item) is not MODEL
+        if parameter and parameter.backend and not is_named and _may_be_left_out(item, session):
             groups.setdefault((test_of(item), parameter.backend), []).append(_Case(item, parameter, session))
     tests: dict[str, list[Cases]] = {}
     for (_, name), cases in groups.items():
@@ -132,8 +144,7 @@ def _by_backend(items: Iterable[pytest.Item], session: AttentionSession) -> dict
 
 
 def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
-    is_named = bool(session.settings.workloads) and kind_of(item) is not MODEL
-    if _strength_of(item) is None or is_named or absent_because(item, device_of(item), session):
+    if _strength_of(item) is None or absent_because(item, device_of(item), session):
         return False  # and on a CPU the suite leaves out most models by itself
     return kind_of(item) is not MODEL or session.machines.device(device_of(item)).type != "cpu"
 
@@ -190,7 +201,7 @@ def _chosen(cases: Cases, with_gradients: Targets) -> Cases:
     if backend.is_slow:
         strength, claimed = strength - 1, _of_one_kernel(claimed, backend)
     elif not backend.is_contained:
-        kept = [case for case in claimed if case.is_small]
+        strength, kept = 1, [case for case in cases if case.is_small]
     reached = with_gradients.union(*(targets_of(case.values, strength) for case in kept))
     values = {case: case.values for case in claimed if case not in kept}
     runs: Callable[[_Case], bool] = lambda case: case.runs  # noqa: E731

@@ -85,12 +85,7 @@ class AttentionMark:
         if mark.args and not values["workloads"]:
             raise ValueError("attention was given an empty list of workloads; name one, or nothing for the run's selection")
         if values.get("backends") is not None:
-            names = _as_tuple(values["backends"])
-            for name in names:
-                if not isinstance(name, str):
-                    raise ValueError(f"backends must be names, got {name!r}")
-                registry.require(name)
-            values["backends"] = tuple(map(registry.canonical, names))
+            values["backends"] = _backends(values["backends"], registry)
         if values.get("dtypes") is not None:
             values["dtypes"] = tuple(dtype_name(dtype) for dtype in _as_tuple(values["dtypes"]))
         if values.get("inputs") is not None:
@@ -240,6 +235,15 @@ def _workloads(argument: object, catalog: Catalog) -> list[Workload]:
     raise ValueError(f"a workload must be a name or a Workload, {found}; say for example Workload(200, heads=2)")
 
 
+def _backends(given: object, registry: Registry) -> tuple[str, ...]:
+    names = _as_tuple(given)
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"backends must be names, got {name!r}")
+        registry.require(name)
+    return tuple(map(registry.canonical, names))
+
+
 def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the world sizes of a marker, none where it names none; check what goes with them. said: of the callable."""
     ranks, shard = values.get("ranks"), values.get("shard", "contiguous")
@@ -250,7 +254,7 @@ def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...
             raise ValueError("shard says how ranks share a sequence; say over how many with ranks=2, or ranks=(2, 4)")
         return ()
     found = _as_tuple(ranks)
-    if not found or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in found):
+    if not found or not all(map(_is_number_of_processes, found)):
         raise ValueError(f"ranks must be a number of processes, 1 or more, or several such numbers, got {ranks!r}")
     if unfit := [name for name in sorted(FORM) if name in said and name not in ("layout", "returns_lse")]:
         raise ValueError(f"ranks return out, or (out, lse) with returns_lse=True; leave out {', '.join(unfit)}")
@@ -258,6 +262,10 @@ def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...
         *others, last = PARAMETERS
         raise ValueError(f"ranks have gradients of q, k and v; leave out {', '.join(others)} and {last} in backward")
     return tuple(dict.fromkeys(found))
+
+
+def _is_number_of_processes(one: object) -> bool:
+    return isinstance(one, int) and not isinstance(one, bool) and one >= 1
 
 
 def _as_tuple(value: object) -> tuple[Any, ...]:

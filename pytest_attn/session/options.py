@@ -313,7 +313,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 def require_known(args: Sequence[str], parser: pytest.Parser) -> None:
     """Raise pytest.UsageError for an option that begins with --attn- and is declared by nobody, be it a conftest."""
-    known = [one.flag for one in declared_options(Settings)]
+    known = [one.flag for one in declared_options(Settings) if not one.is_ini_only]
     typed = [name for name in (one.partition("=")[0] for one in args) if name.startswith("--attn-") and name not in known]
     left_over = parser.parse_known_and_unknown_args(args, argparse.Namespace())[1] if typed else []
     if unknown := [one for one in typed if any(other.partition("=")[0] == one for other in left_over)]:

@@ -65,10 +65,9 @@ class Collected:
 
     def chose(self, first: pytest.Item, backend: str, chosen: Sequence[pytest.Item], declared: int) -> None:
         """Count the covering set of a backend in a test, and what it declares to take. first: an item of the test."""
-        number = min(len(chosen), declared)
-        self.chosen += number
-        self.unchosen += declared - number
-        names = [one.name.partition("[")[2].removesuffix("]").removesuffix(f"-{backend}") for one in chosen[:number]]
+        self.chosen += len(chosen)
+        self.unchosen += declared - len(chosen)
+        names = [one.name.partition("[")[2].removesuffix("]").removesuffix(f"-{backend}") for one in chosen]
         self.covering += (
             [] if not names else [f"{first.path.stem}, {test_of(first).rpartition('::')[2]}, {backend}: {', '.join(names)}"]
         )

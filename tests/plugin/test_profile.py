@@ -87,11 +87,11 @@ def test_support_is_written_as_a_table(run, kernel_test, pytester):
 
 def test_support_is_written_through_a_link(pytester, kernel_test):
     kernel_test(FLASH)
-    (pytester.path / "real.md").write_text("old")
-    (pytester.path / "link.support.md").symlink_to("real.md")
+    (pytester.path / "real.support.md").write_text("old")
+    (pytester.path / "link.support.md").symlink_to("real.support.md")
     pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-output=link.support.md")
     assert (pytester.path / "link.support.md").is_symlink()
-    assert "| backend |" in (pytester.path / "real.md").read_text()
+    assert "| backend |" in (pytester.path / "real.support.md").read_text()
 
 
 def test_a_profile_is_printed_under_quiet_too(pytester, kernel_test):
