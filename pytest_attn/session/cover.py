@@ -53,6 +53,10 @@ class _Case:
     parameter: CaseParameter
     session: AttentionSession
 
+    def __str__(self) -> str:
+        others = [f"{name}={value}" for name, value in self._others.items()]
+        return " ".join([self.parameter.workload.id, *others] if kind_of(self.item) is not MODEL else others)
+
     @property
     def backend(self) -> Backend:
         """Whose case it is."""
@@ -61,9 +65,12 @@ class _Case:
     @cached_property
     def values(self) -> frozenset[str]:
         """What it reaches: options and kernels, and the values of other parameters of its test."""
+        return values_of(self.parameter.workload) | {f"{name}={value!r}" for name, value in self._others.items()}
+
+    @property
+    def _others(self) -> dict[str, object]:
         params: dict[str, object] = self.item.callspec.params  # type: ignore[attr-defined]
-        others = frozenset(f"{name}={value!r}" for name, value in params.items() if name != PARAMETER)
-        return values_of(self.parameter.workload) | others
+        return {name: value for name, value in params.items() if name != PARAMETER}
 
     @property
     def is_claimed(self) -> bool:
@@ -123,8 +130,12 @@ def _not_chosen(tests: Mapping[str, Sequence[Cases]], session: AttentionSession)
         question = f"covering set of {name} in {[case.item.nodeid for cases in tests[name] for case in cases]}"
         for cases, places in zip(tests[name], once_in_a_run(question, partial(_places, tests[name])), strict=True):
             unwanted.update(case.item for place, case in enumerate(cases) if place not in places)
-            chosen = [cases[place].item for place in places if cases[place].is_claimed]
-            session.collected.chose(cases[0].item, name, chosen, sum(case.is_claimed for case in cases))
+            chosen, declared = [cases[place] for place in places], sum(case.is_claimed for case in cases)
+            session.collected.chosen += (number := sum(case.is_claimed for case in chosen))
+            session.collected.unchosen += declared - number
+            session.collected.covering += (
+                [f"{test_of(cases[0].item)}, {name}: {', '.join(map(str, chosen))}"] if number else []
+            )
     return unwanted
 
 
@@ -196,17 +207,17 @@ def _places(tests: Sequence[Cases]) -> list[list[int]]:
 def _chosen(cases: Cases, with_gradients: Targets) -> Cases:
     """Return the covering set of one backend in one test; one case where all is reached, or nothing runs, which says why."""
     backend, strength = cases[0].backend, _strength_of(cases[0].item) or 0
-    claimed = [case for case in cases if case.is_claimed]
     kept: Cases = []
+    able = cases
     if backend.is_slow:
-        strength, claimed = strength - 1, _of_one_kernel(claimed, backend)
+        strength, able = strength - 1, _of_one_kernel(cases, backend)
     elif not backend.is_contained:
         strength, kept = 1, [case for case in cases if case.is_small]
     reached = with_gradients.union(*(targets_of(case.values, strength) for case in kept))
-    values = {case: case.values for case in claimed if case not in kept}
+    values = {case: case.values for case in able if case not in kept}
     runs: Callable[[_Case], bool] = lambda case: case.runs  # noqa: E731
     kept += covering(values, strength, runs, lambda case: case.parameter.workload.flops(), reached)
-    return kept or [next((case for case in claimed if case.runs), cases[0])]
+    return kept or [next((case for case in able if case.runs), cases[0])]
 
 
 def _of_one_kernel(cases: Cases, backend: Backend) -> Cases:
@@ -215,5 +226,6 @@ def _of_one_kernel(cases: Cases, backend: Backend) -> Cases:
         return cases
     kernels: dict[object, Cases] = {}
     for case in cases:
-        kernels.setdefault(kernel_of(backend, case.parameter.workload), []).append(case)
+        if case.is_claimed:
+            kernels.setdefault(kernel_of(backend, case.parameter.workload), []).append(case)
     return max(kernels.values(), key=lambda some: len(frozenset().union(*(case.values for case in some))), default=[])

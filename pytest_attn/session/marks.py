@@ -69,7 +69,7 @@ class AttentionMark:
     covering: int | None = argument(
         None,
         "2 or 1: where nobody names workloads, a backend runs as few as cover each pair of values that it takes, or each"
-        " value; one that compiles as few as cover each value, or one; --attn-workloads=all runs all",
+        " value; one that compiles as few as cover each value, or one; `--attn-workloads=all` runs all",
         one_of(None, 1, 2),
         unset="all of them",
     )
@@ -103,7 +103,7 @@ class AttentionMark:
 
 
 def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
-    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None, covering=None)`; raises likewise."""
+    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None, covering=None)`; raises as that one does."""
     values = {"backward": True, **_keywords(mark, ("backends", "backward", "device", "covering"))}
     one_of(True, False)("backward", values["backward"])
     given = pytest.mark.attention(**values).mark

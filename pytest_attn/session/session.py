@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,6 @@ import pytest
 
 from pytest_attn.processes.worker import Worker
 from pytest_attn.session.devices import Machines, memory_lock, sharers_of
-from pytest_attn.session.kinds import test_of
 from pytest_attn.session.options import Settings
 from pytest_attn.session.registrations import Registrations
 
@@ -62,15 +61,6 @@ class Collected:
         self.tests += 1
         self.cases += cases
         self.takes_backend |= takes_backend
-
-    def chose(self, first: pytest.Item, backend: str, chosen: Sequence[pytest.Item], declared: int) -> None:
-        """Count the covering set of a backend in a test, and what it declares to take. first: an item of the test."""
-        self.chosen += len(chosen)
-        self.unchosen += declared - len(chosen)
-        names = [one.name.partition("[")[2].removesuffix("]").removesuffix(f"-{backend}") for one in chosen]
-        self.covering += (
-            [] if not names else [f"{first.path.stem}, {test_of(first).rpartition('::')[2]}, {backend}: {', '.join(names)}"]
-        )
 
     @property
     def listed(self) -> int:

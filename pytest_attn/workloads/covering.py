@@ -35,7 +35,7 @@ def covering(
     Args:
         cases: those that a backend declares to take, each with its values.
         strength: 2 for each pair of values, 1 for each value, 0 for the one case that reaches most values.
-        runs: whether a case is not refused after all, asked of few: of each as it would be chosen.
+        runs: whether a case is not refused after all; only of those that would be chosen.
         cost: of cases that add as much, the cheapest is chosen; of those that cost the same, the first.
         reached: what others reach.
     """
