@@ -103,7 +103,7 @@ class AttentionMark:
 
 
 def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
-    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None, covering=None)`; raises as that one does."""
+    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None, covering=None)`; see `from_marker`."""
     values = {"backward": True, **_keywords(mark, ("backends", "backward", "device", "covering"))}
     one_of(True, False)("backward", values["backward"])
     given = pytest.mark.attention(**values).mark
