@@ -31,7 +31,7 @@ from pytest_attn.reports.lines import labeled, taken_apart
 from pytest_attn.reports.records import new_record
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.deadline import DeadlineError
-from pytest_attn.session.kinds import CaseParameter, kind_of, marker_of, typed_name
+from pytest_attn.session.kinds import CaseParameter, id_from_root, kind_of, marker_of, typed_name
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.option_types import declared_options
 from pytest_attn.session.selection import Target
@@ -181,7 +181,7 @@ class CaseRun:
             "verdict": (Verdict.KNOWN_DEFECT if is_known else found.verdict).value,
             "reason": found.known_defects or found.reason,
             "explanation": taken_apart("\n".join([found.text, *found.remedies]), found.width) if found.text else (),
-            "test": self.item.nodeid,
+            "test": id_from_root(self.item),
             "command": self.command,
         }
         facts = facts_of(self.session, found.workload or evaluator.workload, subject, self.mark.device)

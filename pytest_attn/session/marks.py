@@ -124,6 +124,9 @@ class RequiresMark:
         one_of(True, False),
     )
 
+    def __post_init__(self) -> None:
+        checked(self)
+
     @classmethod
     def from_marker(cls, mark: pytest.Mark, registry: Registry) -> RequiresMark:
         """Check every argument; raise ValueError naming what was found and what was expected."""

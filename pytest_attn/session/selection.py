@@ -19,7 +19,7 @@ from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.reports.records import changed, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import Machines
-from pytest_attn.session.kinds import MUTANT, CaseParameter, parameter_of, test_of
+from pytest_attn.session.kinds import MUTANT, CaseParameter, id_from_root, parameter_of, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.options import Settings
 from pytest_attn.session.progress import Progress
@@ -249,7 +249,7 @@ class Mutants(SelectedKernels):
         mutant, records = self._mutants[name], getattr(report, "attn", [])
         facts = {field: getattr(mutant, field) for field in ("name", "kind", "summary", "condition")}
         fate = {**facts, "killed": killed, "found_with": found_with}
-        last = records[-1] if records else new_record(test=item.nodeid, subject=mutant.name)
+        last = records[-1] if records else new_record(test=id_from_root(item), subject=mutant.name)
         verdict = Verdict.EXPECTED if killed else last["verdict"] or Verdict.PASSED
         report.attn = [*records[:-1], changed(last, verdict=str(verdict), mutant=fate)]  # type: ignore[attr-defined]
 

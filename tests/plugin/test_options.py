@@ -177,7 +177,7 @@ def test_help_and_markers_and_fixtures_read_as_a_manual(pytester):
     assert len(re.findall(r"^attention kernels: ", text, re.M)) == len(GROUPS)
     markers = pytester.runpytest_inprocess("--markers").stdout.str()
     assert "@pytest.mark.attention(*workloads, backends=None, dtypes=None, layout='bhsd'" in markers
-    assert "@pytest.mark.attention_requires(backend=None, arch=None, memory=None, gpus=None)" in markers
+    assert "@pytest.mark.attention_requires(backend=None, arch=None, memory=None, gpus=None, timed=False)" in markers
     fixtures = pytester.runpytest_inprocess("--fixtures").stdout.str()
     for name in ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close"):
         assert re.search(rf"^{name} -- ", fixtures, re.MULTILINE)

@@ -16,7 +16,6 @@ def test_it(attn_workload, attn_backend):
     print("ran", attn_workload.name, attn_backend.name, os.environ.get("PYTEST_XDIST_WORKER"))
 """
 CONFTEST = """
-import atexit, gc, os
 from pytest_attn import Backend
 from pytest_attn.backends.backend import LibraryBackend
 
@@ -45,7 +44,6 @@ class Imported(LibraryBackend):
 def pytest_attn_backends(registry):
     for backend in (Own, Compiling, Planning, Sharing, Imported):
         registry.add(backend())
-atexit.register(lambda: open(f"{os.getpid()}.frozen", "w").write(str(gc.get_freeze_count())))
 """
 BACKENDS = "--attn-backends=own,compiling,planning,sharing,imported"
 
@@ -99,7 +97,8 @@ def test_workers_share_no_kernel(pytester, monkeypatch):
         '    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(max(1, usable_cores() // 2))\n'
     )
     pytester.makepyfile(test_first=test, test_other=test)
-    pytester.makeconftest(CONFTEST)
+    at_end = 'open(f"{os.getpid()}.frozen", "w").write(str(gc.get_freeze_count()))'
+    pytester.makeconftest(f"import atexit, gc, os\natexit.register(lambda: {at_end})\n{CONFTEST}")
     options = ("-n", "2", "--dist=loadgroup", "-rP", "--attn-unjudged=ignore", "--attn-backends=compiling,sharing")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
     ran = re.findall(r"^ran (\S+) (\S+) (gw\d)$", result.stdout.str(), re.MULTILINE)
