@@ -187,7 +187,7 @@ def between_over_within(runs: Sequence[dict[str, Any]], case: str) -> float:
 
 def tell_stories(suite: Suite, name: str) -> None:
     """Print what a recording of the four cases takes, and what a suspect adds to a run of one, with both kinds."""
-    for kind, how in (("forked", "--attn-fresh=forked"), ("wholly fresh", "--attn-fresh=started")):
+    for kind, how in (("forked", "-oattn_fresh=forked"), ("wholly fresh", "-oattn_fresh=started")):
         recording, recorded = suite.run("--attn-update-baselines=benchmark", how)
         passing, passed = suite.run("-k", name, how)
         failing, failed = suite.run("-k", name, how, SLOWED="1")

@@ -89,7 +89,7 @@ def one_pool(folder: Path, device: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_noise.py", f"--attn-device={device}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [*command, "--attn-json=run.jsonl"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False
+        [*command, "--attn-output=run.jsonl"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
     records = read_records(folder / "run.jsonl")
     timed = [record for record in records if record["question"] == "latency" and record["latency"].get("p50")]

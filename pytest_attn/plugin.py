@@ -35,7 +35,6 @@ MARKERS = (
     "attention(*workloads, ...)",
     "attention_model(...)",
     "attention_requires(...)",
-    "attention_chosen(timed=False, compiled=None, asks_once=False)",
 )
 
 
@@ -125,7 +124,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_enter_pdb(config: pytest.Config) -> None:
     """Leave the terminal to the debugger."""
     if session_of(config).has_attention_tests:
-        session_of(config).progress.line.close()
+        session_of(config).progress.close()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -159,12 +158,12 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """Deselect tests of which the selection left nothing, and what need not run.
 
-    After -k and the like, keep one item of each backend that this machine lacks, and have kernels of the others compiled.
+    After -k and the like, keep one item of each backend that this machine lacks.
     """
     session = session_of(config)
     if session.has_attention_tests:
         from pytest_attn.backends.compilers import share_cores
-        from pytest_attn.session.collection import deselect_unselected
+        from pytest_attn.session.collection import deselect_unselected, mark_groups
         from pytest_attn.session.cover import choose
 
         if workers := getattr(config, "workerinput", {}).get("workercount"):
@@ -173,6 +172,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             atexit.register(gc.freeze)  # else its end looks through all objects, which takes seconds with torch's
         deselect_unselected(config, items)
         choose(config, session, items)
+        if config.getoption("loadgroup", False):
+            mark_groups(items)
     if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):
         from pytest_attn.cases.pytest_benchmark import mark_measured
 
@@ -186,12 +187,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         surplus = keep_one_of_each_missing(config, session, items)
         if session.manifest is not None:
             session.manifest.note_absent(surplus)
-        if hasattr(config, "workerinput"):
-            from pytest_attn.session.ahead import compile_ahead
-            from pytest_attn.session.scheduling import tell_groups
-
-            tell_groups(config, items, compile_ahead(config, session, items))
     return result
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)
+def pytest_keep_groups_in_ids(items: list[pytest.Item]) -> None:
+    """Put xdist's groups into the ids: up to 3.8 it writes them where pytest from 9.2 on does not look."""
+    for item in items:
+        if (grouped := getattr(item, "_nodeid", item.nodeid)) != item.nodeid:
+            item._id = type(item._id).parse(grouped)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -215,9 +219,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Count the cases, which share the rate of false alarms, and for --attn-list what would run."""
     attention = session_of(session.config)
     if attention.has_attention_tests:
-        cases = [item.nodeid for item in session.items if is_case(item)]
-        attention.collected.selected = len(cases)
-        attention.progress.expect(cases)  # now, while no output is captured
+        attention.collected.selected = sum(map(is_case, session.items))
+        attention.progress  # noqa: B018 - made now, while no output is captured
     if attention.settings.list_only and attention.has_attention_tests:
         from pytest_attn.session.output import count_runnable
 
@@ -230,22 +233,12 @@ def pytest_configure_node(node: Any) -> None:
     session = node.config.stash.get(SESSION, None)
     if session is None:  # tests of plugins start nodes of a config that nobody has configured
         return
-    session.progress.listen(node)
     from pytest_attn.session.devices import place_on_host, require_gpu
 
     node.workerinput["attn_seed"] = str(session.settings.seed)
     node.workerinput["attn_place"] = place_on_host(node.gateway.spec, node.nodemanager.specs)
     if session.settings.gpu_per_worker:
         require_gpu(node.gateway.spec)
-
-
-@pytest.hookimpl(optionalhook=True, tryfirst=True)  # other plugins see the ids alone
-def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    """Have one worker of xdist run the cases of one backend and workload, which share what is compiled."""
-    from pytest_attn.session.scheduling import take_groups
-
-    cases = take_groups(node.config, ids)
-    session_of(node.config).progress.expect(cases, workers=len(node.nodemanager.specs))
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # xdist's own answers, too, and may have been registered later
@@ -260,11 +253,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over how many cases a worker of xdist has chosen, all of them the same, and wait for it no longer."""
-    session_of(node.config).progress.forget(node.gateway.id)
+    """Take over how many cases a worker of xdist has chosen, all of them the same."""
     if counts := getattr(node, "workeroutput", {}).get("attn_chosen"):
         collected = session_of(node.config).collected
-        collected.chosen, collected.unchosen, collected.cut_short = counts
+        collected.chosen, collected.unchosen = counts
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -282,7 +274,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     attention.has_ended = True
     if hasattr(session.config, "workeroutput"):
         collected = attention.collected
-        session.config.workeroutput["attn_chosen"] = (collected.chosen, collected.unchosen, collected.cut_short)
+        session.config.workeroutput["attn_chosen"] = (collected.chosen, collected.unchosen)
     if attention.settings.list_only and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
     is_asked = attention.settings.unjudged != "ignore" and not hasattr(session.config, "workerinput")

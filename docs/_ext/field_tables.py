@@ -37,7 +37,8 @@ def _option_cells(one: Option) -> tuple[str, str, str, str]:
     ini = f"`{one.dest}`" if one.default is not None else ""
     if default and not default.startswith(":"):  # " (default there: ...)": a sentence of its own
         text, said = one.help, ""
-    return f"`{flag}`", ini, said or (f"`{one.default}`" if one.default else ""), text
+    flag = "" if one.is_ini_only else f"`{flag}`"
+    return flag, ini, said or (f"`{one.default}`" if one.default else ""), text
 
 
 def workload() -> Iterator[str]:

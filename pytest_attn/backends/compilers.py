@@ -35,9 +35,6 @@ class Compiler:
         return Path(environ.get(self.variable) or os.path.expanduser(self.folder.replace("USER", getuser()))) / self.below
 
 
-#: what processes of a run note of the cases that one worker runs: somebody compiles for them, all of it is in the caches
-BEGUN, COMPILED = " begun", " compiled"
-
 _TEMPORARY = tempfile.gettempdir()
 _FLASH4 = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 _INDUCTOR = "TORCHINDUCTOR_"
@@ -84,11 +81,8 @@ def seconds_to_compile(name: str, compiles: bool) -> float:
 
 
 def share_cores(workers: int) -> None:
-    """Have inductor take a worker's share of the cores for its processes, where the user has not said how many.
-
-    Half of it, as a process beside each worker compiles, too (session/ahead.py).
-    """
-    os.environ.setdefault(f"{_INDUCTOR}COMPILE_THREADS", str(max(1, usable_cores() // (2 * workers))))
+    """Have inductor take a worker's share of the cores for its processes, where the user has not said how many."""
+    os.environ.setdefault(f"{_INDUCTOR}COMPILE_THREADS", str(max(1, usable_cores() // workers)))
 
 
 def keeping_flash4() -> dict[str, str]:

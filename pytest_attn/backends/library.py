@@ -127,11 +127,8 @@ def try_imports(libraries: Sequence[Library]) -> None:
 # -- tried out in a process of its own ---------------------------------------------------------------------------------------
 
 
-#: whether an import may end this process, so that nothing is tried in a child of it
-is_expendable = False
 _IMPORT_SECONDS = 120
 _DAY = 86_400
-_NOTES = "notes"
 
 
 @functools.cache
@@ -139,7 +136,7 @@ def import_failure(module: str) -> str | None:
     """Import a module, first in a child process; say in its own words why it cannot be, or None."""
     if module in sys.modules:
         return None
-    reason = None if is_expendable else try_import(module)
+    reason = try_import(module)
     if reason is None:
         tried = _mark_of(module)
         try:
@@ -254,31 +251,9 @@ def once_in_a_run(question: str, find_out: Callable[[], Answer]) -> Answer:
     return answers[0]
 
 
-def note_in_a_run(what: str) -> bool:
-    """Note a line for all processes of a run of xdist on this host; False where it is noted already, or cannot be."""
-    path = _file_of_run(_NOTES)
-    with contextlib.suppress(OSError):
-        if path is not None:
-            with open(path, "a+") as notes:
-                fcntl.flock(notes, fcntl.LOCK_EX)
-                notes.seek(0)
-                is_new = f"{what}\n" not in notes
-                notes.write(f"{what}\n" if is_new else "")
-                return is_new
-    return False
-
-
-def noted_in_a_run(run: str) -> list[str]:
-    """Return what processes of a run of xdist have noted on this host, the first first. run: as its workers know it."""
-    path = _file_of_run(_NOTES, run)
-    with contextlib.suppress(OSError):
-        return path.read_text().splitlines() if path else []
-    return []
-
-
-def _file_of_run(what: str, run: str | None = None) -> Path | None:
-    """Return the file of a run of xdist, by default this worker's, that stands for something; None where there can be none."""
-    run = run or os.environ.get("PYTEST_XDIST_TESTRUNUID")
+def _file_of_run(what: str) -> Path | None:
+    """Return the file of this worker's run of xdist that stands for something; None where there can be none."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None or not _has_folder():
         return None
     return _folder() / f"{hashlib.sha256(f'{what}, {sys.executable}'.encode()).hexdigest()[:32]}-{run}"

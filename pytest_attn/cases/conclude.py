@@ -22,6 +22,7 @@ from pytest_attn.reports.lines import labeled, taken_apart
 from pytest_attn.reports.records import new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.deadline import DeadlineError
+from pytest_attn.session.kinds import id_from_root
 
 __tracebackhide__ = True  # a failure is raised in the test's own frame
 
@@ -130,7 +131,7 @@ def _leave_record(context: CaseContext, evaluator: Evaluator[Any], found: Judgme
         "verdict": (Verdict.KNOWN_DEFECT if is_known else found.verdict).value,
         "reason": found.known_defects or found.reason,
         "explanation": taken_apart("\n".join([found.text, *found.remedies]), found.width) if found.text else (),
-        "test": context.item.nodeid,
+        "test": id_from_root(context.item),
         "command": context.command(found.rows),
     }
     facts = facts_of(context.session, found.workload or evaluator.workload, subject, context.mark.device)

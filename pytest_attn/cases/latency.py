@@ -151,19 +151,18 @@ class Recording:
         return found.file
 
     def _log(self, text: str) -> None:
-        """Write a line at once, where no terminal shows what is going on: a pipe would keep it for minutes."""
+        """Write a line at once: a pipe would keep it for minutes."""
         if reporter := self._config.pluginmanager.get_plugin("terminalreporter"):
             reporter.write_line(text)
             reporter.flush()
 
     def _time(self, cases: Sequence[CaseToRecord]) -> Runs:
         """Time all cases in as many processes as a baseline needs, and those that were disturbed in a few more."""
-        log: Callable[[str], None] = (lambda text: None) if self._session.progress.line.is_watched else self._log
 
         def lacking(runs: Runs) -> list[str]:
             found = [one.test for one in cases if is_lacking(runs, one.key, FEWEST_RUNS)]
             if found:
-                log(f"baselines: {count(len(found), 'case')} disturbed, one more process")
+                self._log(f"baselines: {count(len(found), 'case')} disturbed, one more process")
             return found
 
         what = f"baselines: {count(len(cases), 'case')}, new process"
@@ -173,7 +172,7 @@ class Recording:
             def progress(done: int) -> None:
                 count_done(done)
                 if done < FEWEST_RUNS:
-                    log(f"{what} {done + 1} of {FEWEST_RUNS}")
+                    self._log(f"{what} {done + 1} of {FEWEST_RUNS}")
 
             devices = {one.device for one in cases}
             stack.enter_context(_locked(self._session, devices))
@@ -484,7 +483,7 @@ class LatencyEvaluator(Evaluator[Latency]):
         decision = latency.decision
         if not mode.reports or decision is None:
             return Judgment(Verdict.MEASURED, latency, is_recorded=False)
-        if self._settings.cupti:
+        if self._settings.cupti and context.session.worker is None:
             latency = replace(latency, cupti=self._cupti())
         if is_asked_for(context.item.config):  # pytest-benchmark is there, enabled, and wanted
             facts = {key: value for key, value in latency.to_dict().items() if key != "samples"}

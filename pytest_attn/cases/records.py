@@ -17,7 +17,7 @@ from pytest_attn.reports.lines import raised_words, taken_apart, z_figure
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import NoTorchError
-from pytest_attn.session.kinds import CaseParameter, device_of, kind_of, parameter_of
+from pytest_attn.session.kinds import CaseParameter, device_of, id_from_root, kind_of, parameter_of
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.version import __version__
 from pytest_attn.workloads.workload import Direction, Workload
@@ -173,7 +173,7 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: Bas
     case = getattr(item, "funcargs", {}).get("attn")
     context = getattr(case, "_context", None)
     subject = (context and (context.asked or context.backend)) or parameter.backend or "-"
-    command = context.command() if context else f"pytest {shlex.quote(item.nodeid)}"
+    command = context.command() if context else f"pytest {shlex.quote(id_from_root(item))}"
     try:
         facts = facts_of(session_of(item.config), parameter.workload, subject, device_of(item))
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised
@@ -183,7 +183,7 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: Bas
         facts |= {"workload": unknown, "shape": {}}
     return new_record(
         **facts,
-        test=item.nodeid,
+        test=id_from_root(item),
         question="check",
         verdict=Verdict.RAISED.value,
         reason=reason,

@@ -1,8 +1,7 @@
 """Run every invariant of one kernel on one workload, and write down what broke."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 
 import torch
 
@@ -83,13 +82,11 @@ def judge_invariants(
     thorough: bool = False,
     deadline: Callable[[], AbstractContextManager[object]] = nullcontext,
     begin: Callable[[str], None] = lambda name: None,
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> InvariantReport:
     """Ask `subject` every invariant that applies to the spec's workload, on the first of its input distributions.
 
     only, skip: names of invariants. thorough: all of them, with more repetitions. deadline: makes a context that surrounds
-    each call. begin: is given the name of each before it is asked. elsewhere: invariants that another case of the run, named,
-    asks of the same kernel, if they would be compiled anew here.
+    each call. begin: is given the name of each before it is asked.
 
     The plain call comes first: its exceptions pass through, ContractError for a result that cannot be compared included, and
     RefusedError where a backend refuses as late as there. Raises ValueError for an unknown name, and where no name is left.
@@ -101,12 +98,10 @@ def judge_invariants(
     with probe.calling():
         probe.kernel = references.prepared(subject, spec, spec.inputs[0], inputs)
     probe.base  # noqa: B018 - the call that the others are held against, made here, once
-    return InvariantReport(spec.workload.id, subject.name, tuple(_findings(invariants, probe, begin, elsewhere)))
+    return InvariantReport(spec.workload.id, subject.name, tuple(_findings(invariants, probe, begin)))
 
 
-def _findings(
-    invariants: Iterable[Invariant], probe: Probe, begin: Callable[[str], None], elsewhere: Mapping[str, str]
-) -> Iterator[Finding]:
+def _findings(invariants: Iterable[Invariant], probe: Probe, begin: Callable[[str], None]) -> Iterator[Finding]:
     """Run one after the other, until a kernel has taken CUDA from this process: what was not run is not broken."""
     lost = ""
     for invariant in invariants:
@@ -114,7 +109,7 @@ def _findings(
             yield Finding(invariant.name, "not applicable", lost, 0)
             continue
         begin(invariant.name)
-        yield _find(invariant, probe, elsewhere.get(invariant.name))
+        yield _find(invariant, probe)
         if said := lost_because(probe.device):
             lost = f"not run: CUDA has failed in this process since {invariant.name} was ({said})"
 
@@ -133,14 +128,14 @@ def lost_because(device: torch.device) -> str | None:
 _WITH_DROPOUT = ("rerun", "layout", "alignment", "poison", "state")
 
 
-def _find(invariant: Invariant, probe: Probe, other: str | None) -> Finding:
-    """Ask one invariant. What the kernel raises breaks it, unless it is a refusal of the backend. other: who asks it, too."""
+def _find(invariant: Invariant, probe: Probe) -> Finding:
+    """Ask one invariant. What the kernel raises breaks it, unless it is a refusal of the backend."""
     before, probe.note = probe.count.calls, ""
 
     def finding(outcome: Outcome, evidence: str) -> Finding:
         return Finding(invariant.name, outcome, evidence, probe.count.calls - before)
 
-    if reason := _left_out_because(invariant, probe, other):
+    if reason := _left_out_because(invariant, probe):
         return finding("not applicable", reason)
     try:
         evidence = invariant.run(probe)
@@ -157,15 +152,13 @@ def _find(invariant: Invariant, probe: Probe, other: str | None) -> Finding:
     return finding("broken", evidence if invariant.name in _OF_CALLS else f"{evidence}{_if_calls_differ(probe)}")
 
 
-def _left_out_because(invariant: Invariant, probe: Probe, other: str | None) -> str | None:
+def _left_out_because(invariant: Invariant, probe: Probe) -> str | None:
     """Say why an invariant is not asked, None where it is."""
     if reason := _known_to_end_cuda(invariant, probe):
         return reason
     if probe.workload.dropout and invariant.name not in _WITH_DROPOUT:
         return "compares calls in which dropout may leave other probabilities"
-    if reason := invariant.inapplicable_because(probe):
-        return reason
-    return f"not run here but on {other}" if other and not probe.thorough and invariant.pays_anew(probe) else None
+    return invariant.inapplicable_because(probe)
 
 
 #: what says itself that equal calls differ

@@ -222,11 +222,6 @@ class Probe:
         """True where other options cost another compilation, be it that other strides do not."""
         return self.is_compiled or self.subject.compiles
 
-    @property
-    def pays_for_options(self) -> bool:
-        """True where other strides or options cost another compilation, or a plan of a library."""
-        return self.compiles_options or self.subject.makes_plans
-
     # -- calling -------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -456,10 +451,6 @@ class Invariant(ABC):
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Say why the invariant says nothing about this workload or kernel, None where it does. Calls nothing."""
         return next((need.otherwise for need in self.needs if not need.is_met(probe)), None)
-
-    def pays_anew(self, probe: Probe) -> bool:
-        """Return whether what it asks costs a compilation, or a plan, that the plain call has not paid for."""
-        return False
 
     @abstractmethod
     def run(self, probe: Probe) -> str:

@@ -90,9 +90,6 @@ class Layout(Invariant):
     calls = len(_DEFAULT) + 1
     needs = (ANY_STRIDES,)
 
-    def pays_anew(self, probe: Probe) -> bool:
-        return probe.pays_for_options  # flash-attn 4 is compiled for strides of 0, and for no others
-
     def run(self, probe: Probe) -> str:
         if probe.thorough:
             arrangements: tuple[Arrangement, ...] = (*_DEFAULT, *_THOROUGH)

@@ -36,9 +36,6 @@ class Derived(Invariant):
     #: the same for a kernel that is compiled anew for each, of which one is asked; None for the same
     ways_compiled: tuple[Callable[[Inputs], Iterator[Variation]], ...] | None = None
 
-    def pays_anew(self, probe: Probe) -> bool:
-        return probe.pays_for_options
-
     def run(self, probe: Probe) -> str:
         at_most = self.calls_thorough if probe.thorough else self.calls
         is_asked_once = probe.compiles_options and not probe.thorough

@@ -37,7 +37,7 @@ _MARKED = frozenset(("pytest_attn", "hypothesis", "_hypothesis_globals"))
 _HARMLESS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/ptmx", "/dev/shm/")
 #: what no server imports ahead
 _LATE = ("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "torch.classes")
-_OWN_LATE = ("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.fuzz", "pytest_attn.session.scheduling")
+_OWN_LATE = ("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.fuzz")
 
 
 class Command(NamedTuple):

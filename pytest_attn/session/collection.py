@@ -1,17 +1,16 @@
 """From a marked test to its items: one per case, named; some left out."""
 
-import os
+import re
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.backend import Backend, LibraryBackend
 from pytest_attn.backends.configured import split
-from pytest_attn.backends.library import describe_error
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import obstacle_of_any
-from pytest_attn.session.devices import NoTorchError, require_torch, too_few_gpus_because
+from pytest_attn.session.devices import NoTorchError, require_torch, too_few_gpus_because, untimed_because
 from pytest_attn.session.kinds import (
     ATTENTION,
     MUTANT,
@@ -25,7 +24,7 @@ from pytest_attn.session.kinds import (
     kind_of,
     parameter_of,
 )
-from pytest_attn.session.marks import AttentionMark, ChosenMark, RequiresMark, model_mark
+from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
@@ -59,22 +58,22 @@ class Items:
         return case_id(case)
 
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
-        """Return the name of the items that one worker of xdist runs; None where each may go anywhere.
+        """Return the name of the items that one worker of xdist runs under --dist loadgroup; None where each may go anywhere.
 
-        Those of a faulty kernel, so that no test is left that may find it where the last of them has not; else those of what
-        one backend compiles a kernel for, and of others that call it; of a workload where its backends are timed on one GPU.
+        Those of a faulty kernel, so that no test is left that may find it where the last of them has not; those of a workload
+        where its backends are timed on one GPU; those that share what a backend compiles or plans, else its library's import.
         """
         if case.backend and case.backend.startswith(MUTANT):
             return case.backend
-        if item.config.getoption("loadgroup", False) and item.config.getoption("attn_gpu_per_worker"):
+        if item.config.getoption("attn_gpu_per_worker"):
             return case.workload.id
-        if not case.backend:
-            return None
         registry = session_of(item.config).registrations.registry
-        if not registry.is_known(case.backend):
-            return f"{case.workload.id} {case.backend}"
+        if not case.backend or not registry.is_known(case.backend):
+            return None
         backend = registry[case.backend]
-        return f"{kernel_of(backend, case.workload)} {backend.runs_kernels_of or case.backend}"
+        if backend.compiles or backend.makes_plans:
+            return f"{kernel_of(backend, case.workload)} {backend.runs_kernels_of or case.backend}"
+        return case.backend if isinstance(backend, LibraryBackend) else None
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         """Say what stands in the way of a case, as far as that is known before it runs; None where nothing does."""
@@ -122,26 +121,29 @@ class ModelItems(Items):
 
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
         """Keep together the tests of a file that are parametrized with the same backend and model."""
-        return f"{item.path} {item.name.partition('[')[2]}" if case.backend else None
+        return f"{item.path.stem} {item.name.partition('[')[2]}" if case.backend else None
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
         machine = session.machines.machine(marker.kwargs.get("device"))
         return session.registrations.registry[case.backend].unavailable_because(machine) if case.backend else None
 
 
-def kernel_of(backend: Backend, workload: Workload) -> Hashable:
-    """Return for what a backend compiles a kernel. Raises pytest.UsageError where it cannot say, or says nothing hashable.
+def mark_groups(items: Sequence[pytest.Item]) -> None:
+    """Give cases the groups of xdist that --dist loadgroup keeps in one worker, unless their tests have some of their own."""
+    for item in items:
+        if (parameter := parameter_of(item)) is None or item.get_closest_marker("xdist_group"):
+            continue
+        if group := kind_of(item).made_items().group(item, parameter):
+            item.add_marker(pytest.mark.xdist_group(re.sub(r"[\[\]@:]+", "~", group)))  # what ids are read by
 
-    A worker of xdist takes the workload then: what it raises while it collects, nobody is shown.
-    """
+
+def kernel_of(backend: Backend, workload: Workload) -> Hashable:
+    """Return for what a backend compiles a kernel; the workload's id where one of a conftest cannot say."""
     try:
         kernel = backend.compiled_for(workload)
         hash(kernel)
-    except Exception as error:
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            return workload.id
-        said = f"backend {backend.name}: compiled_for({workload.id}): {describe_error(error)}"
-        raise pytest.UsageError(f"{said}; return something hashable, equal for workloads that share a kernel") from None
+    except Exception:
+        return workload.id
     return kernel
 
 
@@ -153,8 +155,6 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
         mark = items.read(_only_marker(metafunc, kind), session)
         for requirement in metafunc.definition.iter_markers(_REQUIRES):
             RequiresMark.from_marker(requirement, session.registrations.registry)
-        for choice in metafunc.definition.iter_markers("attention_chosen"):
-            ChosenMark.from_marker(choice)
         is_listed, has_requirements = metafunc.config.option.collectonly, metafunc.definition.get_closest_marker(_REQUIRES)
         if not is_listed:
             require_torch()
@@ -283,5 +283,13 @@ def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
     marks = [RequiresMark.from_marker(mark, registry) for mark in item.iter_markers(_REQUIRES)]
     if not marks or (absent := absent_because(item, device, session)):
         return absent if marks else None
+    if any(mark.timed for mark in marks) and (reason := _untimed_because(device, session)):
+        return f"not timed: {reason}"
     machine = session.machines.machine(device)
     return next(filter(None, (mark.unmet_because(machine, registry) for mark in marks)), None)
+
+
+def _untimed_because(device: str | None, session: AttentionSession) -> str | None:
+    settings = session.settings
+    is_run = settings.latency == "require" or settings.mutants or settings.tune
+    return None if is_run else untimed_because(settings.gpu_per_worker, session.machines.device(device))

@@ -66,6 +66,14 @@ class AttentionMark:
         " of each rank",
     )
 
+    covering: int | None = argument(
+        None,
+        "2 or 1: where nobody names workloads, a backend runs as few as cover each pair of values that it takes, or each"
+        " value; one that compiles as few as cover each value, or one; `--attn-workloads=all` runs all",
+        one_of(None, 1, 2),
+        unset="all of them",
+    )
+
     def __post_init__(self) -> None:
         checked(self)
 
@@ -77,12 +85,7 @@ class AttentionMark:
         if mark.args and not values["workloads"]:
             raise ValueError("attention was given an empty list of workloads; name one, or nothing for the run's selection")
         if values.get("backends") is not None:
-            names = _as_tuple(values["backends"])
-            for name in names:
-                if not isinstance(name, str):
-                    raise ValueError(f"backends must be names, got {name!r}")
-                registry.require(name)
-            values["backends"] = tuple(map(registry.canonical, names))
+            values["backends"] = _backends(values["backends"], registry)
         if values.get("dtypes") is not None:
             values["dtypes"] = tuple(dtype_name(dtype) for dtype in _as_tuple(values["dtypes"]))
         if values.get("inputs") is not None:
@@ -100,8 +103,8 @@ class AttentionMark:
 
 
 def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
-    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None)`; raises as `from_marker` does."""
-    values = {"backward": True, **_keywords(mark, ("backends", "backward", "device"))}
+    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None, covering=None)`; see `from_marker`."""
+    values = {"backward": True, **_keywords(mark, ("backends", "backward", "device", "covering"))}
     one_of(True, False)("backward", values["backward"])
     given = pytest.mark.attention(**values).mark
     return AttentionMark.from_marker(given, Catalog(), registry)
@@ -115,6 +118,14 @@ class RequiresMark:
     arch: str | None = argument(None, 'compute capability, ">=8.0,<10.0", or "sm90", "gfx942", "cpu"')
     memory: int | None = argument(None, 'of the device: "40 GiB"')
     gpus: int | None = argument(None, "how many")
+    timed: bool = argument(
+        False,
+        "whether times can be taken: not by workers that share a device; `--attn-latency=require` runs the test",
+        one_of(True, False),
+    )
+
+    def __post_init__(self) -> None:
+        checked(self)
 
     @classmethod
     def from_marker(cls, mark: pytest.Mark, registry: Registry) -> RequiresMark:
@@ -154,27 +165,6 @@ class RequiresMark:
 
 
 @dataclass(frozen=True)
-class ChosenMark:
-    """`@pytest.mark.attention_chosen(...)`: how few cases of a test are enough."""
-
-    timed: bool = argument(False, "whether all cases run where times can be taken")
-    compiled: int | None = argument(None, "the most cases of a backend that compiles; those that reach most are kept")
-    asks_once: bool = argument(
-        False, "whether few cases of a file are enough for an invariant that needs another compilation or plan"
-    )
-
-    @classmethod
-    def from_marker(cls, mark: pytest.Mark) -> ChosenMark:
-        """Check every argument; raise ValueError naming what was found and what was expected."""
-        made = cls(**_keywords(mark, [one.name for one in arguments_of(cls)]))
-        if made.compiled is not None and (not isinstance(made.compiled, int) or made.compiled < 1):
-            raise ValueError(f"attention_chosen: compiled must be a whole number >= 1, got {made.compiled!r}")
-        if not isinstance(made.asks_once, bool):
-            raise ValueError(f"attention_chosen: asks_once must be True or False, got {made.asks_once!r}")
-        return made
-
-
-@dataclass(frozen=True)
 class MarkerHelp:
     """What `pytest --markers` and docs/reference/markers.md show of a marker. before: what its arguments begin with."""
 
@@ -211,21 +201,12 @@ def marker_help() -> tuple[MarkerHelp, ...]:
         MarkerHelp(
             "attention_model",
             "the test holds a model's attention with attn_model, on each selected backend if it uses attn_backend",
-            (of_model["backends"], backward, of_model["device"]),
+            (of_model["backends"], backward, of_model["device"], of_model["covering"]),
         ),
         MarkerHelp(
             "attention_requires",
             "skip the test, with the reason, where something that it needs is missing",
             tuple(arguments_of(RequiresMark)),
-        ),
-        MarkerHelp(
-            "attention_chosen",
-            "unless --attn-workloads, -k or an id names them, run only as many cases as reach every option and kernel of each"
-            " backend, or what of these it compiles in two minutes; of your own that compiles nothing, all small workloads;"
-            " all models only where --attn-workloads=all names them; none where workloads are named, nor without a backend"
-            " where backends are; call what compiles without gradients as in training, but for few cases, where the file has"
-            " the same with gradients",
-            tuple(arguments_of(ChosenMark)),
         ),
     )
 
@@ -257,6 +238,15 @@ def _workloads(argument: object, catalog: Catalog) -> list[Workload]:
     raise ValueError(f"a workload must be a name or a Workload, {found}; say for example Workload(200, heads=2)")
 
 
+def _backends(given: object, registry: Registry) -> tuple[str, ...]:
+    names = _as_tuple(given)
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"backends must be names, got {name!r}")
+        registry.require(name)
+    return tuple(map(registry.canonical, names))
+
+
 def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the world sizes of a marker, none where it names none; check what goes with them. said: of the callable."""
     ranks, shard = values.get("ranks"), values.get("shard", "contiguous")
@@ -267,7 +257,7 @@ def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...
             raise ValueError("shard says how ranks share a sequence; say over how many with ranks=2, or ranks=(2, 4)")
         return ()
     found = _as_tuple(ranks)
-    if not found or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in found):
+    if not found or not all(map(_is_number_of_processes, found)):
         raise ValueError(f"ranks must be a number of processes, 1 or more, or several such numbers, got {ranks!r}")
     if unfit := [name for name in sorted(FORM) if name in said and name not in ("layout", "returns_lse")]:
         raise ValueError(f"ranks return out, or (out, lse) with returns_lse=True; leave out {', '.join(unfit)}")
@@ -275,6 +265,10 @@ def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...
         *others, last = PARAMETERS
         raise ValueError(f"ranks have gradients of q, k and v; leave out {', '.join(others)} and {last} in backward")
     return tuple(dict.fromkeys(found))
+
+
+def _is_number_of_processes(one: object) -> bool:
+    return isinstance(one, int) and not isinstance(one, bool) and one >= 1
 
 
 def _as_tuple(value: object) -> tuple[Any, ...]:

@@ -2,9 +2,9 @@
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any, NamedTuple
 
 #: the longest suffix first -> the field of `Settings` that names such a file
@@ -19,16 +19,12 @@ def kind_of(path: str) -> str:
     raise ValueError(f"must end in {', '.join(list(SUFFIXES)[1:])} or {next(iter(SUFFIXES))}, got {path!r}")
 
 
-def by_kind(paths: Sequence[str], named: Mapping[str, object]) -> dict[str, str]:
-    """Return the files of --attn-output by the field that each stands for.
-
-    named: the values of these fields so far. Raises ValueError where a kind of output is asked for twice.
-    """
+def by_kind(paths: Sequence[str]) -> dict[str, str]:
+    """Return the files of --attn-output by the field that each stands for; ValueError where a kind is asked for twice."""
     found: dict[str, str] = {}
     for path in paths:
         name = kind_of(path)
-        other = found.get(name) or named.get(name)
-        if other:
+        if other := found.get(name):
             raise ValueError(f"{path!r} and {other!r} are the same kind of output; name one file of each suffix")
         found[name] = path
     return found
@@ -46,6 +42,7 @@ class Option(NamedTuple):
     in_child: bool = True  # whether the new processes of a run are given it, too
     is_repeatable: bool = False  # whether it may be given several times; its field is a tuple
     alone: str | None = None  # its text where it is given without a value, None where it needs one
+    is_ini_only: bool = False  # whether it is an ini value alone, which -o sets for one run
 
     @property
     def flag(self) -> str:
@@ -62,10 +59,15 @@ class Option(NamedTuple):
         """Whether it is given without a value."""
         return self.metavar is None
 
+    def typed(self, text: str) -> str:
+        """Return what a user types to give it this text, none for ""."""
+        value = f"={shlex.quote(text)}" if text else ""
+        return f"-o {self.dest}{value}" if self.is_ini_only else f"{self.flag}{value}"
 
-def option(help: str, default: str, metavar: str, parse: Callable[[str], Any] = str) -> Any:  # noqa: A002
+
+def option(help: str, default: str, metavar: str, parse: Callable[[str], Any] = str, is_ini_only: bool = False) -> Any:  # noqa: A002
     """Declare an option with an ini value; its default is text, as a user would type it."""
-    return _declared(help=help, default=default, metavar=metavar, parse=parse)
+    return _declared(help=help, default=default, metavar=metavar, parse=parse, is_ini_only=is_ini_only)
 
 
 def action(
@@ -83,11 +85,6 @@ def action(
 def switch(help: str, stem: str = "", in_child: bool = True) -> Any:  # noqa: A002
     """Declare an option without a value; its field is a bool."""
     return _declared(help=help, stem=stem, in_child=in_child)
-
-
-def output(help: str, suffix: str) -> Any:  # noqa: A002
-    """Declare an option that names a file which a run writes."""
-    return action(help, f"FILE{suffix}", partial(output_file, suffix=suffix))
 
 
 def _declared(**told: Any) -> Any:
@@ -193,6 +190,11 @@ def one_of(*known: str) -> Callable[[str], str]:
     return parse
 
 
+def yes_or_no(text: str) -> bool:
+    """Return whether a text says yes."""
+    return one_of("yes", "no")(text) == "yes"
+
+
 def percent(text: str) -> float | None:
     """Return a share, None for "", which leaves it to the kind of device."""
     if not text:
@@ -284,14 +286,13 @@ def failures_folder(text: str) -> str:
     return str(folder)
 
 
-def output_file(text: str, suffix: str = "") -> str:
-    """Return the path of a file to write, links followed; refused before anything runs. suffix: its own, or any known."""
-    if not suffix:
-        kind_of(text)
+def output_file(text: str) -> str:
+    """Return the path of a file to write, links followed; refused before anything runs."""
+    kind_of(text)
     path = os.path.realpath(os.path.expanduser(text))
     is_file = os.path.isfile(path) if os.path.exists(path) else os.path.isdir(os.path.dirname(path))
-    if not is_file or not path.endswith(suffix):
-        raise ValueError(f"must be a file NAME{suffix} in a folder that exists, got {text!r}")
+    if not is_file:
+        raise ValueError(f"must be a file NAME in a folder that exists, got {text!r}")
     replaced = path if path.endswith(".jsonl") and os.path.exists(path) else os.path.dirname(path)
     if not os.access(replaced, os.W_OK):
         raise ValueError(f"cannot write {path}: permission denied")
@@ -367,10 +368,9 @@ GROUPS = (
             "update_baselines": "record, in ten new processes, and why",
             "rank": "the fastest backend that is right, and its ties",
             "max_slowdown": "below this no slowdown fails",
-            "fresh": "how new processes begin: forked or started",
             "lock_clocks": "hold a GPU's clock while it is timed",
         },
-        ("threads", "l2", "cupti"),
+        ("threads", "fresh", "l2", "cupti"),
     ),
     OptionGroup(
         "outputs",
@@ -381,6 +381,6 @@ GROUPS = (
             "rank_to": "--attn-rank, written to STEM.json and STEM.py",
             "baselines": "the folder of recorded times",
         },
-        ("json", "report", "summary", "support", "json_samples"),
+        ("json_samples",),
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,6 @@ from pytest_attn.session.option_types import (
     by_kind,
     declared_options,
     option,
-    output,
     switch,
 )
 
@@ -97,6 +95,7 @@ class Settings:
         "4GiB",
         "SIZE",
         option_types.size,
+        is_ini_only=True,
     )
     latency: str = option(
         "attn.measure: off (check only), auto (time, and compare with a baseline if there is one), require (also fail if"
@@ -131,6 +130,7 @@ class Settings:
         "cold",
         "STATE",
         option_types.one_of("cold", "warm"),
+        is_ini_only=True,
     )
     fresh: str = option(
         "How the new processes start that confirm and record a GPU's times: forked (on Linux, from a server that has"
@@ -138,6 +138,7 @@ class Settings:
         "forked",
         "HOW",
         option_types.one_of("started", "forked"),
+        is_ini_only=True,
     )
     lock_clocks: str = option(
         "Lock the GPU's clock while it is timed, to max or a number of MHz; needs permission (default: not)",
@@ -152,7 +153,13 @@ class Settings:
         "Print the kernels that each case really launches if it is right, with time, memory and share of roofline",
         in_child=False,
     )
-    cupti: bool = switch("Print beside each p50 the time of the same call by torch's profiler (CUPTI)", in_child=False)
+    cupti: bool = option(
+        "yes or no: whether to print beside each p50 the time of the same call by torch's profiler, CUPTI (default: no)",
+        "no",
+        "WHETHER",
+        option_types.yes_or_no,
+        is_ini_only=True,
+    )
     thorough: bool = switch("attn.check_invariants: all invariants, with more repetitions")
     mutants: bool = switch("Run the tests with faulty kernels in place of theirs, and print which of these they find")
     json_samples: bool = switch("Put every sample of each latency into the lines of --attn-output=FILE.jsonl", in_child=False)
@@ -168,10 +175,6 @@ class Settings:
         stem="output",
         is_repeatable=True,
     )
-    support: str | None = output("Same as --attn-output FILE.support.md: a table of backends and workloads", ".md")
-    json: str | None = output("Same as --attn-output FILE.jsonl: one judgment per line", ".jsonl")
-    report: str | None = output("Same as --attn-output FILE.html: one page that opens offline", ".html")
-    summary: str | None = output("Same as --attn-output FILE.md: a summary in Markdown, as in GitHub Actions", ".md")
     save_failures: str | None = action(
         "Save the tensors of each failing case in a folder of DIR, with a script that judges the kernel again",
         "DIR",
@@ -202,6 +205,11 @@ class Settings:
         option_types.recording_reason,
     )
     given: dict[str, str] = field(default_factory=dict)
+    #: the files of --attn-output, by what each is
+    json: str | None = None
+    report: str | None = None
+    summary: str | None = None
+    support: str | None = None
 
     @classmethod
     def from_config(cls, config: pytest.Config) -> Settings:
@@ -229,7 +237,7 @@ class Settings:
             values["backends"] = option_types.names(values["isolated"])
             given["backends"] = values["isolated"]
         try:
-            values |= by_kind(values.get("outputs", ()), values)
+            values |= by_kind(values.get("outputs", ()))
         except ValueError as error:
             raise pytest.UsageError(f"--attn-output: {error}") from None
         settings = cls(**values, given=given)
@@ -244,7 +252,7 @@ class Settings:
             if one.is_switch and value:
                 shown.append(one.flag)
             elif not one.is_switch and one.in_child and (value or (value == one.alone and value is not None)):
-                shown.append(f"{one.flag}={shlex.quote(value)}" if value else one.flag)
+                shown.append(one.typed(value))
         return " ".join(shown)
 
     @property
@@ -254,6 +262,11 @@ class Settings:
 
     def _refuse_contradictions(self, config: pytest.Config) -> None:
         """Raise pytest.UsageError for options that do not go together."""
+        if self.isolated is not None and (self.profile or self.cupti):
+            flag = "--attn-profile" if self.profile else "attn_cupti"
+            raise pytest.UsageError(f"{flag}: sees the kernels of this process; leave out --attn-isolated")
+        if self.is_ranked:
+            self._refuse_beside_ranks(config)
         if self.update_baselines is not None:
             if self.latency == "off":
                 raise pytest.UsageError("--attn-update-baselines: needs times; leave out --attn-latency=off")
@@ -261,15 +274,13 @@ class Settings:
                 raise pytest.UsageError(
                     "--attn-update-baselines: records in processes of its own, one at a time; leave out -n"
                 )
-        if self.isolated is not None and (self.profile or self.cupti):
-            flag = "--attn-profile" if self.profile else "--attn-cupti"
-            raise pytest.UsageError(f"{flag}: sees the kernels of this process; leave out --attn-isolated")
-        if self.is_ranked:
-            flag = "--attn-tune" if self.tune else "--attn-rank-to" if self.rank_to else "--attn-rank"
-            if self.latency == "off":
-                raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off, or say --attn-latency=auto")
-            if self.mutants:
-                raise pytest.UsageError(f"{flag}: needs times, and --attn-mutants takes none; leave one of them out")
+
+    def _refuse_beside_ranks(self, config: pytest.Config) -> None:
+        flag = "--attn-tune" if self.tune else "--attn-rank-to" if self.rank_to else "--attn-rank"
+        if self.latency == "off":
+            raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off, or say --attn-latency=auto")
+        if self.mutants:
+            raise pytest.UsageError(f"{flag}: needs times, and --attn-mutants takes none; leave one of them out")
         if self.tune:
             if self.latency == "require":
                 raise pytest.UsageError("--attn-tune: configurations have no baselines; say --attn-latency=auto")
@@ -286,6 +297,9 @@ def add_options(parser: pytest.Parser) -> None:
         shown = parser.getgroup(f"attn-{group.name}", f"attention kernels: {group.title}")
         for name in filter(declared.__contains__, group.names):
             one, text = declared[name], group.shown.get(name, argparse.SUPPRESS)
+            if one.is_ini_only:
+                parser.addini(one.dest, one.help, type="string", default=one.default)
+                continue
             if one.is_switch:
                 shown.addoption(one.flag, dest=one.dest, action="store_true", default=False, help=text)
                 continue
@@ -299,7 +313,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 def require_known(args: Sequence[str], parser: pytest.Parser) -> None:
     """Raise pytest.UsageError for an option that begins with --attn- and is declared by nobody, be it a conftest."""
-    known = [one.flag for one in declared_options(Settings)]
+    known = [one.flag for one in declared_options(Settings) if not one.is_ini_only]
     typed = [name for name in (one.partition("=")[0] for one in args) if name.startswith("--attn-") and name not in known]
     left_over = parser.parse_known_and_unknown_args(args, argparse.Namespace())[1] if typed else []
     if unknown := [one for one in typed if any(other.partition("=")[0] == one for other in left_over)]:
@@ -307,12 +321,26 @@ def require_known(args: Sequence[str], parser: pytest.Parser) -> None:
 
         alike = get_close_matches(unknown[0].removeprefix("--attn-"), [one.removeprefix("--attn-") for one in known], n=2)
         hint = f"did you mean {' or '.join(f'--attn-{stem}' for stem in alike)}?" if alike else "pytest --help lists all"
+        hint = f"say {LEFT[unknown[0]]}" if unknown[0] in LEFT else hint
         raise pytest.UsageError(f"{unknown[0]}: no such option; {hint}")
+
+
+#: options that there were -> what is typed in their place
+LEFT = {
+    "--attn-json": "--attn-output=FILE.jsonl",
+    "--attn-report": "--attn-output=FILE.html",
+    "--attn-summary": "--attn-output=FILE.md",
+    "--attn-support": "--attn-output=FILE.support.md",
+    "--attn-cupti": "-o attn_cupti=yes",
+    "--attn-fresh": "-o attn_fresh=started",
+    "--attn-l2": "-o attn_l2=warm",
+    "--attn-memory": "-o attn_memory=SIZE",
+}
 
 
 def _text(config: pytest.Config, one: Option) -> tuple[Any, str]:
     """Return an option's text, or all of its texts, None where it has none, and where it comes from."""
-    given = config.getoption(one.dest)
+    given = config.getoption(one.dest, None)
     if given is not None or one.default is None:
         return given, one.flag
     where = f" ({config.inipath.name})" if config.inipath else ""

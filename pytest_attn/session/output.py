@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -116,26 +116,32 @@ def write_whole(flag: str, path: str, text: Callable[[], str], reporter: Any) ->
 
 def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> None:
     """Print the profiles that were asked for, then the summary: nothing more under -q unless something is wrong."""
-    results, settings = session.results, session.settings
+    records, settings, width = session.results.records, session.settings, room(reporter.isatty)
     if settings.mutants:
-        print_section(reporter, mutation_summary(results.records, verbosity > 0), "attention mutants")
+        print_section(reporter, mutation_summary(records, verbosity > 0), "attention mutants")
         return
-    width = room(reporter.isatty)
     if settings.profile:
-        ordered = sorted(results.records, key=place_of(session))
-        print_section(reporter, profile_tables(ordered, width), "attention kernels")
-    judged = [record for record in results.records if record["latency"] is None]
-    timed = [record for record in results.records if record["latency"] is not None]
-    if settings.tune:  # configurations have no baselines: how they stand is what --attn-tune prints
-        timed = [record for record in timed if not split(record["subject"])[1]]
-    is_wrong = any(verdict is not None and verdict.is_wrong for verdict in map(verdict_of, judged))
-    if judged and (verbosity >= 0 or is_wrong):
+        print_section(reporter, profile_tables(sorted(records, key=place_of(session)), width), "attention kernels")
+    judged = [record for record in records if record["latency"] is None]
+    # configurations have no baselines: how they stand is what --attn-tune prints
+    timed = [r for r in records if r["latency"] is not None and not (settings.tune and split(r["subject"])[1])]
+    is_quiet = verbosity < 0
+    if any(map(_is_wrong, judged)) if is_quiet else judged:
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
-    if timed and (verbosity >= 0 or any(map(is_notable, timed))):
+    if any(map(is_notable, timed)) if is_quiet else timed:
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
-    for said in filter(None, (chosen_words(session), *without_effect(session, reporter.config, bool(timed)))):
-        if verbosity >= 0:
-            reporter.write_line(said)
+    said = () if is_quiet else (chosen_words(session), *without_effect(session, reporter.config, bool(timed)))
+    for line in filter(None, said):
+        reporter.write_line(line)
+    _print_compilations(judged, reporter)
+
+
+def _is_wrong(record: Record) -> bool:
+    verdict = verdict_of(record)
+    return verdict is not None and verdict.is_wrong
+
+
+def _print_compilations(judged: Sequence[Record], reporter: Any) -> None:
     number = reporter.config.getoption("durations", None)
     if number is not None and (compilations := list(slowest_compilations(judged, number))):
         print_section(reporter, compilations, "slowest compilations")
@@ -149,10 +155,9 @@ def chosen_words(session: AttentionSession) -> str:
     if not collected.chosen:
         models = count(collected.unchosen, "case")
         return f"not run: {models} of models, which say nothing of what is named; --attn-workloads=all adds them"
-    partly = f", of {' and '.join(sorted(collected.cut_short))} what compiles in minutes" if collected.cut_short else ""
     return (
-        f"chosen: {collected.chosen:,} cases, which reach every option and kernel of each backend{partly};"
-        f" --attn-workloads=all adds {collected.unchosen:,}"
+        f"chosen: {collected.chosen:,} of {collected.chosen + collected.unchosen:,} cases, which cover what each backend"
+        " takes; --attn-workloads=all runs all"
     )
 
 
@@ -166,27 +171,37 @@ def without_effect(session: AttentionSession, config: pytest.Config, has_timed: 
 
 
 def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:
-    """Say why a run that was to judge, and has judged nothing or not all, must not look like a pass; "" where it may.
+    """Return why this run must not exit 0, as it was to judge, and has judged nothing or not all; "" where it may.
 
     One that nothing stopped has run all its cases. One that has judged nothing may look like a pass where nobody was to
     judge, and where what is missing is the machine's: a GPU, or a library that nobody has named. A part of a run that was
     divided says nothing of the whole.
     """
-    records, settings, collected = session.results.records, session.settings, session.collected
+    records, collected = session.results.records, session.collected
     if (lost := collected.due - collected.begun) > 0:
         return f"{lost} of {collected.due} cases never ran, and nothing stopped the run: they were taken out of pytest's list"
-    is_part = config.getoption("splits", None) or (config.getoption("num_shards", None) or 1) > 1
-    are_asked = session.kernels.are_tested and session.worker is None and not settings.tune
-    if is_part or not are_asked or not records or any(one["verdict"] != Verdict.SKIPPED for one in records):
+    if not _was_to_judge(session, config) or not records or any(one["verdict"] != Verdict.SKIPPED for one in records):
         return ""
+    return _all_skipped_because(session, config)
+
+
+def _all_skipped_because(session: AttentionSession, config: pytest.Config) -> str:
+    """Return why a run that has skipped all its cases must not exit 0; "" where it may."""
+    records = session.results.records
     missing = {one["subject"] for one in records if one["cause"] == Cause.NOT_HERE}
     if any(one["cause"] == Cause.DECLINED and one["subject"] not in missing for one in records):
         return "nothing was judged: the kernels declined every case that could run"
-    is_named = config.getoption("attn_backends") is not None and {"all", "available"}.isdisjoint(settings.backends)
+    is_named = config.getoption("attn_backends") is not None and {"all", "available"}.isdisjoint(session.settings.backends)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if is_named and all(one["subject"] in missing for one in records) and not (reporter and reporter.stats.get("passed")):
         return "nothing was judged: the backends that --attn-backends names are missing here"
     return ""
+
+
+def _was_to_judge(session: AttentionSession, config: pytest.Config) -> bool:
+    """Whether all cases of the tests' own kernels were to run here."""
+    is_part = config.getoption("splits", None) or (config.getoption("num_shards", None) or 1) > 1
+    return not is_part and session.kernels.are_tested and session.worker is None and not session.settings.tune
 
 
 def print_section(reporter: Any, lines: Iterable[Line], title: str = "attention") -> None:
@@ -251,4 +266,7 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
     shown = tables(registrations.registry, registrations.catalog, machine)
     print_section(reporter, listing(shown, closing, room(reporter.isatty), collected.obstacles))
     if said := chosen_words(session):
-        reporter.write_line(said)
+        is_verbose = reporter.config.option.verbose > 0
+        for line in sorted(collected.covering) if is_verbose else []:
+            reporter.write_line(line)
+        reporter.write_line(said if is_verbose else f"{said}; -v lists them")

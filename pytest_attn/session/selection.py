@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +19,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.reports.records import changed, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import Machines
-from pytest_attn.session.kinds import MUTANT, CaseParameter, parameter_of, test_of
+from pytest_attn.session.kinds import MUTANT, CaseParameter, id_from_root, parameter_of, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.options import Settings
 from pytest_attn.session.progress import Progress
@@ -94,19 +94,22 @@ class SelectedKernels:
 
     def _workloads(self, mark: AttentionMark) -> list[Workload]:
         """Return the workloads of a marker, or of the run where it names none, in each selected dtype."""
-        catalog, selected = self.registrations.catalog, self._selected_workloads()
-        if mark.workloads:
-            workloads = [w for w in mark.workloads if selected is None or w.name in selected]
-        elif selected is not None:
-            workloads = [w for w in catalog.select("all") if w.name in selected]
-        else:
-            is_cpu = self.machines.device(mark.device).type == "cpu"
-            workloads = [w for group in CPU_GROUPS for w in catalog.select(group)] if is_cpu else catalog.default
-        wanted = self.settings.dtypes
-        dtypes = [d for d in mark.dtypes if not wanted or d in wanted] if mark.dtypes else list(wanted)
+        selected, wanted = self._selected_workloads(), self.settings.dtypes
+        workloads = list(mark.workloads or self._default_workloads(mark, selected))
+        if selected is not None:
+            workloads = [w for w in workloads if w.name in selected]
         if mark.dtypes or wanted:
+            dtypes = [d for d in mark.dtypes if not wanted or d in wanted] if mark.dtypes else list(wanted)
             workloads = [w.replace(dtype=dtype) for w in workloads for dtype in dtypes]
         return list(dict.fromkeys(workloads))
+
+    def _default_workloads(self, mark: AttentionMark, selected: Collection[str] | None) -> list[Workload]:
+        """Return the workloads of a marker that names none: all of which some are selected, else those of the device."""
+        catalog = self.registrations.catalog
+        if selected is not None:
+            return catalog.select("all")
+        is_cpu = self.machines.device(mark.device).type == "cpu"
+        return [w for group in CPU_GROUPS for w in catalog.select(group)] if is_cpu else catalog.default
 
     def _selected_backends(self, device: str | None) -> list[str]:
         """Return the selected backends; asks the machine only where "available" is part of the selection."""
@@ -116,13 +119,15 @@ class SelectedKernels:
             for token in self.settings.backends
         )
         needs_machine = "available" in tokens or all(token.startswith("-") for token in tokens)
-        machine = self.machines.machine(device) if needs_machine else None
-        available = [name for name in registry.names if machine and registry[name].unavailable_because(machine) is None]
+        available = self._available(device) if needs_machine else []
         chosen = _chosen(tuple(t for t in tokens if t != "available"), registry.names, available)
         if "available" in tokens:
-            excluded = {t[1:] for t in tokens if t.startswith("-")}
-            chosen = list(dict.fromkeys([*(n for n in available if n not in excluded), *chosen]))
+            chosen = list(dict.fromkeys([*(n for n in available if f"-{n}" not in tokens), *chosen]))
         return chosen
+
+    def _available(self, device: str | None) -> list[str]:
+        registry, machine = self.registrations.registry, self.machines.machine(device)
+        return [name for name in registry.names if registry[name].unavailable_because(machine) is None]
 
     def _selected_workloads(self) -> set[str] | None:
         """Return the names that --attn-workloads selects, None where it was not given."""
@@ -202,21 +207,27 @@ class Mutants(SelectedKernels):
         is_over = report.when == "call" or (report.when == "setup" and not report.passed)
         if name is None or name == self._honest_name or not is_over:
             return
+        if killed := report.when == "call" and report.failed:
+            self._killed.setdefault(name, set()).add(test_of(item))
+            report.outcome, report.longrepr, report.sections = "passed", None, []
+        is_last = self._is_last(item, name)
+        found_with = self._found_with(name, progress) if is_last and name not in self._killed else ""
+        if report.when == "call" or found_with:
+            self._note_fate(item, report, name, killed, found_with)
+
+    def _is_last(self, item: pytest.Item, name: str) -> bool:
+        """Count a case of a mutant; return whether it was the last. Where xdist spreads its cases, no worker comes to that."""
         if not self._left:
             cases = map(parameter_of, item.session.items)
             self._left.update(case.backend for case in cases if case and case.backend)
         self._left[name] -= 1
-        if killed := report.when == "call" and report.failed:
-            self._killed.setdefault(name, set()).add(test_of(item))
-            report.outcome, report.longrepr, report.sections = "passed", None, []
-        is_last = not self._left[name]  # where xdist spreads its cases all the same, no worker comes to the last
-        found_with = self._found_with(name, progress) if is_last and name not in self._killed else ""
-        if report.when == "setup" and not found_with:
-            return
+        return not self._left[name]
+
+    def _note_fate(self, item: pytest.Item, report: pytest.TestReport, name: str, killed: bool, found_with: str) -> None:
         mutant, records = self._mutants[name], getattr(report, "attn", [])
         facts = {field: getattr(mutant, field) for field in ("name", "kind", "summary", "condition")}
         fate = {**facts, "killed": killed, "found_with": found_with}
-        last = records[-1] if records else new_record(test=item.nodeid, subject=mutant.name)
+        last = records[-1] if records else new_record(test=id_from_root(item), subject=mutant.name)
         verdict = Verdict.EXPECTED if killed else last["verdict"] or Verdict.PASSED
         report.attn = [*records[:-1], changed(last, verdict=str(verdict), mutant=fate)]  # type: ignore[attr-defined]
 

@@ -49,10 +49,10 @@ class Collected:
         self.selected = 0  # cases that are left after deselection, which share the rate of false alarms
         self.due = self.begun = 0  # cases that are to run in this process, and those whose turn came
         self.runnable = 0  # cases of a listing that would run
-        self.chosen = self.unchosen = 0  # of those that a choice was made of (session/cover.py), as far as they would run
-        self.cut_short: list[str] = []  # backends of which a choice reaches a part, as the rest compiles too long
-        #: invariants that a case leaves to another one, by backend, whether as it declares, and case (session/cover.py)
-        self.left_to_others: dict[tuple[str, bool], dict[str, dict[str, str]]] = {}
+        self.chosen = self.unchosen = (
+            0  # of those of which a covering set runs (session/cover.py), as far as they are declared
+        )
+        self.covering: list[str] = []  # each covering set in words
         #: why the others would not run: by reason, how many of each backend
         self.obstacles: dict[str, Counter[str]] = {}
 
@@ -259,7 +259,7 @@ class AttentionSession:
 
     @cached_property
     def progress(self) -> Progress:
-        """What a terminal shows while something takes long; first asked for while output is not captured."""
+        """What is written while something takes long; first asked for while output is not captured."""
         from pytest_attn.session.progress import Progress
 
         return Progress(self._config, is_child=self.worker is not None)

@@ -154,7 +154,7 @@ def has_left(done: Ended) -> bool:
 
 
 def are_forked(how: str, kinds: Iterable[str]) -> bool:
-    """Whether processes that time on such kinds of devices are forked. how: what --attn-fresh says."""
+    """Whether processes that time on such kinds of devices are forked. how: what attn_fresh says."""
     return how == "forked" and _FORKED_ON.issuperset(kinds)
 
 

@@ -7,18 +7,16 @@ import pytest
 
 from pytest_attn import AttentionCase, Backend
 
-pytestmark = pytest.mark.attention_chosen
-
 INPUTS = ("structured", "flat", "outlier")
 
 
-@pytest.mark.attention(inputs=INPUTS)
+@pytest.mark.attention(inputs=INPUTS, covering=2)
 def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
-    """The output, computed as in inference; what compiles, but for few cases, with the kernel for training."""
+    """The output, computed as in inference."""
     attn.check(attn_backend)
 
 
-@pytest.mark.attention(inputs=INPUTS, backward=True)
+@pytest.mark.attention(inputs=INPUTS, backward=True, covering=2)
 def test_backward(attn: AttentionCase, attn_backend: Backend) -> None:
     """The output and the gradients of q, k and v, computed as in training."""
     attn.check(attn_backend)

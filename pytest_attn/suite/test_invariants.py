@@ -4,22 +4,19 @@ import pytest
 
 from pytest_attn import AttentionCase, Backend
 
-# test_correctness.py reaches the rest of what it compiles
-pytestmark = pytest.mark.attention_chosen(compiled=1, asks_once=True)
-
 WORKLOADS = ("smoke", "edges", "features")
 #: floating-point operations of the forward pass above which some twenty calls take a CPU too long
 _TOO_LONG_FOR_A_CPU = 1e7
 
 
-@pytest.mark.attention(*WORKLOADS)
+@pytest.mark.attention(*WORKLOADS, covering=1)
 def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
-    """The output, computed as in inference; what compiles, but for few cases, with the kernel for training."""
+    """The output, computed as in inference."""
     skip_long_ones(attn)
     attn.check_invariants(attn_backend)
 
 
-@pytest.mark.attention(*WORKLOADS, backward=True)
+@pytest.mark.attention(*WORKLOADS, backward=True, covering=1)
 def test_backward(attn: AttentionCase, attn_backend: Backend) -> None:
     """The output and the gradients of q, k and v, computed as in training."""
     skip_long_ones(attn)

@@ -4,7 +4,7 @@ import pytest
 
 from pytest_attn import AttentionCase, Backend
 
-pytestmark = pytest.mark.attention_chosen(timed=True)
+pytestmark = pytest.mark.attention_requires(timed=True)
 
 WORKLOADS = ("flux", "vit", "llama3-8b", "edges-s129", "edges-s257", "edges-gqa5", "smoke-full", "smoke-causal-gqa")
 #: floating-point operations of the forward pass above which a CPU takes seconds for each call

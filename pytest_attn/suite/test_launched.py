@@ -11,16 +11,13 @@ WORKLOADS = (
 )
 
 
-pytestmark = pytest.mark.attention_chosen(compiled=1)
-
-
-@pytest.mark.attention(*WORKLOADS)
+@pytest.mark.attention(*WORKLOADS, covering=1)
 def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
     """As in inference."""
     launches_its_own(attn, attn_backend)
 
 
-@pytest.mark.attention(*WORKLOADS, backward=True)
+@pytest.mark.attention(*WORKLOADS, backward=True, covering=1)
 def test_backward(attn: AttentionCase, attn_backend: Backend) -> None:
     """As in training."""
     launches_its_own(attn, attn_backend)

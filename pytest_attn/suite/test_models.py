@@ -11,7 +11,7 @@ import pytest
 from pytest_attn import AttentionModel, Backend
 
 #: of the libraries that models come from, which warn as they are imported and as they run: nothing of attention
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.attention_chosen(compiled=2)]
+pytestmark = pytest.mark.filterwarnings("default")
 _LANGUAGE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss")
 LIBRARY = (*_LANGUAGE, "modernbert", "siglip", "whisper", "timm-vit-197", "flux", "wan")
 #: what takes a CPU too long, or tells it nothing more
@@ -21,7 +21,7 @@ EXCUSED: Final = ("refusals", "known defects")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@pytest.mark.attention_model
+@pytest.mark.attention_model(covering=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["vit", "llama", "mistral", *FOR_A_GPU[:3]])
 def test_backends_in_models(attn_model: AttentionModel, attn_backend: Backend, name: str, dtype: str) -> None:
@@ -32,7 +32,7 @@ def test_backends_in_models(attn_model: AttentionModel, attn_backend: Backend, n
     attn_model.check(model, step, attn_backend, scatter=0, excused=EXCUSED)
 
 
-@pytest.mark.attention_model(backward=False)
+@pytest.mark.attention_model(backward=False, covering=1)
 @pytest.mark.parametrize("name", ["softcap", "neighborhood"])
 def test_backends_in_flex_models(attn_model: AttentionModel, attn_backend: Backend, name: str) -> None:
     """Every backend that can say a softcap or a neighborhood, forward."""
@@ -40,7 +40,7 @@ def test_backends_in_flex_models(attn_model: AttentionModel, attn_backend: Backe
     attn_model.check(model, step, attn_backend, scatter=0, excused=EXCUSED)
 
 
-@pytest.mark.attention_model
+@pytest.mark.attention_model(covering=1)
 @pytest.mark.parametrize("name", LIBRARY)
 def test_backends_in_library_models(attn_model: AttentionModel, attn_backend: Backend, name: str) -> None:
     """Every backend in place of the library's attention, in a training step."""
@@ -49,14 +49,14 @@ def test_backends_in_library_models(attn_model: AttentionModel, attn_backend: Ba
     attn_model.check(*_of_library(name, attn_model), attn_backend, scatter=0, excused=EXCUSED)
 
 
-@pytest.mark.attention_model
+@pytest.mark.attention_model(covering=1)
 @pytest.mark.parametrize("name", ["vit", "llama", "mistral"])
 def test_torch_models(attn_model: AttentionModel, name: str) -> None:
     """What torch chose, in a training step."""
     attn_model.check(*_of_torch(name, attn_model))
 
 
-@pytest.mark.attention_model
+@pytest.mark.attention_model(covering=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*LIBRARY, *FOR_A_GPU[3:]])
 def test_library_models(attn_model: AttentionModel, name: str, dtype: str) -> None:
@@ -65,14 +65,14 @@ def test_library_models(attn_model: AttentionModel, name: str, dtype: str) -> No
     attn_model.check(*_of_library(name, attn_model, dtype), scatter=0, excused=EXCUSED)
 
 
-@pytest.mark.attention_model
+@pytest.mark.attention_model(covering=1)
 @pytest.mark.parametrize("name", _LANGUAGE)
 def test_invariants_of_library_models(attn_model: AttentionModel, name: str) -> None:
     """Future unseen, windows, padding, packing, caches."""
     attn_model.check_invariants(*_of_tokens(name, attn_model))
 
 
-@pytest.mark.attention_model(backward=False)
+@pytest.mark.attention_model(backward=False, covering=1)
 @pytest.mark.parametrize("cache", ["dynamic", "static", "sliding"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_decoding_of_library_models(attn_model: AttentionModel, name: str, cache: str) -> None:

@@ -43,7 +43,7 @@ def test_the_folders_of_the_selected_backends_are_said(installed, selected, comp
         assert one in said
 
 
-@pytest.mark.parametrize(("given", "workers", "seen"), [(None, 4, "2"), (None, 8, "1"), (None, 32, "1"), ("5", 8, "5")])
+@pytest.mark.parametrize(("given", "workers", "seen"), [(None, 4, "4"), (None, 8, "2"), (None, 32, "1"), ("5", 8, "5")])
 def test_inductor_takes_a_workers_share_of_the_cores_unless_the_user_says_otherwise(installed, given, workers, seen):
     installed.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     installed.setattr(os, "environ", {"TORCHINDUCTOR_COMPILE_THREADS": given} if given else {})

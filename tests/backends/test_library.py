@@ -155,15 +155,6 @@ def test_where_an_import_that_once_went_well_ends_its_process_the_next_one_tries
     assert marks() == []
 
 
-def test_a_process_that_an_import_may_end_needs_no_child_and_leaves_its_mark_to_others(sound, monkeypatch):
-    forbid_children(monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(library, "is_expendable", True)
-        assert sound.broken_because() is None
-    uninstall(["planted_sound"])
-    assert sound.broken_because() is None
-
-
 def test_while_one_process_imports_it_another_needs_no_child(plant, tmp_path, monkeypatch):
     begun, done = tmp_path / "begun", tmp_path / "done"
     waiting = f"""
@@ -218,7 +209,7 @@ def test_what_another_user_put_there_is_not_believed(sound, monkeypatch, tmp_pat
 
 def test_nothing_is_written_where_another_user_may_have_put_links(plant, monkeypatch, tmp_path):
     broken = plant("import os\nfrom pytest_attn.backends.library import _folder\nseen = os.listdir(_folder())")
-    monkeypatch.setattr(library, "is_expendable", True)
+    monkeypatch.setattr(library, "try_import", lambda module: None)
     (tmp_path / "elsewhere").mkdir()
     library._folder().symlink_to(tmp_path / "elsewhere")
     assert broken.load().seen == []

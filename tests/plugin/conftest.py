@@ -190,7 +190,7 @@ def real_processes(monkeypatch):
 
     if launcher.Launcher.can_fork:
         monkeypatch.setattr(worker_pool, "_FORKED_ON", frozenset(("cuda", "cpu")))
-        monkeypatch.setenv("PYTEST_ADDOPTS", "--attn-fresh=forked")
+        monkeypatch.setenv("PYTEST_ADDOPTS", "-o attn_fresh=forked")
         monkeypatch.setattr(launcher, "StartedProcess", wholly_fresh)
 
 

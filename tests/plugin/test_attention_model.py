@@ -95,7 +95,7 @@ def test_it(attn_model, model, step):
 
     attn_model.check(model, step, mine)
 """,
-        "--attn-json=records.jsonl",
+        "--attn-output=records.jsonl",
     )
 
     result.assert_outcomes(failed=1)
@@ -222,7 +222,7 @@ def test_who_knows(attn_model):
     model.attend.forward = lambda x: x + x.mean(1, keepdim=True)
     attn_model.check_invariants(model, torch.arange(32).view(2, 16) % 16)
 """,
-        "--attn-json=records.jsonl",
+        "--attn-output=records.jsonl",
     )
 
     result.assert_outcomes(passed=2, failed=1)
@@ -299,7 +299,7 @@ def test_it(attn_model, attn_backend, model, step):
     attn_model.check(model, step, attn_backend, precision="flash")
 """,
         "--attn-backends=known",
-        "--attn-json=records.jsonl",
+        "--attn-output=records.jsonl",
     )
 
     result.assert_outcomes(xfailed=1)

@@ -33,6 +33,7 @@ MARKERS = [
     ('"smoke-full", backward=("q", "k", "v", "mask")', f"{GRADIENTS}, got "),
     ('"smoke-full", backward=()', f"{GRADIENTS}, got ()"),
     ('"smoke-full", backward=("q", "bias")', "backward asks for a gradient of bias, and no workload has bias"),
+    ('"smoke-full", covering=3', "covering must be one of None, 1, 2, got 3"),
     ('"smoke-full", ranks=0', "ranks must be a number of processes, 1 or more"),
     ('"smoke-full", ranks=(2, "4")', "ranks must be a number of processes"),
     ('"smoke-full", shard="striped"', "shard says how ranks share a sequence; say over how many"),
@@ -76,14 +77,7 @@ OTHER_MARKERS = [
     ("requires", "memory='much'", "memory must be a size such as '4 GiB', got 'much'"),
     ("requires", "gpus=-1", "gpus must be a whole number >= 0, got -1"),
     ("requires", "backend='nope>=2'", "unknown backend 'nope'"),
-    (
-        "chosen",
-        "compild=3",
-        "attention_chosen got an unknown argument 'compild'; did you mean compiled? known: timed, compiled",
-    ),
-    ("chosen", "3", "attention_chosen takes keyword arguments only, got 3"),
-    ("chosen", "compiled='three'", "attention_chosen: compiled must be a whole number >= 1, got 'three'"),
-    ("chosen", "compiled=0", "attention_chosen: compiled must be a whole number >= 1, got 0"),
+    ("requires", "timed='yes'", "timed must be one of True, False, got 'yes'"),
 ]
 
 
@@ -113,12 +107,11 @@ def test_an_unmet_requirement_skips_with_its_reason_and_a_met_one_runs(tell):
     tell({**unmet, "met": ("attn.check(sdpa)", "passed", (), met)})
 
 
-@pytest.mark.parametrize("marker", ['"smoke-full", device="cuda:99"', 'device="cuda:99", backends="math"'])
+@pytest.mark.parametrize("marker", ['"smoke-full", device="cuda:99", covering=2', 'device="cuda:99", backends="math"'])
 def test_a_requirement_on_a_device_that_is_not_there_skips_and_the_others_run(run, kernel_test, pytester, marker):
     kernel_test("raise SystemExit('ran')", marker=marker, fixtures="attn, attn_backend")
     (missing,) = pytester.path.glob("test_a*.py")
-    mark = "pytest.mark.attention_requires(gpus=1), pytest.mark.attention_chosen"
-    missing.write_text(f"{missing.read_text()}\npytestmark = [{mark}]\n")
+    missing.write_text(f"{missing.read_text()}\npytestmark = pytest.mark.attention_requires(gpus=1)\n")
     missing.rename(pytester.path / "test_0.py")
     kernel_test("attn.check(sdpa)")
     for option, outcome in (("-rs", "passed"), ("--attn-list", None)):
@@ -338,14 +331,14 @@ def test_a_faulty_backend_harms_neither_the_listing_nor_the_others(run, kernel_t
     listing = run("--attn-list", "--attn-backends=faulty,math")
     assert listing.ret == 0
     listing.stdout.fnmatch_lines(["math *available"])
-    result = run("--attn-backends=faulty,math", "--attn-support=out.md")
+    result = run("--attn-backends=faulty,math", "--attn-output=out.support.md")
     assert "INTERNALERROR" not in result.stdout.str()
     if "version" in method:
         result.stdout.fnmatch_lines(["mismatch      faulty on *"])
     else:
         result.assert_outcomes(passed=1, errors=1)
         result.stdout.fnmatch_lines(["raised        faulty on *: KeyError: 'boom'", "1 right, 1 raised; *"])
-        assert "| `faulty` | 1 raised |" in (pytester.path / "out.md").read_text()
+        assert "| `faulty` | 1 raised |" in (pytester.path / "out.support.md").read_text()
 
 
 def test_reasons_may_be_one_text_or_none(run, kernel_test, pytester):

@@ -17,7 +17,7 @@ from pytest_attn.reports.records import RecordWriter, read_records
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Two files of --attn-json, in the current folder."""
+    """Two files of --attn-output, in the current folder."""
     monkeypatch.chdir(tmp_path)
     records = run_of(60)
     for name, part in (("one.jsonl", records[:30]), ("two.jsonl", records[30:])):

@@ -32,7 +32,7 @@ def test_a_case_keeps_its_name_when_its_kernel_moves_to_another_line(project, py
     keys = []
     for moved in (text, "# a comment\n\n" + text):
         pytester.makepyfile(test_mine=moved)
-        project("--attn-json=run.jsonl").assert_outcomes(passed=1)
+        project("--attn-output=run.jsonl").assert_outcomes(passed=1)
         records = read_records(pytester.path / "run.jsonl")
         keys += [record["latency"]["key"] for record in records if record["question"] == "latency"]
     assert keys[0] == keys[1]

@@ -20,14 +20,14 @@ def two_tests(kernel_test):
 
 def test_a_missing_library_is_one_skip_and_one_line(run, kernel_test, pytester):
     two_tests(kernel_test)
-    result = run("--attn-backends=math,natten,sdpa_cudnn", "-rs", "--attn-json=run.jsonl", "--attn-support=support.md")
+    result = run("--attn-backends=math,natten,sdpa_cudnn", "-rs", "--attn-output=run.jsonl", "--attn-output=a.support.md")
     result.assert_outcomes(passed=4, skipped=2, deselected=6 if run.is_serial else 0)
     shown = result.stdout.str()
     assert shown.count("natten is not installed") == 2  # one line of ours, one of -rs
     assert "natten: natten is not installed; pip install natten" in shown
     records = read_records(pytester.path / "run.jsonl")
     assert [r["reason"] for r in records if r["subject"] == "natten"] == ["natten is not installed; pip install natten"]
-    (row,) = [line for line in (pytester.path / "support.md").read_text().splitlines() if line.startswith("| `natten`")]
+    (row,) = [line for line in (pytester.path / "a.support.md").read_text().splitlines() if line.startswith("| `natten`")]
     assert set(row.strip("| ").split(" | ")[1:]) == {"not here"}
 
 

@@ -62,7 +62,7 @@ def records(pytester, question):
 
 
 def test_backends_are_checked_timed_and_ranked_in_a_model(timed, pytester):
-    result = timed(BACKENDS, "--attn-rank", "--attn-json=run.jsonl")
+    result = timed(BACKENDS, "--attn-rank", "--attn-output=run.jsonl")
 
     result.assert_outcomes(passed=2)
     result.stdout.re_match_lines(
@@ -85,7 +85,7 @@ def test_backends_are_checked_timed_and_ranked_in_a_model(timed, pytester):
 
 
 def test_a_step_with_and_without_an_optimizer_are_two_cases(timed, pytester):
-    result = timed(OWN, "--attn-json=run.jsonl")
+    result = timed(OWN, "--attn-output=run.jsonl")
 
     result.assert_outcomes(passed=1)
     assert len(records(pytester, "check")) == 1
@@ -177,7 +177,7 @@ def dynamo():
 
 def test_a_compiled_model_is_timed_as_it_is_with_its_graphs_and_breaks(timed, pytester, dynamo):
     test = COMPILED.replace("CHANGE", "pass").replace(", BACKEND", "")
-    result = timed(test, "--attn-json=run.jsonl")
+    result = timed(test, "--attn-output=run.jsonl")
 
     result.assert_outcomes(passed=1)
     (record,) = records(pytester, "latency")

@@ -116,7 +116,7 @@ def test_times_are_not_taken(pytester):
 @pytest.mark.slow("starts processes")
 def test_workers_bring_what_they_found(pytester):
     pytester.makepyfile(test_it=weak(f'{SHORT}, Workload(70, name="b")') + LATER)
-    options = ("--attn-mutants", "-n", "2", "--attn-output=run.jsonl")
+    options = ("--attn-mutants", "-n", "2", "--dist=loadgroup", "--attn-output=run.jsonl")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *options, "-k", NAMES)
     survived = 'survived  no-maximum-subtracted: * Found with inputs="outlier" in the marker.'
     result.stdout.fnmatch_lines([survived, "mutation score 50%: 1 of 2 *"])

@@ -109,7 +109,7 @@ def test_strict_limits_reach_the_judgment(run, kernel_test):
 
 def test_memory_bounds_the_shared_references(run, kernel_test):
     kernel_test("attn.check('math'); attn.check('sdpa_flash'); assert attn._session.references.limit == 1024")
-    run("--attn-memory=1KiB").assert_outcomes(passed=1)
+    run("-oattn_memory=1KiB").assert_outcomes(passed=1)
 
 
 def test_ini_values_hold_unless_the_command_line_says_otherwise(run, kernel_test, pytester):
@@ -177,7 +177,7 @@ def test_help_and_markers_and_fixtures_read_as_a_manual(pytester):
     assert len(re.findall(r"^attention kernels: ", text, re.M)) == len(GROUPS)
     markers = pytester.runpytest_inprocess("--markers").stdout.str()
     assert "@pytest.mark.attention(*workloads, backends=None, dtypes=None, layout='bhsd'" in markers
-    assert "@pytest.mark.attention_requires(backend=None, arch=None, memory=None, gpus=None)" in markers
+    assert "@pytest.mark.attention_requires(backend=None, arch=None, memory=None, gpus=None, timed=False)" in markers
     fixtures = pytester.runpytest_inprocess("--fixtures").stdout.str()
     for name in ("attn", "attn_backend", "attn_workload", "attn_device", "qkv", "attn_reference", "assert_attention_close"):
         assert re.search(rf"^{name} -- ", fixtures, re.MULTILINE)

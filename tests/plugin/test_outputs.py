@@ -1,4 +1,4 @@
-"""The files of a run: --attn-json, --attn-summary, and what a job of GitHub Actions gets."""
+"""The files of a run, by --attn-output, and what a job of GitHub Actions gets."""
 
 import html
 import json
@@ -42,7 +42,7 @@ OPTIONS = ("--attn-backends=math", "-p", "no:cacheprovider")
 def test_a_line_for_each_judgment_with_every_field(pytester, workers):
     pytester.makepyfile(TESTS)
     start = pytester.runpytest_subprocess if workers else pytester.runpytest_inprocess
-    result = start("--attn-json=run.jsonl", "--attn-summary=run.md", *OPTIONS, *workers)
+    result = start("--attn-output=run.jsonl", "--attn-output=run.md", *OPTIONS, *workers)
     result.assert_outcomes(passed=4, failed=2)
     assert "::error" not in result.stdout.str(), "as in a job of GitHub Actions alone"
     assert all(one in (pytester.path / "run.md").read_text() for one in ("### Wrong", "| mismatch |", "| raised |"))
@@ -80,7 +80,7 @@ def test_what_was_judged_before_a_crash_is_in_the_file(pytester):
         def test_then_the_process_dies():
             os._exit(9)
         """)
-    pytester.runpytest_subprocess("--attn-json=run.jsonl", *OPTIONS)
+    pytester.runpytest_subprocess("--attn-output=run.jsonl", *OPTIONS)
     (record,) = read_records(pytester.path / "run.jsonl")
     assert record["verdict"] == "passed"
 

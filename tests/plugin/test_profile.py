@@ -1,4 +1,4 @@
-"""--attn-profile, attn.assert_launched and --attn-support, as a user sees them."""
+"""--attn-profile, attn.assert_launched and a table of backends, as a user sees them."""
 
 FLASH = 'attn.check("sdpa_flash")'
 BACKENDS = {"body": "attn.check(attn_backend)", "fixtures": "attn, attn_backend"}
@@ -72,9 +72,9 @@ def test_assert_launched_says_what_was_launched_and_what_it_needs(tell):
 
 def test_support_is_written_as_a_table(run, kernel_test, pytester):
     kernel_test(**BACKENDS, marker='"smoke-full", "smoke-softcap", device="cpu"')
-    result = run("--attn-support=support.md", "--attn-backends=sdpa,eager,sdpa_cudnn")
+    result = run("--attn-output=a.support.md", "--attn-backends=sdpa,eager,sdpa_cudnn")
     result.assert_outcomes(passed=3, skipped=2)
-    text = (pytester.path / "support.md").read_text()
+    text = (pytester.path / "a.support.md").read_text()
     assert "| backend | smoke |\n| --- | --- |\n| `eager` | 2 right |\n| `sdpa` | 1 right, 1 refused |\n" in text
     assert "| `sdpa_cudnn` | not here |\n" in text
     assert (
@@ -87,11 +87,11 @@ def test_support_is_written_as_a_table(run, kernel_test, pytester):
 
 def test_support_is_written_through_a_link(pytester, kernel_test):
     kernel_test(FLASH)
-    (pytester.path / "real.md").write_text("old")
-    (pytester.path / "link.md").symlink_to("real.md")
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-support=link.md")
-    assert (pytester.path / "link.md").is_symlink()
-    assert "| backend |" in (pytester.path / "real.md").read_text()
+    (pytester.path / "real.support.md").write_text("old")
+    (pytester.path / "link.support.md").symlink_to("real.support.md")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-output=link.support.md")
+    assert (pytester.path / "link.support.md").is_symlink()
+    assert "| backend |" in (pytester.path / "real.support.md").read_text()
 
 
 def test_a_profile_is_printed_under_quiet_too(pytester, kernel_test):

@@ -77,7 +77,7 @@ def attention(q, k, v, q_descale, k_descale, v_descale):
 
 def test_a_test_file(pytester):
     pytester.makepyfile(TESTS)
-    options = ("-rs", "--attn-backends=math,eager,sdpa", "--attn-json=run.jsonl", "--attn-save-failures=saved")
+    options = ("-rs", "--attn-backends=math,eager,sdpa", "--attn-output=run.jsonl", "--attn-save-failures=saved")
     result = pytester.runpytest("-p", "no:randomly", "--attn-device=cpu", *options)
     result.assert_outcomes(passed=10, failed=1, skipped=1)
     result.stdout.fnmatch_lines(

@@ -101,7 +101,7 @@ def latencies(path):
 
 @pytest.mark.slow("starts processes")
 def test_the_slow_rank_is_named_and_the_record_says_all(story, pytester):
-    result = story("test_ranks.py::test_mine[tiny-ranks2]", "--attn-json=run.jsonl", times="1800 1000 1750")
+    result = story("test_ranks.py::test_mine[tiny-ranks2]", "--attn-output=run.jsonl", times="1800 1000 1750")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
         [
@@ -189,7 +189,7 @@ def test_other_directions(attn):
 
 @pytest.mark.slow("starts processes")
 def test_a_rank_that_fails_ends_the_measurement_and_no_other(story, pytester):
-    result = story("--attn-json=run.jsonl", test=BROKEN)
+    result = story("--attn-output=run.jsonl", test=BROKEN)
     result.assert_outcomes(failed=3, passed=1)
     result.stdout.fnmatch_lines(["*rank 1 of 2 raised ValueError:*", "*no more memory*"])
     result.stdout.fnmatch_lines(["*cannot be timed: fn on tiny, forward, on 2 ranks: rank 1: *, without gradients: its*"])

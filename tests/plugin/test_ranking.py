@@ -4,7 +4,6 @@ import itertools
 import json
 
 import pytest
-from fakes.terminal import as_seen, between_tests, on_a_terminal
 
 CONFTEST = """
 import dataclasses, json, os
@@ -74,7 +73,6 @@ from pytest_attn import Workload
 def test_forward(attn, attn_backend):
     attn.measure(attn_backend)
 """
-TALKATIVE = "\nfrom pytest_attn.session import progress\nprogress.RUN_SECONDS = {silent}\n"
 NAMES = "--attn-backends=fast,same,slow,bad,refused,int8_dynamic"
 TIMES = {"fast": 100, "same": 102, "slow": 200, "int8_dynamic": 50}
 
@@ -166,7 +164,6 @@ TUNED = {"tiled": 100, "tiled@BLOCK=16": 60, "tiled@BLOCK=32": 180, "tiled@BLOCK
 
 
 def test_configurations_are_checked_timed_and_written(project, pytester):
-    pytester.makeconftest(CONFTEST + TALKATIVE.format(silent=0))
     result = project("--attn-tune=tiled", f"--attn-rank-to={pytester.path / 'tuned'}", **TUNED)
     result.assert_outcomes(passed=6, failed=2)  # of both tests, the configuration that is wrong
     lines = section(result, "attention rank")
@@ -176,7 +173,6 @@ def test_configurations_are_checked_timed_and_written(project, pytester):
         ["tiny", "bwd", "BLOCK=16", "60.00", "us", "0.1%", "x1.67", "-", "-"],
     ]
     assert lines[3].startswith("wrong         BLOCK=48: out z ")
-    assert " of 3 cases" not in result.stdout.str()  # no terminal, no progress
     assert [line for line in result.outlines if "no baseline" in line and "@" in line] == []
     found = {}
     exec((pytester.path / "tuned.py").read_text(), found)
@@ -211,18 +207,3 @@ def test_fresh_processes_know_the_configurations(project, pytester):
 def test_a_backend_that_cannot_list_its_configurations_says_so(project):
     result = project("--attn-tune=broken")
     result.stdout.fnmatch_lines(["*--attn-tune=broken: no configurations for tiny: ZeroDivisionError: division by zero*"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verbosity", [pytest.param("-vv", marks=pytest.mark.slow), "--verbosity=0"])
-def test_progress_is_shown_on_a_terminal_and_leaves_nothing_behind(project, pytester, verbosity):
-    arguments = ("--attn-tune=tiled", "-k", "test_both and not 48", verbosity)
-    pytester.makeconftest(CONFTEST + TALKATIVE.format(silent=0))
-    written = on_a_terminal(pytester.path, *arguments, TIMES=json.dumps(TUNED))
-    assert "1 of 3 cases" in written
-    assert "2 of 3 cases" in written
-    assert "3 of 3" not in written
-    pytester.makeconftest(CONFTEST + TALKATIVE.format(silent=1000))
-    silent = on_a_terminal(pytester.path, *arguments, TIMES=json.dumps(TUNED))
-    assert " of 3 cases" not in silent
-    assert between_tests(as_seen(written)) == between_tests(as_seen(silent))

@@ -50,7 +50,7 @@ def test_a_recording_on_a_busy_machine_keeps_the_good_processes_until_there_are_
 
 def test_what_was_not_recorded_is_an_error_of_its_test(project, pytester, monkeypatch):
     monkeypatch.setattr("pytest_attn.cases.latency.MORE_PROCESSES", 4)
-    result = project("--attn-update-baselines=first", "--attn-json=run.jsonl", "--junitxml=run.xml", HOT_IN="0,3,4,5,6")
+    result = project("--attn-update-baselines=first", "--attn-output=run.jsonl", "--junitxml=run.xml", HOT_IN="0,3,4,5,6")
     result.assert_outcomes(passed=1, errors=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     words = "*2 new processes timed it undisturbed, 3 are needed; mostly: hot; record again when the machine does nothing else"

@@ -1,4 +1,4 @@
-"""--attn-report, as a user sees it."""
+"""The page of --attn-output, as a user sees it."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def test_wrong(attn):
     attn.check(lambda q, k, v: sdpa(q, k, v, scale=1.0))
 """
     )
-    result = run("--attn-backends=sdpa,math,flash3", "--attn-report=page.html")
+    result = run("--attn-backends=sdpa,math,flash3", "--attn-output=page.html")
     result.assert_outcomes(passed=2, failed=1, skipped=1)
     data = data_of(pytester.path / "page.html")
     assert [machine["sentence"] for machine in data["machines"]] == [
@@ -40,7 +40,7 @@ def test_wrong(attn):
 def test_without_the_extra_nothing_runs(pytester, kernel_test, monkeypatch):
     kernel_test("attn.check(sdpa)", marker=MARKER)
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    result = pytester.runpytest_inprocess("--attn-report=page.html")
+    result = pytester.runpytest_inprocess("--attn-output=page.html")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(['ERROR: --attn-output=FILE.html: needs vl_convert; pip install "pytest-attn[[]report[]]"'])
     assert not (pytester.path / "page.html").exists()
@@ -48,16 +48,16 @@ def test_without_the_extra_nothing_runs(pytester, kernel_test, monkeypatch):
 
 def test_a_listing_writes_no_page_and_a_run_without_tests_an_empty_one(run, kernel_test, pytester):
     kernel_test("attn.check(sdpa)", marker=MARKER)
-    run("--attn-list", "--attn-report=page.html")
+    run("--attn-list", "--attn-output=page.html")
     assert not (pytester.path / "page.html").exists()
     pytester.makepyfile(test_none="def test_nothing():\n    pass\n")
-    run("test_none.py", "--attn-report=page.html").assert_outcomes(passed=1)
+    run("test_none.py", "--attn-output=page.html").assert_outcomes(passed=1)
     assert "No attention test ran." in (pytester.path / "page.html").read_text(encoding="utf-8")
 
 
 def test_a_page_that_cannot_be_written_is_said_and_the_run_goes_on(run, kernel_test, pytester):
     kernel_test("import shutil\nshutil.rmtree('gone')\nattn.check(sdpa)", marker=MARKER)
     pytester.mkdir("gone")
-    result = run("--attn-report=gone/page.html")
+    result = run("--attn-output=gone/page.html")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["--attn-output: cannot write */gone/page.html: *"])

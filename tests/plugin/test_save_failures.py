@@ -376,7 +376,7 @@ def test_neither_torch_nor_safetensors_is_imported_at_the_start(pytester):
 
 def test_records_say_where_a_failure_was_saved(pytester, kernel_test, saved):
     kernel_test(WRONG)
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, "--attn-json=cases.jsonl")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, "--attn-output=cases.jsonl")
     (record,) = read_records(pytester.path / "cases.jsonl")
     assert (pytester.path / record["saved"]).samefile(saved().folder)
     assert record["unsaved"] == ""

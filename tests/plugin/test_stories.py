@@ -254,7 +254,7 @@ NAMES = {
 
 
 def test_callables_are_told_apart_by_their_names(tell, pytester):
-    tell(NAMES, "--attn-json=run.jsonl")
+    tell(NAMES, "--attn-output=run.jsonl")
     records = read_records(pytester.path / "run.jsonl")
     (first, second, again), gone, (named,) = (
         [one for one in records if one["test"].startswith(f"test_{number}.py")] for number in range(3)

@@ -1,4 +1,4 @@
-"""Pages of --attn-report in a Chromium that is started once."""
+"""Pages of --attn-output in a Chromium that is started once."""
 
 import pytest
 from fakes.browser import CHROMIUM, Browser

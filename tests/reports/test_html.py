@@ -1,4 +1,4 @@
-"""The page of --attn-report: what is in it, and what may not be."""
+"""The page of --attn-output: what is in it, and what may not be."""
 
 import base64
 import hashlib

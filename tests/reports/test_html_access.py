@@ -1,4 +1,4 @@
-"""Who reads the page of --attn-report: by keyboard, with a screen reader, in the dark, on a narrow screen, on paper."""
+"""Who reads the page of --attn-output: by keyboard, with a screen reader, in the dark, on a narrow screen, on paper."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""axe-core, an accessibility checker, on the page of --attn-report: light on a phone, dark on a desk."""
+"""axe-core, an accessibility checker, on the page of --attn-output: light on a phone, dark on a desk."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a real Chromium makes of the page of --attn-report: filters, tables, plots, and that it asks for nothing."""
+"""What a real Chromium makes of the page of --attn-output: filters, tables, plots, and that it asks for nothing."""
 
 import math
 import random

@@ -9,8 +9,8 @@ import pytest
 
 import pytest_attn
 from pytest_attn.session import options as module
-from pytest_attn.session.option_types import action, declared_options, option, output, size, switch, whole_number
-from pytest_attn.session.options import Settings
+from pytest_attn.session.option_types import action, declared_options, option, output_file, size, switch, whole_number
+from pytest_attn.session.options import LEFT, Settings
 from pytest_attn.session.worker_pool import _options, worker_command
 
 
@@ -41,7 +41,8 @@ def inconsistencies(settings):
 
 def test_the_declarations_are_consistent():
     assert inconsistencies(Settings) == []
-    assert len(list(declared_options(Settings))) == len(dataclasses.fields(Settings)) - 1, "all fields but `given` are options"
+    others = {one.name for one in dataclasses.fields(Settings)}.difference(one.name for one in declared_options(Settings))
+    assert others == {"given", "json", "report", "summary", "support"}, "all other fields are options"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,8 @@ class Declared:
     quick: bool = switch("Be quick")
     renamed: bool = switch("Another word for it", "spelled-out")
     target: str | None = action("Where to", "PLACE", in_child=True)
-    page: str | None = output("A page", ".html")
+    page: str | None = action("A page", "FILE.html", output_file)
+    state: str = option("Of it (default: cold)", "cold", "STATE", is_ini_only=True)
     inner: int = field(default=0)
 
     from_config = classmethod(Settings.from_config.__func__)
@@ -88,14 +90,14 @@ def config_of(pytester, monkeypatch):
 
 def test_what_is_not_given_has_its_default(config_of):
     settings = Declared.from_config(config_of())
-    assert settings == Declared({}, 4096, False, False, None, None)
+    assert settings == Declared({}, 4096, False, False, None, None, "cold")
     assert settings.inner == 0, "a field that is no option is left alone"
 
 
 def test_the_command_line_gives_values_by_the_spelling_that_is_declared(config_of, tmp_path):
     arguments = ("--attn-tile-size=2MiB", "--attn-quick", "--attn-spelled-out", "--attn-target", "there")
     settings = Declared.from_config(config_of(*arguments, f"--attn-page={tmp_path / 'a.html'}"))
-    assert settings == Declared({"tile-size": "2MiB"}, 2 << 20, True, True, "there", str(tmp_path / "a.html"))
+    assert settings == Declared({"tile-size": "2MiB"}, 2 << 20, True, True, "there", str(tmp_path / "a.html"), "cold")
 
 
 def test_an_ini_value_holds_unless_the_command_line_says_otherwise(config_of, pytester):
@@ -111,7 +113,7 @@ def test_an_ini_value_holds_unless_the_command_line_says_otherwise(config_of, py
     [
         ("", ("--attn-tile-size=big",), r"^--attn-tile-size: must be a size such as '4 GiB', got 'big'$"),
         ("attn_tile_size = big", (), r"^attn_tile_size \(tox\.ini\): must be a size such as '4 GiB', got 'big'$"),
-        ("", ("--attn-page=a.txt",), r"^--attn-page: must be a file NAME\.html in a folder that exists, got 'a\.txt'$"),
+        ("", ("--attn-page=a.txt",), r"^--attn-page: must end in \.jsonl, \.html, \.md or \.support\.md, got 'a\.txt'$"),
     ],
 )
 def test_what_the_parser_refuses_is_a_usage_error_that_says_where_it_stands(config_of, pytester, ini, arguments, words):
@@ -126,8 +128,8 @@ def test_an_option_that_a_message_names_is_in_the_help(pytester):
     files = [path for path in package.rglob("*.py") if path.parent.name != "suite" and not path.name.startswith("option")]
     named = {flag for path in files for flag in re.findall(r"--attn-[a-z0-9-]+[a-z0-9]", path.read_text())}
     hidden = {one.flag for one in declared_options(Settings) if f"  {one.flag}" not in text}
-    assert hidden & named <= {"--attn-json", "--attn-report", "--attn-summary", "--attn-support", "--attn-json-samples"}
-    assert "--attn-l2" in hidden
+    assert hidden & named <= {"--attn-json-samples"}
+    assert "--attn-threads" in hidden
 
 
 def test_only_options_with_a_default_have_an_ini_value(config_of):
@@ -136,6 +138,25 @@ def test_only_options_with_a_default_have_an_ini_value(config_of):
     for name in ("attn_quick", "attn_target", "attn_page"):
         with pytest.raises(ValueError, match="unknown configuration value"):
             config.getini(name)
+
+
+def test_what_is_an_ini_value_alone_is_typed_as_one(config_of):
+    config = config_of("-o", "attn_state=a b")
+    settings = Declared.from_config(config)
+    assert (settings.state, settings.given) == ("a b", {"state": "a b"})
+    assert Settings.as_options(settings) == "-o attn_state='a b'"
+    assert "--attn-state" not in config._parser.optparser.format_help()
+
+
+@pytest.mark.parametrize("flag", LEFT)
+def test_of_an_option_that_has_left_it_is_said_what_to_type(pytester, flag):
+    with pytest.raises(pytest.UsageError) as refused:
+        pytester.parseconfig("-p", "no:cacheprovider", f"{flag}=x")
+    assert str(refused.value) == f"{flag}: no such option; say {LEFT[flag]}"
+    typed = LEFT[flag].replace("FILE", "run").replace("SIZE", "1GiB").split()
+    assert Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", *typed)) != Settings.from_config(
+        pytester.parseconfig("-p", "no:cacheprovider")
+    )
 
 
 def test_the_help_is_the_declaration(config_of):
@@ -148,7 +169,7 @@ def test_the_help_is_the_declaration(config_of):
 
 def test_a_fresh_process_is_given_what_is_declared_for_it(tmp_path):
     options = {one.flag: one.in_child for one in declared_options(Settings)}
-    assert {flag for flag, in_child in options.items() if not in_child} >= {"--attn-json", "--attn-report", "--attn-profile"}
+    assert {flag for flag, in_child in options.items() if not in_child} >= {"--attn-output", "--attn-profile"}
     assert options["--attn-tune"]
     assert options["--attn-backends"]
     overridden = _options(tmp_path)
@@ -184,20 +205,17 @@ REFUSED = {
     "--attn-dtypes=int4": "--attn-dtypes: unknown dtype 'int4'; known: bfloat16 (bf16)",
     "--attn-isolated --attn-profile": "--attn-profile: sees the kernels of this process; leave out --attn-isolated",
     "--attn-isolated folder": "--attn-isolated: must be MODULE:FUNCTION, got 'folder'; where a path follows, ",
-    "--attn-json=run.txt": "--attn-json: must be a file NAME.jsonl in a folder that exists, got 'run.txt'",
-    "--attn-json=nowhere/run.jsonl": "--attn-json: must be a file NAME.jsonl in a folder that exists, got 'nowhere/run.jsonl'",
-    "--attn-json=.": "--attn-json: must be a file NAME.jsonl in a folder that exists, got '.'",
-    "--attn-l2=tepid": "--attn-l2: must be cold or warm, got 'tepid'",
+    "-oattn_l2=tepid": "attn_l2: must be cold or warm, got 'tepid'",
     "--attn-latency=sometimes": "--attn-latency: must be off, auto or require, got 'sometimes'",
     "--attn-limits=loose": "--attn-limits: must be default or strict, got 'loose'",
     "--attn-lock-clocks=fast": "--attn-lock-clocks: must be max or a number of MHz",
     "--attn-max-slowdown=fast": "--attn-max-slowdown: must be a number of percent above 0",
     "--attn-max-slowdown=0": "--attn-max-slowdown: must be a number of percent above 0",
-    "--attn-memory=much": "--attn-memory: must be a size such as '4 GiB', got 'much'",
+    "-oattn_memory=much": "attn_memory: must be a size such as '4 GiB', got 'much'",
     "--attn-output=run.txt": "--attn-output: must end in .jsonl, .html, .md or .support.md, got 'run.txt'",
     "--attn-output=no/run.jsonl": "--attn-output: must be a file NAME in a folder that exists, got 'no/run.jsonl'",
     "--attn-output=a.md --attn-output=b.md": "are the same kind of output; name one file of each suffix",
-    "--attn-output=a.jsonl --attn-json=b.jsonl": "are the same kind of output",
+    "--attn-output=.": "--attn-output: must end in .jsonl, .html, .md or .support.md, got '.'",
     "--attn-rank --attn-latency=off": "--attn-rank: needs times; leave out --attn-latency=off",
     "--attn-rank --attn-mutants": "--attn-rank: needs times, and --attn-mutants takes none; leave one of them out",
     "--attn-rank-to=best --attn-latency=off": "--attn-rank-to: needs times",
@@ -209,8 +227,6 @@ REFUSED = {
     "--attn-save-failures=": "--attn-save-failures: must be a folder, such as failures, got ''",
     "--attn-save-failures=a.py::test_b": "--attn-save-failures: must be a folder, such as failures, got 'a.py::test_b'",
     "--attn-seed=-1": "--attn-seed: must be a whole number >= 0, or random, got '-1'",
-    "--attn-support=nowhere/a.md": "--attn-support: must be a file NAME.md in a folder that exists, got 'nowhere/a.md'",
-    "--attn-support=test_kernel.py": "--attn-support: must be a file NAME.md in a folder that exists, got 'test_kernel.py'",
     "--attn-threads=-1": "--attn-threads: must be a whole number of threads",
     "--attn-timeout=soon": "--attn-timeout: must be a number of seconds >= 0 (0 waits forever), got 'soon'",
     "--attn-tune=flex --attn-latency=off": "--attn-tune: needs times",
@@ -233,7 +249,7 @@ def test_what_an_option_cannot_be_or_not_beside_another_is_a_usage_error(pyteste
     with pytest.raises(pytest.UsageError) as refused:
         Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", *arguments.split()))
     assert REFUSED[arguments] in str(refused.value)
-    assert str(refused.value).startswith("--attn-")
+    assert str(refused.value).startswith(("--attn-", "attn_"))
 
 
 @pytest.mark.parametrize("arguments", [("--attn-rank",), ("--attn-rank-to=best",), ("--attn-tune=flex",)])

@@ -189,7 +189,7 @@ def test_it(attn, request):
 def test_workers_share_the_memory_of_a_device_and_say_so_where_it_is_out(pytester, worker):
     worker(0, 2)
     pytester.makepyfile(OUT_OF_MEMORY)
-    result = pytester.runpytest_inprocess("--attn-memory=4GiB", "--attn-device=cpu")
+    result = pytester.runpytest_inprocess("-oattn_memory=4GiB", "--attn-device=cpu")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*OutOfMemoryError: CUDA out of memory", "*2 workers share this device; fewer leave more*"])
 
