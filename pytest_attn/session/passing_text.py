@@ -11,6 +11,7 @@ from unicodedata import east_asian_width
 import pytest
 
 from pytest_attn.reports.lines import terminal_width
+from pytest_attn.session.pytest_versions import TerminalReporter, verbosity_of
 
 #: how long a log stays silent, in seconds: some hosts end a job that prints nothing for minutes
 LOG_SECONDS = 30.0
@@ -133,8 +134,8 @@ def _log_of(config: pytest.Config) -> int | None:
 
 def _is_printer(config: pytest.Config, least: int) -> bool:
     """Whether it is pytest's own reporter that prints, in this process, and no bars of others; at least so much."""
-    is_plain = type(config.pluginmanager.get_plugin("terminalreporter")) is pytest.TerminalReporter
-    return is_plain and not hasattr(config, "workerinput") and config.get_verbosity() >= least
+    is_plain = type(config.pluginmanager.get_plugin("terminalreporter")) is TerminalReporter
+    return is_plain and not hasattr(config, "workerinput") and verbosity_of(config) >= least
 
 
 def _descriptor(stream: Any) -> int | None:

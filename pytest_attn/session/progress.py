@@ -15,6 +15,7 @@ import pytest
 
 from pytest_attn.session.durations import SILENT_SECONDS, Durations, Remaining, clock
 from pytest_attn.session.passing_text import PassingText
+from pytest_attn.session.pytest_versions import verbosity_of
 
 #: how often it is said anew, in seconds
 TICK = 1.0
@@ -210,7 +211,7 @@ class Progress:
         long = [(who, step) for begun, who, step in sorted(steps, key=_first) if step.total or now - begun >= SILENT_SECONDS]
         said = "; ".join(f"{who} {step.words(now)}".lstrip() for who, step in long)
         run = self._remaining
-        if run is None or self._config.get_verbosity() < 0 or not (said or now - run.begun >= RUN_SECONDS):
+        if run is None or verbosity_of(self._config) < 0 or not (said or now - run.begun >= RUN_SECONDS):
             return said
         return " | ".join(filter(None, (run.words(now), said)))
 
