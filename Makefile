@@ -51,17 +51,27 @@ test: $(VENV)/ready
 	if [ $$code -ne 1 ]; then echo "test: interrupted, or not run: the last lines above say why (exit $$code)"; exit $$code; fi; \
 	echo "test: something failed. next: $(BIN)/pytest tests --lf -x repeats the first failure"; exit $$code; fi
 
-# with every story of tests/plugin through an xdist worker as well, which takes twice as long
+# with every story of tests/plugin through an xdist worker as well, which takes twice as long, and on each pytest that others pin
 test-all: $(VENV)/ready
-	@echo "test-all: the slow stories too; some twenty minutes on two cores"
+	@echo "test-all: the slow stories too, then stories and suite on other pytests; some forty minutes on two cores"
 	ATTN_TESTS=all $(BIN)/pytest tests -n auto --dist worksteal
+	$(MAKE) $(PYTESTS:%=test-on-%)
 
-# the oldest pytest that is supported, laid over the environment: what touches pytest most
-OLDEST = tests/plugin/test_stories.py tests/plugin/test_outputs.py
+# the oldest pytest that is supported: what touches pytest most
 test-oldest: $(VENV)/ready
-	@echo "test-oldest: what touches pytest most, on pytest 8.4; about half a minute"
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest pytest==8.4.0
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest $(OLDEST) -n auto -k 'not xdist and not workers1'
+	@echo "test-oldest: what touches pytest most, on pytest $(OLDEST); about half a minute"
+	@$(MAKE) test-on-$(OLDEST) STORIES="tests/plugin/test_stories.py tests/plugin/test_outputs.py"
+
+# the releases that PyTorch's CI, NATTEN, Transformer Engine, vLLM and transformers pin, laid over the environment
+PYTESTS = 7.3.2 7.4.4 8.2.1 8.3.5 8.4.2
+OLDEST = $(firstword $(PYTESTS))
+STORIES = tests/plugin
+test-on-%: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/pytest-$* pytest==$* \
+	$(if $(filter 7.%,$*),pytest-benchmark==4.0.0 py-cpuinfo pytest-xdist==3.3.1)
+	PYTHONPATH=$(abspath $(VENV)/pytest-$*) $(BIN)/python -m pytest $(STORIES) -n auto --dist worksteal
+	PYTHONPATH=$(abspath $(VENV)/pytest-$*) $(BIN)/python -m pytest pytest_attn/suite \
+	--attn-workloads=smoke --attn-backends=math,sdpa -n auto -k "not test_models"
 
 lint: $(VENV)/ready
 	@echo "lint: style and types; about half a minute"

@@ -117,7 +117,12 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'pytest_attn' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_HOMES[name]), name)
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            import_module("pytest_attn.session.devices").require_torch()  # says what to install
+        raise
     globals()[name] = value
     return value
 

@@ -19,6 +19,7 @@ from pytest_attn.processes.lifetime import keep_status
 from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
 from pytest_attn.session.kinds import KINDS, PARAMETER, CaseParameter, is_case, is_marked, kind_of, parameter_of
 from pytest_attn.session.options import add_options, require_known
+from pytest_attn.session.pytest_versions import items_of, verbosity_of
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     attention = session_of(session.config)
     if attention.worker is not None:
         attention.worker.wait_at_gate()
-    attention.collected.due = sum(map(is_case, session.items))
+    attention.collected.due = sum(map(is_case, items_of(session)))
     return True if attention.settings.list_only else None
 
 
@@ -355,7 +356,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     elif session.results.records and not config.getoption("no_summary", False):
         from pytest_attn.session.output import print_summary
 
-        print_summary(session, terminalreporter, config.get_verbosity())
+        print_summary(session, terminalreporter, verbosity_of(config))
     if session.unjudged_because:
         is_error = session.settings.unjudged == "error"
         allow = "; --attn-unjudged=warn lets it pass" if is_error else ""

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 from _pytest.config import PytestPluginManager
-from _pytest.fixtures import FixtureFunctionDefinition, FixtureManager
+from _pytest.fixtures import FixtureManager, getfixturemarker
 from _pytest.pytester import SysModulesSnapshot
 from left_out import IS_ALL
 
@@ -75,9 +75,9 @@ metadata.distributions = _distributions
 
 def _look_once(plugins):
     """Look through the modules that are plugins once, not in each of hundreds of runs: a fifth of what a small one takes."""
-    parse, register = PytestPluginManager.parse_hookimpl_opts, FixtureManager.pytest_plugin_registered
+    parse, parse_fixtures = PytestPluginManager.parse_hookimpl_opts, FixtureManager.parsefactories
     modules = {id(one): vars(one).values() for one in plugins if isinstance(one, ModuleType)}
-    fixtures = {key: any(isinstance(one, FixtureFunctionDefinition) for one in held) for key, held in modules.items()}
+    fixtures = {key: any(map(getfixturemarker, held)) for key, held in modules.items()}
     hooks = {}
 
     def parse_hookimpl_opts(manager, plugin, name):
@@ -87,12 +87,12 @@ def _look_once(plugins):
             hooks[id(plugin), name] = parse(manager, plugin, name)
         return hooks[id(plugin), name]
 
-    def pytest_plugin_registered(manager, plugin, plugin_name):
-        if fixtures.get(id(plugin), True):
-            register(manager, plugin, plugin_name)
+    def parsefactories(manager, *args, **kwargs):
+        if fixtures.get(id(kwargs.get("holder", *args[:1])), True):
+            parse_fixtures(manager, *args, **kwargs)
 
     PytestPluginManager.parse_hookimpl_opts = parse_hookimpl_opts
-    FixtureManager.pytest_plugin_registered = pytest_plugin_registered
+    FixtureManager.parsefactories = parsefactories
 
 
 def pytest_collectstart():

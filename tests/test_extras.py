@@ -3,6 +3,7 @@
 Nothing is downloaded: the environment links to the libraries that are installed beside these tests.
 """
 
+import json
 import os
 import subprocess
 import sysconfig
@@ -31,9 +32,32 @@ def test_wrong(attn):
 """
 
 
-def needed_by(name, extra=""):
-    """The distributions that a package and its extra need, themselves and all that these need, by name."""
-    found, waiting = {}, [(name, extra)]
+PLAIN = """
+def test_plain():
+    pass
+"""
+UNIMPORTED = """
+import pytest
+
+@pytest.mark.attention("smoke-full", device="cpu")
+def test_right(attn):
+    pass
+"""
+MEASURED = """
+import pytest
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+@pytest.mark.attention("smoke-full", device="cpu")
+def test_fast(attn):
+    samples = attn.measure(sdpa).samples
+    assert len(samples) > 1
+    print("samples:", len(samples))
+"""
+
+
+def needed_by(name, *extras):
+    """The distributions that a package and its extras need, themselves and all that these need, by name."""
+    found, waiting = {}, [(name, extra) for extra in ("", *extras)]
     while waiting:
         name, extra = waiting.pop()
         if (name, extra) in found:
@@ -48,16 +72,16 @@ def needed_by(name, extra=""):
 
 @pytest.fixture
 def installed(tmp_path):
-    """Return a function that makes the environment of an extra, and returns one that runs its python."""
+    """Return a function that makes the environment of some extras, and returns one that runs its python."""
     project = tmp_path / "project"
     project.mkdir()
     (project / "test_it.py").write_text(TEST)
 
-    def install(extra=""):
-        venv.create(tmp_path / "venv")
+    def install(*extras):
+        venv.create(tmp_path / "venv", clear=True)
         (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
         libraries = Path(sysconfig.get_path("purelib"))
-        for one in needed_by("pytest-attn", extra).values():
+        for one in needed_by("pytest-attn", *extras).values():
             for top in {file.parts[0] for file in one.files} - {"..", "__pycache__"}:
                 if not (site / top).exists():
                     (site / top).symlink_to(libraries / top)
@@ -75,9 +99,38 @@ def installed(tmp_path):
     return install
 
 
+def test_without_torch_other_tests_are_undisturbed_and_a_case_says_what_to_install(installed, tmp_path):
+    run, project = installed(), tmp_path / "project"
+    assert "No module named 'torch'" in run("-c", "import torch").stderr
+    assert "No module named 'pytest_benchmark'" in run("-c", "import pytest_benchmark").stderr
+    (project / "test_it.py").write_text(PLAIN)
+    plain = run("-m", "pytest", "--no-header", "-W", "error")
+    assert (plain.returncode, plain.stderr) == (0, "")
+    assert "attn" not in plain.stdout
+    assert "torch" not in plain.stdout
+    (project / "test_it.py").write_text(UNIMPORTED)
+    result = run("-m", "pytest", "--no-header", "-W", "error")
+    assert result.returncode == 2, result.stdout
+    assert result.stdout.count('pytest-attn needs torch, which is not installed; pip install "pytest-attn[torch]"') == 1
+    assert "Traceback" not in result.stdout + result.stderr
+    called = run("-c", "import pytest_attn; pytest_attn.check")
+    assert called.stderr.splitlines()[-1].endswith('which is not installed; pip install "pytest-attn[torch]"')
+
+
 @pytest.mark.slow("starts an environment")
-def test_without_extras_the_plugin_judges_and_says_what_each_option_needs(installed, tmp_path):
-    run = installed()
+def test_without_pytest_benchmark_a_kernel_is_timed_and_with_it_each_sample_reaches_it(installed, tmp_path):
+    (tmp_path / "project" / "test_it.py").write_text(MEASURED)
+    result = installed("torch")("-m", "pytest", "-s")
+    assert result.returncode == 0, result.stdout + result.stderr
+    result = installed("torch", "benchmark")("-m", "pytest", "-s", "--benchmark-json=out.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (row,) = json.loads((tmp_path / "project" / "out.json").read_text())["benchmarks"]
+    assert f"samples: {row['stats']['rounds']}\n" in result.stdout
+
+
+@pytest.mark.slow("starts an environment")
+def test_with_torch_alone_the_plugin_judges_and_says_what_each_option_needs(installed, tmp_path):
+    run = installed("torch")
     assert "ModuleNotFoundError" in run("-c", "import numpy").stderr
     result = run("-m", "pytest", "--attn-output=run.jsonl", "--attn-output=run.md")
     assert "1 failed, 1 passed" in result.stdout, result.stdout + result.stderr
@@ -92,7 +145,7 @@ def test_without_extras_the_plugin_judges_and_says_what_each_option_needs(instal
 
 @pytest.mark.slow("starts an environment")
 def test_the_extra_failures_saves_tensors_that_fail_again(installed, tmp_path):
-    run = installed("failures")
+    run = installed("torch", "failures")
     result = run("-m", "pytest", "--attn-save-failures=saved", "-k", "wrong")
     (script,) = (tmp_path / "project" / "saved").glob("*/repro.py")
     assert "1 failed" in result.stdout, result.stdout + result.stderr
@@ -103,12 +156,12 @@ def test_the_extra_failures_saves_tensors_that_fail_again(installed, tmp_path):
 
 @pytest.mark.slow("starts an environment")
 def test_the_extra_fuzz_draws_workloads(installed):
-    result = installed("fuzz")("-m", "pytest", "--attn-fuzz=3", "-k", "right")
+    result = installed("torch", "fuzz")("-m", "pytest", "--attn-fuzz=3", "-k", "right")
     assert "2 passed" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.slow("starts an environment")
 def test_the_extra_report_writes_a_page(installed, tmp_path):
-    result = installed("report")("-m", "pytest", "--attn-output=page.html", "-k", "right")
+    result = installed("torch", "report")("-m", "pytest", "--attn-output=page.html", "-k", "right")
     assert "1 passed" in result.stdout, result.stdout + result.stderr
     assert "vegaEmbed" in (tmp_path / "project" / "page.html").read_text()

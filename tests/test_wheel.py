@@ -3,6 +3,7 @@
 That environment sees the libraries of this one, but not its plugin: to install torch once more takes a minute.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -28,6 +29,16 @@ def test_backends(attn, attn_backend):
 def test_wrong(attn):
     attn.check(lambda q, k, v: scaled_dot_product_attention(q, k, v, scale=1.0))
 """
+
+#: what others pin of what pytest-attn needs, by who does; and a torch, which stands for each of theirs
+PINS = {
+    "PyTorch's CI": ("pytest==7.3.2", "pytest-xdist==3.3.1", "packaging==24.0", "filelock==3.20.3"),
+    "NATTEN": ("pytest==7.4.4",),
+    "Transformer Engine": ("pytest==8.2.1",),
+    "vLLM": ("pytest==8.3.5", "pluggy==1.5.0", "iniconfig==2.0.0", "packaging==24.2", "filelock==3.16.1"),
+    "transformers": ("pytest==8.4.2",),
+}
+TORCH = "2.7.1+cu128"
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +84,7 @@ def test_the_wheel_has_types_suite_and_entry_point(wheel):
 
 def test_the_wheel_says_what_it_needs(wheel):
     needs = re.findall(r"^Requires-Dist: ([\w-]+)(\S*)$", metadata_of(wheel), re.MULTILINE)
-    libraries = [("filelock", ">=3.12"), ("packaging", ">=22")]
-    assert sorted(needs) == [*libraries, ("pytest", ">=8.4"), ("pytest-benchmark", ">=5.3.1"), ("torch", ">=2.6")]
+    assert sorted(needs) == [("filelock", ">=3.12"), ("packaging", ">=22"), ("pluggy", ">=1.2"), ("pytest", ">=7.3.2")]
 
 
 def test_what_is_imported_is_declared(wheel):
@@ -86,6 +96,59 @@ def test_what_is_imported_is_declared(wheel):
         called.get(name, name) for name in imported - sys.stdlib_module_names - {"pytest_attn", "_pytest", "typing_extensions"}
     }
     assert needed - {"xdist"} <= declared  # which is there where it runs the tests, and is imported then only
+
+
+def pip(python, *arguments):
+    """Run pip for the environment of a python; asks an index once, and not for long."""
+    command = [sys.executable, "-m", "pip", "--python", python, "--retries", "1", "--timeout", "30", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def pinned(tmp_path):
+    """Return a function that makes an environment of pins and returns one that says which of them a package would change."""
+
+    def environment(pins):
+        venv.create(tmp_path / "venv")
+        python, report = tmp_path / "venv" / "bin" / "python", tmp_path / "report.json"
+        done = pip(python, "install", "--quiet", *pins)
+        if done.returncode and pip(python, "download", "--quiet", "--no-deps", "--dest", tmp_path, pins[0]).returncode:
+            pytest.skip(f"not shown, for no index can be reached: {done.stderr.splitlines()[-1]}")
+        assert done.returncode == 0, done.stderr
+        (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+        torch = site / f"torch-{TORCH}.dist-info"
+        torch.mkdir()
+        (torch / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {TORCH}\n")
+        names = {re.split("-[0-9]", path.name)[0].replace("_", "-") for path in site.glob("*.dist-info")}
+
+        def changed(package):
+            done = pip(python, "install", "--quiet", "--dry-run", "--report", report, package)
+            assert done.returncode == 0, done.stderr
+            planned = {one["metadata"]["name"].lower() for one in json.loads(report.read_text())["install"]}
+            assert "pytest-attn" in planned
+            return planned & names
+
+        return changed
+
+    return environment
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("pins", PINS.values(), ids=PINS)
+def test_the_wheel_changes_nothing_where_others_pin_their_packages(wheel, pinned, pins):
+    changed = pinned(pins)
+    assert changed(wheel) == set()
+    assert changed(f"{wheel}[torch]") == set()
+
+
+@pytest.mark.slow("starts an environment")
+def test_what_a_wheel_would_change_is_found(wheel, pinned, tmp_path):
+    planted = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as given, zipfile.ZipFile(planted, "w") as written:
+        for name in given.namelist():
+            text = given.read(name)
+            written.writestr(name, text.replace(b"pytest>=7.3.2", b"pytest>=8.4") if name.endswith("METADATA") else text)
+    assert "pytest" in pinned(PINS["PyTorch's CI"])(planted)
 
 
 @pytest.fixture(scope="module")

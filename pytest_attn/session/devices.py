@@ -23,6 +23,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: in a worker with a GPU of its own: how many workers have the same
 _SHARERS = "PYTEST_ATTN_GPU_SHARERS"
 _NO_GPU = "--attn-gpu-per-worker: there is no GPU that this process may use; leave it out"
+#: the oldest release of torch, as in the extra `torch` of the package
+OLDEST_TORCH = (2, 6)
+_INSTALL_TORCH = 'pip install "pytest-attn[torch]"'
 #: seconds to wait for another process that times on the same device
 PATIENCE = 600.0
 
@@ -30,8 +33,8 @@ PATIENCE = 600.0
 # -- the devices of a run ------------------------------------------------------------------------------------------------
 
 
-class NoTorchError(Exception):
-    """torch is missing or cannot be imported."""
+class NoTorchError(ImportError):
+    """torch is missing, too old, or cannot be imported."""
 
 
 class Machines:
@@ -76,15 +79,19 @@ class Machines:
 
 
 def require_torch() -> None:
-    """Raise NoTorchError, with torch's own words, unless it can be imported."""
+    """Raise NoTorchError, with torch's own words, unless it can be imported and is new enough."""
     try:
-        import torch  # noqa: F401
+        import torch
     except ModuleNotFoundError as error:
         if error.name == "torch":
-            raise NoTorchError("pytest-attn needs torch, which is not installed; pip install torch") from None
+            raise NoTorchError(f"pytest-attn needs torch, which is not installed; {_INSTALL_TORCH}") from None
         raise NoTorchError(_broken(error)) from None
     except Exception as error:
         raise NoTorchError(_broken(error)) from None
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found and tuple(map(int, found.groups())) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise NoTorchError(f"pytest-attn needs torch {oldest} or newer, {torch.__version__} is installed; {_INSTALL_TORCH}")
 
 
 def _broken(error: Exception) -> str:

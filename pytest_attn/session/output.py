@@ -23,6 +23,7 @@ from pytest_attn.session.collection import unmet_because
 from pytest_attn.session.devices import NoTorchError
 from pytest_attn.session.kinds import kind_of, marker_of, parameter_of
 from pytest_attn.session.manifest import Manifest
+from pytest_attn.session.pytest_versions import verbosity_of
 from pytest_attn.session.session import AttentionSession
 
 
@@ -232,7 +233,7 @@ def _print(ranking: Ranking, session: AttentionSession, config: pytest.Config, r
     if not ranking.timed and not ranking.lines:
         reporter.write_line(nothing_timed(ranking))
         return
-    print_section(reporter, rank_summary(ranking, config.get_verbosity() > 0, room(reporter.isatty)), "attention rank")
+    print_section(reporter, rank_summary(ranking, verbosity_of(config) > 0, room(reporter.isatty)), "attention rank")
     if session.settings.gpu_per_worker and config.getoption("dist", "no") not in ("no", "loadgroup"):
         reporter.write_line(
             "rank: workers with GPUs of their own shared the cases of one workload; --dist loadgroup keeps them on one GPU",

@@ -1,5 +1,10 @@
 """A small conftest that stands for plugin.py and its `attn`, and a test that measures."""
 
+from importlib.metadata import version
+
+#: pytest-benchmark 4, which is all that there is for pytest 7
+IS_4 = version("pytest-benchmark").startswith("4.")
+
 CONFTEST = """
 import pytest
 from pytest_attn.cases import pytest_benchmark

@@ -295,10 +295,14 @@ def baseline_file(pytester):
     return find
 
 
+#: of pytest-benchmark 4
+UNCLOSED = "ignore:unclosed file .*out.json:ResourceWarning"
+
+
 @pytest.fixture
 def bench(pytester, monkeypatch):
     """Write a test file, and run it without pytest-attn itself; a warning is an error, and so is one in the summary."""
-    pytester.makeini("[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n")
+    pytester.makeini(f"[pytest]\nfilterwarnings =\n    error\n    {UNCLOSED}\naddopts = --strict-markers\n")
     pytester.makeconftest(CONFTEST)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # machine_info's own tests give it one
 

@@ -276,7 +276,7 @@ def test_torch_that_is_missing_or_broken_is_one_clear_error(pytester, kernel_tes
         (
             "missing",
             'raise ModuleNotFoundError("No module named \'torch\'", name="torch")',
-            "pytest-attn needs torch, which is not installed; pip install torch",
+            'pytest-attn needs torch, which is not installed; pip install "pytest-attn[torch]"',
         ),
         (
             "broken",

@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from fakes.benchmark import CONFTEST, MEASURING
+from fakes.benchmark import CONFTEST, IS_4, MEASURING
 
 
 @pytest.mark.slow("times in many processes")
@@ -55,7 +55,8 @@ def test_histogram_is_drawn(bench, pytester):
 
 def test_cprofile_calls_once_more_and_changes_no_sample(report):
     source = MEASURING.format(taken=True)
-    found = report(source, "--benchmark-cprofile=tottime", "--benchmark-cprofile-loops=3", passed=2)
+    loops = () if IS_4 else ("--benchmark-cprofile-loops=3",)
+    found = report(source, "--benchmark-cprofile=tottime", *loops, passed=2)
     assert found["test_measures"]["stats"]["data"] == [1e-3, 3e-3, 2e-3]
     assert found["test_measures"]["cprofile"]
 
@@ -76,7 +77,8 @@ def test_where_pytest_benchmark_does_not_record_nothing_happens(bench, pytester,
     expected = {"passed": 1, "skipped": 2} if "--benchmark-skip" in args else {"passed": 3}
     result = bench(*args, source=source, in_process="-n" not in args, **expected)
     assert "automatically disabled" not in result.stdout.str() + result.stderr.str()
-    assert not (pytester.path / "out.json").exists()
+    written = pytester.path / "out.json"
+    assert not written.exists() or (IS_4 and not written.read_text())  # which opens it while it reads the options
 
 
 def test_wants_says_whether_it_records(bench, pytester):

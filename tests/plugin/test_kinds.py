@@ -184,7 +184,7 @@ def test_each_end_of_a_judgment_is_one_of_a_kind_of_its_own(toys, pytester, monk
             "mismatch * bad on tiny: 2048 NaN in out of bad",
             "raised * raising.fn on tiny: ValueError: mine",
             "SKIPPED * raising.fn: not today",
-            "XFAIL *test_backend?tiny-known? - known defect lib#7",
+            "XFAIL *test_backend?tiny-known? - *known defect lib#7",
             "judges nothing: it passed without a call of attn_toy.check*",
             "judges nothing: it has the marker attention_toy, but does not take attn_toy*",
         ]

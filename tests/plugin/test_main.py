@@ -80,7 +80,7 @@ def run_without(module, *arguments):
 def test_a_missing_torch_is_said_in_one_line():
     done = run_without("torch")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "pytest-attn needs torch, which is not installed; pip install torch\n"
+    assert done.stderr == 'pytest-attn needs torch, which is not installed; pip install "pytest-attn[torch]"\n'
     assert run_without("torch", "--help").returncode == 0
 
 

@@ -35,6 +35,8 @@ def test_every_backend_has_a_row():
 
 @pytest.mark.parametrize("page", GENERATED, ids=lambda page: page.stem)
 def test_what_is_generated_is_what_the_code_says(page):
+    if page.stem == "fixtures" and not hasattr(pytest, "TerminalReporter"):
+        pytest.skip("needs pytest 8.4, which says what a fixture's function is")
     text = page.read_text()
     assert tables.generated(text) == text, "run: python docs/_ext/tables.py"
     assert tables.generated(text.replace("attn", "ATTN")) != text.replace("attn", "ATTN")

@@ -78,9 +78,9 @@ def test_the_command_line_of_another_pytest_changes_nothing_of_what_a_worker_run
 
 
 def test_what_a_worker_overrides_are_options_of_this_pytest_and_these_plugins(pytester):
-    """Those of plugins that are not installed here are few, and known."""
+    """Those of plugins that are not installed here, and of pytest 8.4, are few, and known."""
     config = pytester.parseconfig()
-    elsewhere = {"report_log", "htmlpath", "num_shards", "shard_id"}
+    elsewhere = {"report_log", "htmlpath", "num_shards", "shard_id", "stepwise_reset"}
     assert {name for name in OVERRIDES if not hasattr(config.option, name)} <= elsewhere
 
 
