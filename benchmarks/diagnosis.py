@@ -43,7 +43,7 @@ from pytest_attn.correctness.judge import judge  # noqa: E402
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache  # noqa: E402
 from pytest_attn.diagnosis.diagnose import diagnose  # noqa: E402
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, PRECISION  # noqa: E402
-from pytest_attn.guests.mutants import MUTANTS  # noqa: E402
+from pytest_attn.guests.mutants.all_mutants import MUTANTS  # noqa: E402
 from pytest_attn.guests.mutants.kernel import KernelBackend  # noqa: E402
 from pytest_attn.guests.mutants.mutant import Mutant  # noqa: E402
 from pytest_attn.suite.test_correctness import INPUTS  # noqa: E402

@@ -34,7 +34,7 @@ from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.mutant import Mutant
 from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.suite.test_correctness import INPUTS

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from pytest_attn.backends.precision import Precision
     from pytest_attn.cases.api import check, check_invariants, measure
     from pytest_attn.cases.case import AttentionCase
-    from pytest_attn.cases.model import AttentionModel
     from pytest_attn.cases.saved_failure import Failure, load_failure
     from pytest_attn.correctness.comparison import Comparison
     from pytest_attn.correctness.contract import ContractError
     from pytest_attn.guests.models.call_to_workload import DropoutError
     from pytest_attn.guests.models.capture import AttentionCall, NotReadError, capture
     from pytest_attn.guests.models.check_model import check_model, check_module
+    from pytest_attn.guests.models.model_case import AttentionModel
     from pytest_attn.guests.models.model_comparison import ModelComparison
     from pytest_attn.invariants.report import InvariantReport
     from pytest_attn.latency.result import Latency
@@ -77,7 +77,7 @@ _HOMES = {
     "__version__": "pytest_attn.version",
     "AttentionCall": "pytest_attn.guests.models.capture",
     "AttentionCase": "pytest_attn.cases.case",
-    "AttentionModel": "pytest_attn.cases.model",
+    "AttentionModel": "pytest_attn.guests.models.model_case",
     "Backend": "pytest_attn.backends.backend",
     "BooleanMask": "pytest_attn.workloads.masks",
     "Capabilities": "pytest_attn.backends.capabilities",

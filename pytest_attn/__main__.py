@@ -2,11 +2,10 @@
 
 import argparse
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from pkgutil import resolve_name
 
 from pytest_attn.backends.machine import Machine, machine_of, resolve_device, versions_of
 from pytest_attn.backends.registry import Registry, tables
@@ -20,6 +19,7 @@ from pytest_attn.reports.ranking_output import rank_summary
 from pytest_attn.reports.records import Record, read_records
 from pytest_attn.reports.terminal import listing
 from pytest_attn.session.devices import NoTorchError, require_torch
+from pytest_attn.session.guests import guests
 from pytest_attn.version import __version__
 from pytest_attn.workloads.catalog import builtin_catalog
 
@@ -49,10 +49,8 @@ def _parser() -> argparse.ArgumentParser:
         if run is _report:
             command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="(default: %(default)s)")
     add_merge(commands)
-    words = "Run a function, and print the workloads of its attention calls as code, with counts."
-    capture = commands.add_parser("capture", help=words, description=words)
-    capture.add_argument("function", metavar="FILE.py:FUNCTION", help="a function without arguments that runs the model")
-    capture.set_defaults(run=_capture, error=capture.error)
+    for name in (one for guest in guests() for one in guest.commands):
+        resolve_name(name)(commands)
     return parser
 
 
@@ -70,28 +68,6 @@ def _list(given: argparse.Namespace) -> int:
     if given.device != "auto":
         command += f" --attn-device={given.device}"
     print("\n".join(_lines(machine, f"next: {command}  (the bundled tests, on small workloads)")))
-    return 0
-
-
-def _capture(given: argparse.Namespace) -> int:
-    """Print the workloads that a function's attention asks, as code; another FILE:FUNCTION exits with 2."""
-    from pytest_attn.guests.models.capture import NotReadError, capture, workloads_as_code
-
-    path, _, name = given.function.rpartition(":")
-    if not Path(path).is_file():
-        given.error(f"there is no file {path or given.function!r}; expected FILE.py:FUNCTION")
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    function = runpy.run_path(path).get(name)
-    if function is None or not callable(function):
-        given.error(f"{path} has no function {name!r}")
-    assert function is not None
-    try:
-        calls = capture(function)
-    except NotReadError as error:
-        given.error(str(error))
-    if not calls:
-        given.error(f"{name} made no attention call that is caught; pytest_attn.capture(step, functions=[...]) takes your own")
-    print(workloads_as_code(calls))
     return 0
 
 

@@ -17,7 +17,8 @@ import pytest
 from pytest_attn import hooks
 from pytest_attn.processes.lifetime import keep_status
 from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
-from pytest_attn.session.kinds import KINDS, PARAMETER, CaseParameter, is_case, is_marked, kind_of, parameter_of
+from pytest_attn.session.guests import guests
+from pytest_attn.session.kinds import KINDS, PARAMETER, CaseParameter, Kind, is_case, is_marked, kind_of, parameter_of
 from pytest_attn.session.options import add_options, require_known
 from pytest_attn.session.pytest_versions import items_of, verbosity_of
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
@@ -28,19 +29,13 @@ if TYPE_CHECKING:
     from pytest_attn.backends.backend import Backend
     from pytest_attn.backends.named import NamedFunction
     from pytest_attn.cases.case import AttentionCase
-    from pytest_attn.cases.model import AttentionModel
     from pytest_attn.cases.tensors import ReferenceTensors
     from pytest_attn.workloads.workload import Workload
 
-MARKERS = (
-    "attention(*workloads, ...)",
-    "attention_model(...)",
-    "attention_requires(...)",
-)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the options."""
+    """Have guests register themselves, and declare the options."""
+    guests()
     add_options(parser)
 
 
@@ -59,9 +54,9 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the settings once, refuse unknown names, and start to collect records."""
-    for marker in (*_marker_lines(config), *(kind.help for kind in KINDS.values() if kind.help)):
+    for marker in _marker_lines(config):
         config.addinivalue_line("markers", marker)
-    if own := [kind.fixture for kind in KINDS.values() if kind.fixture not in globals()]:
+    if own := [kind for kind in KINDS.values() if kind.fixture not in globals()]:
         config.pluginmanager.register(fixtures_of_kinds(own), "attn-fixtures-of-kinds")
     session = config.stash[SESSION] = AttentionSession(config)
     settings = session.settings
@@ -108,11 +103,12 @@ def _isolated_functions(config: pytest.Config, timeout: float) -> Callable[[str]
 
 def _marker_lines(config: pytest.Config) -> Iterable[str]:
     """Return the markers to declare; their help is long, and is made only where `pytest --markers` shows it."""
+    said = [kind.help for kind in KINDS.values() if kind.help]
     if not config.getoption("markers", False):
-        return MARKERS
+        return (*(f"{kind.marker}(...)" for kind in KINDS.values() if not kind.help), "attention_requires(...)", *said)
     from pytest_attn.session.marks import marker_help
 
-    return (one.text for one in marker_help())
+    return (*(one.text for one in marker_help()), *said)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -431,25 +427,6 @@ def attn_backend(attn: AttentionCase) -> Backend:
 
 
 @pytest.fixture
-def attn_model(attn: AttentionCase) -> AttentionModel:
-    """A model's attention: compares every call that a model makes with exact attention on its own tensors.
-
-    Example::
-
-        @pytest.mark.attention_model
-        def test_my_model(attn_model, attn_backend):
-            model = MyModel().to(attn_model.device)
-            attn_model.check(model, lambda: loss(model(batch)), attn_backend)
-
-    attn_model.device is the device of the marker or of --attn-device. attn_model.check(model, step, backend=None) runs the
-    step forward and backward, and lets a backend compute the calls where one is given. It raises AssertionError, naming the
-    layer, where a call is wrong or was not replaced.
-    """
-    model: AttentionModel = attn  # type: ignore[assignment]  # what the fixture attn is under the marker attention_model
-    return model
-
-
-@pytest.fixture
 def attn_workload(_attn_parameter: CaseParameter) -> Workload:
     """The workload of the case (attn.workload)."""
     return _attn_parameter.workload
@@ -500,14 +477,14 @@ def assert_attention_close(attn: AttentionCase) -> Callable[[torch.Tensor], None
     return attn.assert_close
 
 
-def fixtures_of_kinds(names: Iterable[str]) -> ModuleType:
-    """Return a plugin with the fixtures of kinds that others have registered: each is the case, as `attn` makes it."""
+def fixtures_of_kinds(kinds: Iterable[Kind]) -> ModuleType:
+    """Return a plugin with the fixtures of kinds that guests and others have registered: each is the case, as `attn` is."""
     module = ModuleType("pytest_attn_kinds")
-    for name in names:
+    for kind in kinds:
 
         def case(attn: object) -> object:
-            """The case of a test; its kind says what it judges."""
             return attn
 
-        setattr(module, name, pytest.fixture(name=name)(case))
+        case.__doc__ = kind.about
+        setattr(module, kind.fixture, pytest.fixture(name=kind.fixture)(case))
     return module

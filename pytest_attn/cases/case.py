@@ -21,7 +21,6 @@ from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator
 from pytest_attn.cases.judgment import FailureToSave, Judgment
 from pytest_attn.cases.latency import Measuring
-from pytest_attn.cases.model import ModelEvaluator
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness import mismatch_text
@@ -30,14 +29,13 @@ from pytest_attn.correctness.judge import Kernel, Output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import judged
-from pytest_attn.guests.models.check_model import Target, module_step
-from pytest_attn.guests.models.model_comparison import ModelComparison
 from pytest_attn.invariants.all_invariants import chosen, judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, Finding, InvariantReport, describe_invariants
 from pytest_attn.latency.profiler import Profile, answers_to, may_answer
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import PeakMemory, direction_of
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.session.guests import method_of
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
@@ -75,6 +73,10 @@ class AttentionCase(CaseTensors):
         self._checked: Subject | None = None
         self._comparison: Comparison | None = None
         self._measuring = Measuring(context.item.config)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method that a guest adds, as `check_module` is one."""
+        return partial(method_of(name), self)
 
     @property
     def backend(self) -> Backend | None:
@@ -143,23 +145,6 @@ class AttentionCase(CaseTensors):
         report = conclude(self._context, InvariantEvaluator(subject, self._spec, [one.name for one in names]))
         self._executor.leave(report)
         return report
-
-    def check_module(
-        self,
-        module: torch.nn.Module,
-        inputs: Any = None,
-        backend: Target | None = None,
-        *,
-        functions: Iterable[Callable[..., Any] | str] = (),
-        scatter: int = 4,
-    ) -> ModelComparison:
-        """Call one attention layer, and judge what its attention core gets and returns, as `attn_model.check_module` does.
-
-        Hidden states that are drawn have the workload's batch and q_len; heads, mask and dtype are the module's own.
-        """
-        __tracebackhide__ = True
-        step = module_step(module, inputs, (self._workload.batch, self._workload.q_len))
-        return conclude(self._context, ModelEvaluator(self._context, module, step, backend, functions, scatter))
 
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
@@ -275,6 +260,11 @@ class AttentionCase(CaseTensors):
         """Whether the test has just checked the same subject, with gradients if they are needed."""
         has_gradients = self._mark.backward or not backward
         return self._comparison is not None and has_gradients and subject == self._checked
+
+
+def context_of(case: AttentionCase) -> CaseContext:
+    """Return what the judgments of a case may use, for methods that guests add."""
+    return case._context
 
 
 def backend_of(case: AttentionCase) -> Backend:

@@ -18,7 +18,7 @@ from pytest_attn.session.session import session_of
 #: how names begin of what fails a test by itself
 _ASSERTING = ("assert", "raises", "warns", "fail")
 #: where pytest_attn.check and the like are
-_OWN_JUDGES = ("pytest_attn.cases.", "pytest_attn.guests.models.check_model")
+_OWN_JUDGES = ("pytest_attn.cases.", "pytest_attn.guests.")
 
 
 class UnjudgedWarning(pytest.PytestWarning):

@@ -11,6 +11,7 @@ from pytest_attn.backends.configured import split
 from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.session.devices import NoTorchError, require_torch, too_few_gpus_because, untimed_because
+from pytest_attn.session.guests import maker_of
 from pytest_attn.session.kinds import (
     ATTENTION,
     MUTANT,
@@ -24,7 +25,7 @@ from pytest_attn.session.kinds import (
     kind_of,
     parameter_of,
 )
-from pytest_attn.session.marks import AttentionMark, RequiresMark, model_mark
+from pytest_attn.session.marks import AttentionMark, MarkerHelp, RequiresMark
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
@@ -33,8 +34,6 @@ from pytest_attn.workloads.workload import Workload
 PLACEHOLDER = Workload(1, name="fuzz")
 #: the marker that has tests skipped
 _REQUIRES = "attention_requires"
-#: what makes the case of an item over ranks
-_RANKED_MAKER = "pytest_attn.guests.ranks.ranked_case:make_ranked_case"
 #: what makes the case of an item of --attn-fuzz
 _FUZZ_MAKER = "pytest_attn.cases.fuzz:make_fuzz_case"
 
@@ -48,6 +47,10 @@ class Items:
     def read(self, marker: pytest.Mark, session: AttentionSession) -> AttentionMark:
         """Read a marker. Raises ValueError for a bad one."""
         return AttentionMark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
+
+    def help(self) -> MarkerHelp | None:
+        """Return what is said of the marker; None where its kind says it."""
+        return None
 
     def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
         """Return the cases of a test, whose fixtures have these names. Raises ValueError for a marker that fits none."""
@@ -88,7 +91,7 @@ class KernelItems(Items):
     def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
         cases = super().cases(mark, names, session)
         if mark.ranks:
-            return [replace(case, ranks=ranks, maker=_RANKED_MAKER) for case in cases for ranks in mark.ranks]
+            return [replace(case, ranks=ranks, maker=maker_of("ranks")) for case in cases for ranks in mark.ranks]
         backends = dict.fromkeys(case.backend for case in cases) if session.settings.fuzz and "attn" in names else ()
         return [*cases, *(CaseParameter(PLACEHOLDER, backend, maker=_FUZZ_MAKER) for backend in backends)]
 
@@ -102,30 +105,6 @@ class KernelItems(Items):
         if reason or not isinstance(backend, RankBackend):
             return reason or obstacle_of_any(case.workload, machine, backward)
         return backend.obstacle_over(sharding, machine, backward)
-
-
-class ModelItems(Items):
-    """The items of a model's test: one, or one per backend. What its calls ask for is known once it runs."""
-
-    def read(self, marker: pytest.Mark, session: AttentionSession) -> AttentionMark:
-        return model_mark(marker, session.registrations.registry)
-
-    def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
-        """Return a case per backend; none where a run asks about workloads."""
-        backends = session.kernels.backends(mark) if "attn_backend" in names else [None]
-        is_left_out = bool(session.settings.mutants or session.settings.tune)
-        return [] if is_left_out else [CaseParameter(Workload(1), backend) for backend in backends]
-
-    def case_id(self, case: CaseParameter) -> str:
-        return case.backend or "model"
-
-    def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
-        """Keep together the tests of a file that are parametrized with the same backend and model."""
-        return f"{item.path.stem} {item.name.partition('[')[2]}" if case.backend else None
-
-    def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
-        machine = session.machines.machine(marker.kwargs.get("device"))
-        return session.registrations.registry[case.backend].unavailable_because(machine) if case.backend else None
 
 
 def mark_groups(items: Sequence[pytest.Item]) -> None:

@@ -25,7 +25,6 @@ from pytest_attn.backends.registry import try_libraries
 from pytest_attn.session.collection import absent_because, kernel_of, missing_because
 from pytest_attn.session.kinds import (
     ATTENTION,
-    MODEL,
     PARAMETER,
     CaseParameter,
     asks_gradients,
@@ -55,7 +54,7 @@ class _Case:
 
     def __str__(self) -> str:
         others = [f"{name}={value}" for name, value in self._others.items()]
-        return " ".join([self.parameter.workload.id, *others] if kind_of(self.item) is not MODEL else others)
+        return " ".join([self.parameter.workload.id, *others] if kind_of(self.item).has_workloads else others)
 
     @property
     def backend(self) -> Backend:
@@ -76,7 +75,7 @@ class _Case:
     def is_claimed(self) -> bool:
         """Whether its backend declares that it takes the workload; what a model asks for is known once it runs."""
         gradients = asks_gradients(self.item)
-        return kind_of(self.item) is MODEL or self.backend.claims(self.parameter.workload, gradients)
+        return not kind_of(self.item).has_workloads or self.backend.claims(self.parameter.workload, gradients)
 
     @cached_property
     def runs(self) -> bool:
@@ -144,7 +143,7 @@ def _by_backend(items: Iterable[pytest.Item], session: AttentionSession) -> dict
     groups: dict[tuple[str, str], Cases] = {}
     for item in items:
         parameter = parameter_of(item)
-        is_named = bool(session.settings.workloads) and kind_of(item) is not MODEL
+        is_named = bool(session.settings.workloads) and kind_of(item).has_workloads
         if parameter and parameter.backend and not is_named and _may_be_left_out(item, session):
             groups.setdefault((test_of(item), parameter.backend), []).append(_Case(item, parameter, session))
     tests: dict[str, list[Cases]] = {}
@@ -157,7 +156,7 @@ def _by_backend(items: Iterable[pytest.Item], session: AttentionSession) -> dict
 def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
     if _strength_of(item) is None or absent_because(item, device_of(item), session):
         return False  # and on a CPU the suite leaves out most models by itself
-    return kind_of(item) is not MODEL or session.machines.device(device_of(item)).type != "cpu"
+    return kind_of(item).has_workloads or session.machines.device(device_of(item)).type != "cpu"
 
 
 def _strength_of(item: pytest.Item) -> int | None:
@@ -171,7 +170,7 @@ def _models_not_meant(items: Sequence[pytest.Item], settings: Settings) -> set[p
 
     Tests of models that do not say `covering` are the user's own, and run.
     """
-    models = [item for item in items if kind_of(item) is MODEL and _strength_of(item) is not None]
+    models = [item for item in items if not kind_of(item).has_workloads and _strength_of(item) is not None]
     backends = {item: parameter.backend for item in items if (parameter := parameter_of(item))}
     if _is_any_named(settings.workloads) and any(kind_of(item) is ATTENTION for item in backends):
         return {*models}

@@ -46,7 +46,9 @@ class Kind:
         items: "module:class" that makes its items of a marked test, loaded when one is collected.
         example: what to add to a test that takes the fixture and has no marker.
         help: of the marker, as `pytest --markers` shows it; "" where plugin.py says it.
-        unknown: what reports call the workload of a test that raised before it was known; "" where its item says it.
+        unknown: what reports call the workload of a test that raised before it was known; "" where its item says it. What its
+            tests judge has then no workload that a run could select.
+        about: what `pytest --fixtures` says of the fixture.
     """
 
     marker: str
@@ -58,6 +60,12 @@ class Kind:
     example: str = ""
     help: str = ""
     unknown: str = ""
+    about: str = "The case of a test; its kind says what it judges."
+
+    @property
+    def has_workloads(self) -> bool:
+        """Whether its tests are of workloads, which a run selects."""
+        return not self.unknown
 
     @property
     def example_of_marker(self) -> str:
@@ -79,21 +87,14 @@ ATTENTION = Kind(
     items="pytest_attn.session.collection:KernelItems",
     example='for example @pytest.mark.attention(Workload(200, heads=2, mask="causal"))',
 )
-MODEL = Kind(
-    marker="attention_model",
-    maker="pytest_attn.cases.model:make_model_case",
-    must_call="attn_model.check",
-    fixture="attn_model",
-    takes=("attn_model", "attn_backend"),
-    items="pytest_attn.session.collection:ModelItems",
-    unknown="model",
-)
 #: by their markers
-KINDS = {kind.marker: kind for kind in (ATTENTION, MODEL)}
+KINDS = {ATTENTION.marker: ATTENTION}
 
 
 def register(kind: Kind) -> None:
-    """Add a kind. Raises ValueError for a marker or a fixture that another one has."""
+    """Add a kind, once. Raises ValueError for a marker or a fixture that another one has."""
+    if KINDS.get(kind.marker) == kind:
+        return
     if kind.marker in KINDS or kind.fixture in fixtures():
         raise ValueError(f"{kind.marker} or {kind.fixture} is registered already")
     KINDS[kind.marker] = kind

@@ -12,6 +12,7 @@ import pytest
 
 from pytest_attn.backends.declaration import FORM, Argument, Declaration, argument, arguments_of, checked, described, one_of
 from pytest_attn.backends.machine import is_device_name, satisfies
+from pytest_attn.session.kinds import KINDS
 from pytest_attn.session.option_types import size
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS, distribution_names
@@ -101,13 +102,13 @@ class AttentionMark:
         values["ranks"] = _ranks(values, said)
         return cls(**values)
 
-
-def model_mark(mark: pytest.Mark, registry: Registry) -> AttentionMark:
-    """Read `@pytest.mark.attention_model(backends=None, backward=True, device=None, covering=None)`; see `from_marker`."""
-    values = {"backward": True, **_keywords(mark, ("backends", "backward", "device", "covering"))}
-    one_of(True, False)("backward", values["backward"])
-    given = pytest.mark.attention(**values).mark
-    return AttentionMark.from_marker(given, Catalog(), registry)
+    @classmethod
+    def from_keywords(cls, mark: pytest.Mark, names: Sequence[str], registry: Registry, **defaults: Any) -> AttentionMark:
+        """Read another marker, which takes these arguments of `attention` and no workloads; raises as `from_marker` does."""
+        values = {**defaults, **_keywords(mark, names)}
+        if "backward" in values:
+            one_of(True, False)("backward", values["backward"])
+        return cls.from_marker(pytest.mark.attention(**values).mark, Catalog(), registry)
 
 
 @dataclass(frozen=True)
@@ -187,22 +188,16 @@ class MarkerHelp:
 
 def marker_help() -> tuple[MarkerHelp, ...]:
     """Return the help of each marker."""
-    of_attention = tuple(arguments_of(AttentionMark))
-    of_model = {one.name: one for one in of_attention}
-    backward = Argument("backward", True, "whether gradients are compared as well", "")
+    others = (kind.made_items().help() for kind in KINDS.values())
     return (
         MarkerHelp(
             "attention",
             "run the test on these attention workloads (catalog names, Workload objects, lists of both; by default the run's"
             " selection), which --attn-workloads narrows, and on each selected backend if it uses attn_backend",
-            of_attention,
+            tuple(arguments_of(AttentionMark)),
             before="*workloads",
         ),
-        MarkerHelp(
-            "attention_model",
-            "the test holds a model's attention with attn_model, on each selected backend if it uses attn_backend",
-            (of_model["backends"], backward, of_model["device"], of_model["covering"]),
-        ),
+        *(one for one in others if one is not None),
         MarkerHelp(
             "attention_requires",
             "skip the test, with the reason, where something that it needs is missing",

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_attn.processes.worker import Worker
 from pytest_attn.session.devices import Machines, memory_lock, sharers_of
+from pytest_attn.session.guests import guests
 from pytest_attn.session.options import Settings
 from pytest_attn.session.registrations import Registrations
 
@@ -213,10 +215,12 @@ class AttentionSession:
     @cached_property
     def kernels(self) -> SelectedKernels:
         """Whose kernels the run tests: the one place that asks for --attn-mutants and --attn-tune."""
-        from pytest_attn.session.selection import Configurations, Mutants, SelectedKernels
+        from pytest_attn.session.selection import Configurations, SelectedKernels
 
-        chosen = Mutants if self.settings.mutants else Configurations if self.settings.tune else SelectedKernels
-        return chosen(self.settings, self.registrations, self.machines)
+        asked = [name for guest in guests() for setting, name in guest.kernels.items() if getattr(self.settings, setting)]
+        chosen = resolve_name(asked[0]) if asked else Configurations if self.settings.tune else SelectedKernels
+        made: SelectedKernels = chosen(self.settings, self.registrations, self.machines)
+        return made
 
     @property
     def has_attention_tests(self) -> bool:

@@ -5,7 +5,7 @@ from judging import CAUSAL, CROSS, FULL, causal, explicit, failure
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Workload
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 
 #: whose backward pass takes dS = P dP
 WITHOUT_D = next(mutant for mutant in MUTANTS if mutant.name == "delta-missing").backend()

@@ -10,7 +10,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.kernel import KernelBackend, honest_backend
 from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.workloads.inputs import draw_inputs

@@ -8,7 +8,7 @@ from judging import judged
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.kernel import KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS

@@ -16,7 +16,7 @@ from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis import diagnose
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.kernel import KernelBackend
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.catalog import builtin_catalog

@@ -22,7 +22,7 @@ from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.attention_faults import attention_faults, near_misses
 from pytest_attn.diagnosis.faults import FAULTS, PRECISION, RECOMPUTED, is_known
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.suite.test_correctness import INPUTS
 from pytest_attn.workloads.catalog import _pairs, builtin_catalog

@@ -15,7 +15,7 @@ from pytest_attn import Window, Workload, check, check_invariants
 from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.invariants.algebra import _is_merged
 from pytest_attn.invariants.all_invariants import INVARIANTS
 from pytest_attn.invariants.invariant import Probe

@@ -8,7 +8,7 @@ from judging import asked
 from pytest_attn import Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.inputs import draw_inputs

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from pytest_attn import check_invariants
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.workloads.catalog import builtin_catalog
 
 from .judging import CHECK, INVARIANTS, Case, cases_of, check, find

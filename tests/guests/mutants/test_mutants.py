@@ -12,7 +12,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.guests.mutants import MUTANTS
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.guests.mutants.mutant import Condition
 from pytest_attn.workloads.catalog import builtin_catalog

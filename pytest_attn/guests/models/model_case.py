@@ -13,6 +13,7 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.case import AttentionCase, context_of
 from pytest_attn.cases.conclude import conclude, skip
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator, Refusal
@@ -458,3 +459,25 @@ class ModelMeasurement(Measurement):
     @property
     def _with_optimizer(self) -> str:
         return f" with {self._optimizer_name}" if self.optimizer is not None else ""
+
+
+# -- a method of `attn` --------------------------------------------------------------------------------------------------
+
+
+def check_module(
+    case: AttentionCase,
+    module: torch.nn.Module,
+    inputs: Any = None,
+    backend: Target | None = None,
+    *,
+    functions: Iterable[Callable[..., Any] | str] = (),
+    scatter: int = 4,
+) -> ModelComparison:
+    """Call one attention layer, and judge what its attention core gets and returns, as `attn_model.check_module` does.
+
+    Hidden states that are drawn have the workload's batch and q_len; heads, mask and dtype are the module's own.
+    """
+    __tracebackhide__ = True
+    context = context_of(case)
+    step = module_step(module, inputs, (case.workload.batch, case.workload.q_len))
+    return conclude(context, ModelEvaluator(context, module, step, backend, functions, scatter))

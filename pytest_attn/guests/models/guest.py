@@ -1,0 +1,32 @@
+"""What models add to a run: the marker attention_model, its fixture, and `attn.check_module`."""
+
+from pytest_attn.session.guests import Guest
+from pytest_attn.session.kinds import Kind
+
+MODEL = Kind(
+    marker="attention_model",
+    maker="pytest_attn.guests.models.model_case:make_model_case",
+    must_call="attn_model.check",
+    fixture="attn_model",
+    takes=("attn_model", "attn_backend"),
+    items="pytest_attn.guests.models.model_items:ModelItems",
+    unknown="model",
+    about="""A model's attention: compares every call that a model makes with exact attention on its own tensors.
+
+    Example::
+
+        @pytest.mark.attention_model
+        def test_my_model(attn_model, attn_backend):
+            model = MyModel().to(attn_model.device)
+            attn_model.check(model, lambda: loss(model(batch)), attn_backend)
+
+    attn_model.device is the device of the marker or of --attn-device. attn_model.check(model, step, backend=None) runs the
+    step forward and backward, and lets a backend compute the calls where one is given. It raises AssertionError, naming the
+    layer, where a call is wrong or was not replaced.
+    """,
+)
+GUEST = Guest(
+    kinds=(MODEL,),
+    methods={"check_module": "pytest_attn.guests.models.model_case:check_module"},
+    commands=("pytest_attn.guests.models.capture_command:add_capture",),
+)

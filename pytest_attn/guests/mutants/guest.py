@@ -1,0 +1,5 @@
+"""What mutants add to a run: faulty kernels in place of those of its tests."""
+
+from pytest_attn.session.guests import Guest
+
+GUEST = Guest(kernels={"mutants": "pytest_attn.guests.mutants.mutant_run:Mutants"})

@@ -1,0 +1,5 @@
+"""What ranks add to a run: tests whose callables run on several processes, each with its shards."""
+
+from pytest_attn.session.guests import Guest
+
+GUEST = Guest(makers={"ranks": "pytest_attn.guests.ranks.ranked_case:make_ranked_case"})

@@ -1,0 +1,73 @@
+"""A guest is one file and one line: what stands outside of the package is judged, recorded and shown as what stands within."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pytest_attn.reports.records import read_records
+from pytest_attn.session.guests import guests, maker_of
+
+EXAMPLE = Path(__file__).parent.parent.parent / "docs" / "examples" / "rms_norm" / "rms_norm.py"
+TESTS = """
+import pytest, torch
+
+def right(x, weight):
+    return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), 1e-6).to(x.dtype)
+
+def wrong(x, weight):
+    return right(x, weight) * 1.1
+
+@pytest.mark.rms_norm
+def test_right(rms_norm): rms_norm.check(right)
+@pytest.mark.rms_norm
+def test_wrong(rms_norm): rms_norm.check(wrong)
+@pytest.mark.rms_norm
+def test_nothing(rms_norm): pass
+"""
+
+
+@pytest.fixture
+def guest(pytester, monkeypatch):
+    """Return a function that runs pytest where a distribution with the example is on sys.path."""
+    shutil.copy(EXAMPLE, pytester.path / "rms_norm.py")
+    info = pytester.path / "rms_norm-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rms-norm\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pytest_attn]\nrms_norm = rms_norm:GUEST\n")
+    pytester.makepyfile(test_norms=TESTS)
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
+    return lambda *options: pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
+
+
+def test_another_operator_is_judged_in_the_terminal_in_records_and_on_the_page(guest, pytester):
+    assert len(EXAMPLE.read_text().splitlines()) <= 80
+    result = guest("--attn-output=run.jsonl", "--attn-output=run.md", "--strict-markers")
+    result.assert_outcomes(passed=3, failed=6)
+    result.stdout.fnmatch_lines_random(
+        [
+            "E*mismatch: out of wrong on 7x129: z *, limit 8",
+            "E*  reproduce  pytest 'test_norms.py::test_wrong*7x129*",
+            "mismatch * wrong on 7x129: out of wrong*",
+            "*judges nothing: it passed without a call of rms_norm.check*",
+        ]
+    )
+    found = {
+        (one["test"].partition("::")[2], one["question"], one["verdict"]) for one in read_records(pytester.path / "run.jsonl")
+    }
+    assert ("test_right[3x4096]", "rms norm", "passed") in found
+    assert ("test_wrong[1x64]", "rms norm", "mismatch") in found
+    assert "out of wrong on 7x129" in (pytester.path / "run.md").read_text()
+    guest("--markers").stdout.fnmatch_lines(["@pytest.mark.rms_norm(device=None): *exact RMSNorm"])
+    guest("--fixtures").stdout.fnmatch_lines(["rms_norm*"])
+
+
+def test_an_entry_point_that_names_something_else_is_told(guest, pytester):
+    (pytester.path / "rms_norm-1.0.dist-info" / "entry_points.txt").write_text("[pytest_attn]\nrms_norm = rms_norm:KIND\n")
+    assert "the entry point rms_norm:KIND of pytest_attn must name a Guest, got Kind" in guest().stderr.str()
+
+
+def test_what_no_guest_makes_says_so():
+    assert len(guests()) >= 3
+    with pytest.raises(ValueError, match="moons= of the marker attention needs a guest of pytest-attn that is not installed"):
+        maker_of("moons")
