@@ -168,23 +168,15 @@ FAULTS += [
 ]
 WIDER = W.replace(head_dim=192, v_head_dim=128)
 IN_DENSE_ONLY = "takes fp8 in dense tensors only, as far as is known: descales of packed and paged ones are not documented"
+PAIRS_OF_FLASH3 = "takes a v_head_dim of 97 to 128 with a head_dim of 129 to 192, or any with a head_dim of at most 64"
+UP_TO_256 = "takes a head_dim of at most 256"
 SHORT_OF_128 = "takes up to 128, 192 with 128, or 256 on sm100, not head_dim 160, v_head_dim 160"
+BLOCKS = "has blocks for masks up to head_dim 128 on sm90"
 NO_BACKWARD_FOR_48 = "has no backward kernel on sm90 for v_head_dim 48, not a multiple of 32"
 REFUSED += [
     ("flash2", W.replace(kv_pages=Pages(16)), "takes pages of a multiple of 256 tokens, not 16"),
-    (
-        "flash3",
-        W.replace(head_dim=128, v_head_dim=64),
-        "takes a v_head_dim of 97 to 128 with a head_dim of 129 to 192, or any with a head_dim of at most 64,"
-        " not head_dim 128, v_head_dim 64",
-    ),
-    (
-        "flash3",
-        W.replace(head_dim=64, v_head_dim=512),
-        "takes a head_dim of at most 256, not head_dim 64, v_head_dim 512",
-        H200,
-        True,
-    ),
+    ("flash3", W.replace(head_dim=128, v_head_dim=64), f"{PAIRS_OF_FLASH3}, not head_dim 128, v_head_dim 64"),
+    ("flash3", W.replace(head_dim=64, v_head_dim=512), f"{UP_TO_256}, not head_dim 64, v_head_dim 512", H200, True),
     ("flash3", FP8.replace(kv_lens=(80, 51)), IN_DENSE_ONLY),
     ("flash3", FP8.replace(q_len=3, kv_pages=Pages(16)), IN_DENSE_ONLY),
     ("flash4", W.replace(head_dim=72, kv_pages=Pages(16)), "needs multiples of 16 with pages, not head_dim 72, v_head_dim 72"),
@@ -198,20 +190,9 @@ REFUSED += [
     ("flash4", W.replace(head_dim=256, softcap=2.0), "has no softcap backward for 256", B200, True),
     ("flash4", W.replace(head_dim=256, sinks=True), "has no backward with sinks for 256", B200, True),
     ("flex_flash", W.replace(head_dim=8), "needs a head dimension of at least 16", H200),
-    (
-        "flex_flash",
-        W.replace(head_dim=256, mask="causal"),
-        "has blocks for masks up to head_dim 128 on sm90, not head_dim 256, v_head_dim 256",
-        H200,
-    ),
+    ("flex_flash", W.replace(head_dim=256, mask="causal"), f"{BLOCKS}, not head_dim 256, v_head_dim 256", H200),
     ("flex_flash", WIDER, "GQA backward needs equal dims, not head_dim 192, v_head_dim 128", H200, True),
-    (
-        "flex_flash",
-        W.replace(kv_heads=4, v_head_dim=48),
-        NO_BACKWARD_FOR_48,
-        H200,
-        True,
-    ),
+    ("flex_flash", W.replace(kv_heads=4, v_head_dim=48), NO_BACKWARD_FOR_48, H200, True),
     ("flex_flash", W.replace(head_dim=160), SHORT_OF_128, B200),
 ]
 
@@ -237,6 +218,9 @@ CLAIMED += forward("flashinfer_fa2", *(INFERRED.replace(mask=mask) for mask in (
 CLAIMED += forward("flashinfer_fa2", *(INFERRED.replace(mask=mask) for mask in (BooleanMask(by_batch), every_third)))
 CLAIMED += forward("flashinfer_fa2", *(ENTRIES.replace(mask=mask) for mask in ("causal", every_third)))
 CLAIMED += forward("flashinfer_fa2", INFERRED.replace(kv_len=24, mask=Neighborhood((4, 6), (3, 3))))
+UNEVEN_PAGES = INFERRED.replace(kv_pages=Pages(16), head_dim=192, v_head_dim=128)
+WIDE = INFERRED.replace(q_len=1 << 16, kv_len=1 << 15, mask="causal")
+TO_THE_LAST = "takes padded keys and a paged KV cache with masks up to the last key only"
 SCALED = INFERRED.replace(mask="causal-bottom-right", scale=0.3)
 FAULTS += [
     ("flashinfer_fa2", "flashinfer.py", right, wrong, workload)
@@ -252,22 +236,10 @@ FAULTS += [
 ]
 REFUSED += [
     ("flashinfer_fa2", INFERRED.replace(head_dim=192), "has no kernel for head_dim 192 with v_head_dim 192"),
-    (
-        "flashinfer_fa2",
-        INFERRED.replace(kv_pages=Pages(16), head_dim=192, v_head_dim=128),
-        "needs v_head_dim equal to head_dim where keys are paged",
-    ),
+    ("flashinfer_fa2", UNEVEN_PAGES, "needs v_head_dim equal to head_dim where keys are paged"),
     ("flashinfer_fa2", INFERRED.replace(mask=by_head), "takes one mask for all heads"),
-    (
-        "flashinfer_fa2",
-        INFERRED.replace(kv_lens=(40, 20), mask="causal"),
-        "takes padded keys and a paged KV cache with masks up to the last key only (bottom-right causal, or right=0)",
-    ),
-    (
-        "flashinfer_fa2",
-        INFERRED.replace(q_len=1 << 16, kv_len=1 << 15, mask="causal"),
-        "counts the entries of a custom_mask in 32 bits, too few for 4,294,967,296",
-    ),
+    ("flashinfer_fa2", INFERRED.replace(kv_lens=(40, 20), mask="causal"), f"{TO_THE_LAST} (bottom-right causal, or right=0)"),
+    ("flashinfer_fa2", WIDE, "counts the entries of a custom_mask in 32 bits, too few for 4,294,967,296"),
     ("flashinfer_fa3", INFERRED.replace(mask=Window(3, 3)), "takes windows up to the last key only (right=0)"),
 ]
 
@@ -418,6 +390,7 @@ FAULTS += [
 FAULTS.append(
     ("transformers:flash_attention_2", "flash2.py", '"bottom-right" if causal', '"top-left" if causal', BOTTOM_RIGHT)
 )
+LEFT_OUT, DROPPED = "leaves out a window as long as the keys", "drops queries along with padded keys"
 EMPTY_ROWS = "averages all values in rows that see no key"
 REFUSED += [
     (f"transformers:{name}", *said)
@@ -435,17 +408,9 @@ REFUSED += [
         ("flash_attention_2", W.replace(sinks=True), "has no sinks"),
         ("flash_attention_2", W.replace(mask=Window(9, 3)), "takes windows (left, 0) and (n, n) only"),
         ("flash_attention_2", W.replace(mask=Window(9, None)), "takes windows (left, 0) and (n, n) only"),
-        (
-            "flash_attention_2",
-            W.replace(q_len=90, mask=Window(9, 9)),
-            "leaves out a window as long as the keys: takes (n, n) for q_len <= kv_len only",
-        ),
+        ("flash_attention_2", W.replace(q_len=90, mask=Window(9, 9)), f"{LEFT_OUT}: takes (n, n) for q_len <= kv_len only"),
         ("flash_attention_2", W.replace(v_head_dim=64), "pads values up to head_dim: takes no larger v_head_dim"),
-        (
-            "flash_attention_2",
-            W.replace(kv_lens=(80, 3)),
-            "drops queries along with padded keys: takes padded keys for q_len == 1 only",
-        ),
+        ("flash_attention_2", W.replace(kv_lens=(80, 3)), f"{DROPPED}: takes padded keys for q_len == 1 only"),
     )
 ]
 
@@ -488,26 +453,16 @@ FAULTS += [
     )
 ]
 LOCAL = "attn_bias type is <class 'xformers.ops.fmha.attn_bias.LocalAttentionFromBottomRightMask'>"
+NO_WINDOW, UNEQUAL = "has no window to the right of a query", "query.shape[-1] != value.shape[-1]"
+FEWER = PACKED.replace(kv_lens=(30, 6, 50), mask="causal-bottom-right")
 NO_GROUPS = "operator does not support BMGHK format"
 REFUSED += [
     ("xformers", X.replace(alibi=True), "would round ALiBi's distances to bfloat16 in attn_bias"),
     ("xformers", PACKED.replace(mask=every_third), "takes neither ALiBi nor a mask of its own for packed sequences"),
-    (
-        "xformers",
-        X.replace(kv_lens=(75, 33), mask=Window(3, 3)),
-        "has no window to the right of a query for packed or padded sequences",
-    ),
-    (
-        "xformers",
-        PACKED.replace(kv_lens=(30, 6, 50), mask="causal-bottom-right"),
-        "Block #1 has num_keys=6 and num_queries=7. Expected `num_keys >= num_queries`",
-    ),
+    ("xformers", X.replace(kv_lens=(75, 33), mask=Window(3, 3)), f"{NO_WINDOW} for packed or padded sequences"),
+    ("xformers", FEWER, "Block #1 has num_keys=6 and num_queries=7. Expected `num_keys >= num_queries`"),
     ("xformers", X_GROUPED, (f"fa2B@2.8.3: {NO_GROUPS}", f"cutlassB-pt: {NO_GROUPS}"), HOST, True),
-    (
-        "xformers",
-        X.replace(mask=Window(3, 3), v_head_dim=64),
-        ("fa2F@2.8.3: query.shape[-1] != value.shape[-1]", f"cutlassF-pt: {LOCAL}"),
-    ),
+    ("xformers", X.replace(mask=Window(3, 3), v_head_dim=64), (f"fa2F@2.8.3: {UNEQUAL}", f"cutlassF-pt: {LOCAL}")),
     ("xformers_cutlass", X.replace(mask=Window(3, 3)), LOCAL, HOST, True),
     ("xformers_cutlass", X_GROUPED, NO_GROUPS, HOST, True),
 ]
