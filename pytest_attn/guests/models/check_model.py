@@ -26,6 +26,7 @@ from pytest_attn.guests.models.capture import AttentionCall, ConfiguredMasks, Re
 from pytest_attn.guests.models.compiled import CompiledRun, judge_compiled, runs_compiled
 from pytest_attn.guests.models.interception import (
     InterceptedCall,
+    Named,
     Tracker,
     as_functions,
     intercept_attention,
@@ -105,7 +106,7 @@ class JudgeOptions:
     compiled: judge the run of a compiled model, too. deadline: makes a context that surrounds the run whose calls are judged.
     """
 
-    functions: Iterable[Callable[..., Any] | str] = ()
+    functions: Iterable[Named] = ()
     inline: Iterable[str] | str = ()
     limits: str = "default"
     scatter: int = 4
