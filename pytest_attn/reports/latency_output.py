@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.reports.lines import aligned, count, describe_ranks, duration, duration_in_column, narrowed, timed_as
+from pytest_attn.reports.lines import count, describe_ranks, duration, duration_in_column, narrowed, timed_as
 from pytest_attn.reports.records import Record, latency_of, verdict_of
-from pytest_attn.reports.terminal import Line
+from pytest_attn.reports.terminal import Line, in_table
 from pytest_attn.reports.verdict import Cause, Tone, Verdict
 
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}
@@ -48,8 +48,7 @@ def _timed_rows(records: Sequence[Record], narrow: int | None, width: int | None
     idle = [title for at, title in enumerate(titles) if all(row[at] == "-" for row in rows)]
     table = narrowed([titles, *rows], narrow, tuple(dict.fromkeys((*idle, *_EXPENDABLE))))
     right = tuple(at for at, title in enumerate(table[0]) if title in _FIGURES)
-    for number, line in enumerate(aligned(table, right, width)):
-        yield line, {"bold": True} if number == 0 else _markup(records[number - 1])
+    yield from in_table(table, list(map(_markup, records)), right, width)
 
 
 def is_notable(record: Record) -> bool:

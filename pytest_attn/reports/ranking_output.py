@@ -23,7 +23,7 @@ from pytest_attn.reports.ranking import (
     RankingLine,
     Standing,
 )
-from pytest_attn.reports.terminal import Line
+from pytest_attn.reports.terminal import Line, in_table
 
 # -- the terminal ------------------------------------------------------------------------------------------------------
 
@@ -89,8 +89,7 @@ def _short(ranking: Ranking, lines: Sequence[RankingLine]) -> Iterator[Line]:
             table.append(_short_row(ranking, line, line.exact))
         if line.approximate.fastest:
             table.append(_short_row(ranking, line, line.approximate))
-    for number, text in enumerate(aligned(_fitted(table), right=(3, 4, 5))):
-        yield text, {"bold": True} if number == 0 else _RED if table[number][2] == _NONE else {}
+    yield from in_table(_fitted(table), [_RED if row[2] == _NONE else {} for row in table[1:]], right=(3, 4, 5))
 
 
 _NONE = "none is right"

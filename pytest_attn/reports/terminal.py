@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -21,8 +22,9 @@ _KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
 _SHORTEST = 0.005
 #: outputs and gradients of a model that are printed, those furthest from exact first
 _MOST_RATIOS = 3
+_RED = {"red": True}
 #: how a terminal shows the tone of a verdict
-_MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
+_MARKUP = {Tone.BAD: _RED, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
 #: in a closing sentence, what is right first
 _COUNTED = (
     *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.MISMATCH, Verdict.BROKEN, Verdict.NO_RESULT),
@@ -55,7 +57,7 @@ def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
     ran = [r for r in records if r["z_element"] is not None]
     if not ran:
         return
-    table = [("verdict", "backend", "workload", "direction", "worst", "z", "row", "head")]
+    table: list[tuple[str, ...]] = [("verdict", "backend", "workload", "direction", "worst", "z", "row", "head")]
     table += [
         (
             r["verdict"] + (" approximate" if r["is_approximate"] else ""),
@@ -67,9 +69,17 @@ def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
         )
         for r in ran
     ]
-    for number, line in enumerate(aligned(table, right=(5, 6, 7), width=width)):
-        is_wrong = number > 0 and ran[number - 1]["verdict"] == Verdict.MISMATCH
-        yield line, {"bold": True} if number == 0 else {"red": True} if is_wrong else {}
+    yield from in_table(table, [_RED if r["verdict"] == Verdict.MISMATCH else {} for r in ran], (5, 6, 7), width)
+
+
+def in_table(
+    table: Sequence[Sequence[str]],
+    markups: Sequence[dict[str, bool]] = (),
+    right: tuple[int, ...] = (),
+    width: int | None = None,
+) -> Iterator[Line]:
+    """Yield the lines of a table, its titles bold. markups: of the other rows. right, width: as for `aligned`."""
+    yield from zip_longest(aligned(table, right, width), [{"bold": True}, *markups], fillvalue={})
 
 
 def _sampled(record: Record) -> str:
@@ -87,12 +97,11 @@ def _calls(records: Sequence[Record], width: int | None) -> Iterator[Line]:
             continue
         yield "", {}
         yield f"{r['subject']} in {r['workload']}", {"bold": True}
-        table = [("layer", "function", "kernel", "workload", "worst", "z", "row", "head")]
-        facts = [(c["module"], c["function"], c.get("kernel") or "-", c["workload"], c["tensor"]) for c in r["calls"]]
-        table += [(*fact, *_call_levels(call)) for fact, call in zip(facts, r["calls"], strict=True)]
-        for number, line in enumerate(aligned(table, right=(5, 6, 7), width=width)):
-            is_wrong = number > 0 and not r["calls"][number - 1]["passed"]
-            yield line, {"bold": True} if number == 0 else {"red": True} if is_wrong else {}
+        table: list[tuple[str, ...]] = [("layer", "function", "kernel", "workload", "worst", "z", "row", "head")]
+        table += [
+            (c["module"], c["function"], c.get("kernel") or "-", c["workload"], c["tensor"], *_levels(c)) for c in r["calls"]
+        ]
+        yield from in_table(table, [{} if call["passed"] else _RED for call in r["calls"]], (5, 6, 7), width)
         ratios = {name: ratio for name, ratio in r["ratios"].items() if name != "loss"}  # a single number scatters too much
         for name, ratio in sorted(ratios.items(), key=lambda item: -item[1])[:_MOST_RATIOS]:
             yield f"  {name}: {ratio:.2f} times as far from exact attention as honest rounding", {}
@@ -114,19 +123,12 @@ def _compiled(run: Mapping[str, Any] | None) -> Iterator[Line]:
         yield f"  compiled: {name}: {ratio:.2f} times as far from exact attention as honest rounding", {}
 
 
-def _call_levels(call: Mapping[str, float | None]) -> tuple[str, ...]:
-    return tuple(_z(call[name]) for name in ("z_element", "z_row", "z_head"))
-
-
-def _levels(record: Record) -> tuple[str, str, str]:
+def _levels(judged: Mapping[str, Any]) -> tuple[str, ...]:
     """Write z at its three levels; where elements are NaN or infinite and should not be, that is what is wrong."""
-    if any(tensor.get("wrong_positions") for tensor in record["tensors"]):
+    if any(tensor.get("wrong_positions") for tensor in judged.get("tensors", ())):
         return "not finite", "-", "-"
-    return _z(record["z_element"]), _z(record["z_row"]), _z(record["z_head"])
-
-
-def _z(value: float | None) -> str:
-    return "-" if value is None else z_figure(value)
+    levels = (judged[name] for name in ("z_element", "z_row", "z_head"))
+    return tuple("-" if z is None else z_figure(z) for z in levels)
 
 
 def _problems(records: Sequence[Record]) -> Iterator[Line]:
@@ -270,10 +272,7 @@ def listing(
     obstacles: by reason, how many cases of each backend.
     """
     for title, rows in tables:
-        header, *lines = aligned([title, *rows], width=width)
-        yield header, {"bold": True}
-        for line in lines:
-            yield line, {}
+        yield from in_table([title, *rows], width=width)
         yield "", {}
     ranked = sorted(obstacles.items(), key=lambda reason: -sum(reason[1].values()))
     for reason, names in ranked[:_MOST_OBSTACLES]:
@@ -402,5 +401,4 @@ def mutation_score(records: Sequence[Record]) -> str:
 
 def _table(title: str, rows: Sequence[tuple[str, int, int]]) -> Iterator[Line]:
     table = [(title, "found", "tried", ""), *((name, str(a), str(b), f"{a / b:.0%}") for name, a, b in rows)]
-    for number, line in enumerate(aligned(table, right=(1, 2, 3))):
-        yield line, {"bold": number == 0}
+    yield from in_table(table, right=(1, 2, 3))

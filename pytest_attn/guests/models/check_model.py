@@ -28,6 +28,7 @@ from pytest_attn.guests.models.capture import AttentionCall, ConfiguredMasks, Re
 from pytest_attn.guests.models.compiled import CompiledRun, judge_compiled, runs_compiled
 from pytest_attn.guests.models.interception import (
     InterceptedCall,
+    Named,
     Tracker,
     as_functions,
     intercept_attention,
@@ -107,7 +108,7 @@ class JudgeOptions:
     compiled: judge the run of a compiled model, too. context: of each call; its deadline surrounds the run that is judged.
     """
 
-    functions: Iterable[Callable[..., Any] | str] = ()
+    functions: Iterable[Named] = ()
     inline: Iterable[str] | str = ()
     limits: str = "default"
     scatter: int = 4

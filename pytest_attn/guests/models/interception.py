@@ -260,7 +260,7 @@ def _backward(
 def intercept_attention(
     handler: Handler,
     model: torch.nn.Module | None = None,
-    functions: Iterable[Callable[..., Any] | str] = (),
+    functions: Iterable[Named] = (),
     replaces: bool = False,
 ) -> Iterator[Tracker]:
     """Hand every attention call to a handler; yields who calls. functions: further ones, by name or as they are.
@@ -284,7 +284,7 @@ def intercept_attention(
 
 def wrappers_of(
     wrap: Callable[[AttentionFunction, Callable[..., Any]], Callable[..., Any]],
-    functions: Iterable[Callable[..., Any] | str] = (),
+    functions: Iterable[Named] = (),
 ) -> dict[int, Callable[[Any], Any]]:
     """Return what wraps each function that is intercepted, by its identity. Raises ValueError for one that cannot be read."""
     import torch.nn.attention.flex_attention  # noqa: F401 - a part of torch that is loaded late
@@ -293,7 +293,7 @@ def wrappers_of(
     return {id(held): functools.partial(wrap, function) for function, held in known if held is not None}
 
 
-def never_called(functions: Iterable[Callable[..., Any] | str], seen: set[tuple[str, str]]) -> tuple[str, ...]:
+def never_called(functions: Iterable[Named], seen: set[tuple[str, str]]) -> tuple[str, ...]:
     """Return those of the functions that a user names of which no call was seen; of two names of one the last one counts."""
     named = [(function, id(_held(function))) for function in user_functions(functions)]
     places = {held: function.place for function, held in named}

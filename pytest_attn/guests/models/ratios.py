@@ -30,7 +30,7 @@ from pytest_attn.guests.models.exact_attention import (
     exact_attention,
     exact_weights,
 )
-from pytest_attn.guests.models.interception import InterceptedCall, intercept_attention, lacks_masks
+from pytest_attn.guests.models.interception import InterceptedCall, Named, intercept_attention, lacks_masks
 from pytest_attn.guests.models.step import StepResult, run_step
 
 
@@ -116,7 +116,7 @@ class RepeatableStep:
     step: Callable[[], Any]
     again: Callable[[], None]
     backward: bool
-    functions: Iterable[Callable[..., Any] | str] = ()
+    functions: Iterable[Named] = ()
     subject: Subject | None = None
     precision: str | Precision | None = None
     beside: Collection[tuple[str, str]] = ()

@@ -19,6 +19,7 @@ import torch
 
 from pytest_attn.backends.streams import wait
 from pytest_attn.guests.models.call_to_workload import DropoutError
+from pytest_attn.guests.models.interception import Named
 from pytest_attn.guests.models.step import backpropagate, device_of, finish_backward, named_tensors, watching_backward
 from pytest_attn.guests.models.substitution import (
     RecordedSubstitute,
@@ -195,7 +196,7 @@ def attention_share(
     model: torch.nn.Module,
     step: Callable[[], Any],
     direction: LatencyDirection,
-    functions: Iterable[Callable[..., Any] | str] = (),
+    functions: Iterable[Named] = (),
     optimizer: torch.optim.Optimizer | None = None,
     by: Sequence[Substitute] | None = None,
     pairs: int = _PAIRS,

@@ -31,6 +31,7 @@ from pytest_attn.guests.models.call_to_workload import asks_the_same, to_inputs
 from pytest_attn.guests.models.capture import AttentionCall, Computed, Recorder, Unread
 from pytest_attn.guests.models.interception import (
     InterceptedCall,
+    Named,
     intercept_attention,
     is_of_transformers,
     replaced,
@@ -288,7 +289,7 @@ def substitutes_of(
     prepare: BackendSubstitute | RecordedSubstitute,
     step: Callable[[], Any],
     model: torch.nn.Module,
-    functions: Iterable[Callable[..., Any] | str],
+    functions: Iterable[Named],
 ) -> list[Substitute]:
     """Run a step once, and return what computes each of its calls. Raises SubstitutionError where a call is not read."""
     replaces = isinstance(prepare, BackendSubstitute) and is_of_transformers(model)
@@ -342,7 +343,7 @@ class Substitution:
         return substituted
 
     @contextmanager
-    def applied(self, model: torch.nn.Module, functions: Iterable[Callable[..., Any] | str]) -> Iterator[Substitution]:
+    def applied(self, model: torch.nn.Module, functions: Iterable[Named]) -> Iterator[Substitution]:
         """Have the model's calls computed by substitutes for a while."""
         with ExitStack() as stack:
             stack.enter_context(replaced(wrappers_of(self.wrap, functions), model))

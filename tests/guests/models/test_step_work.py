@@ -13,8 +13,8 @@ from pytest_attn.guests.models.step import untouched
 from pytest_attn.guests.models.step_timing import AttentionShare, StepWork, attention_share, optimizer_untouched
 from pytest_attn.guests.models.substitution import (
     BackendSubstitute,
+    KeptCall,
     RecordedSubstitute,
-    Seen,
     Substitution,
     SubstitutionError,
     replacement,
@@ -143,12 +143,12 @@ def test_tensors_that_a_model_has_changed_since_are_not_looked_at():
     workload = Workload(8, heads=2, head_dim=16, dtype="float32")
     inputs = draw_inputs(workload, "randn", 0, torch.device("cpu"))
     out = causal(inputs.q, inputs.k, inputs.v)
-    seen = Seen.of(inputs, (inputs.q, inputs.k, inputs.v), out)
+    seen = KeptCall.of(inputs, (inputs.q, inputs.k, inputs.v), out)
     assert seen.is_as_it_was
     out.mul_(2)
     assert not seen.is_as_it_was
     with torch.inference_mode():
-        assert Seen.of(inputs, (inputs.q, inputs.k, inputs.v), out.clone()) is None
+        assert KeptCall.of(inputs, (inputs.q, inputs.k, inputs.v), out.clone()) is None
 
 
 @pytest.mark.parametrize("name", ["causal", "grouped", "folded", "scaled", "encoder", "checkpointed", "padded"])
