@@ -7,10 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from pytest_attn.session.devices import OLDEST_TORCH
+from pytest_attn.session.devices import OLDEST_TORCH, NoTorchError, require_torch
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -113,3 +114,18 @@ def test_the_oldest_torch_is_that_of_the_extra():
     assert torch == f"torch>={'.'.join(map(str, OLDEST_TORCH))}"
     others = [one for group in PROJECT["dependency-groups"].values() for one in group if re.match("torch>", str(one))]
     assert {*others} == {torch}
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.6.0a0+ecf3bae40a.nv25.01", "2.13.0+cpu", "3.0.0"])
+def test_a_torch_that_is_new_enough_is_taken(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    require_torch()
+
+
+def test_an_older_torch_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    with pytest.raises(NoTorchError) as refused:
+        require_torch()
+    assert str(refused.value) == (
+        'pytest-attn needs torch 2.6 or newer, 2.5.1+cu124 is installed; pip install "pytest-attn[torch]"'
+    )

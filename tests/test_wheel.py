@@ -141,6 +141,12 @@ def test_the_wheel_changes_nothing_where_others_pin_their_packages(wheel, pinned
     assert changed(f"{wheel}[torch]") == set()
 
 
+def test_the_oldest_pytest_is_pinned_by_somebody_and_all_are_tested(wheel):
+    tested = re.search(r"^PYTESTS = (.+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert [f"pytest=={one}" for one in tested] == [pins[0] for pins in PINS.values()]
+    assert f"Requires-Dist: pytest>={tested[0]}\n" in metadata_of(wheel)
+
+
 @pytest.mark.slow("starts an environment")
 def test_what_a_wheel_would_change_is_found(wheel, pinned, tmp_path):
     planted = tmp_path / wheel.name

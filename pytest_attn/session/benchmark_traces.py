@@ -1,4 +1,4 @@
-"""Without pytest-benchmark in use, a run shows no line of its and leaves no folder: it is there because we require it."""
+"""Without pytest-benchmark in use, a run shows no line of its and leaves no folder."""
 
 import contextlib
 import os

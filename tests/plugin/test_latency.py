@@ -1,5 +1,6 @@
 """attn.measure as a user sees it. Times come from a clock of the tests, in this process and in the fresh ones."""
 
+import builtins
 import re
 
 import pytest
@@ -148,6 +149,23 @@ def test_require_asks_a_disturbed_case_again_and_does_not_replace_its_baseline(r
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E * inconclusive: *hardware thermal slowdown", "E *repeat*when nothing else computes*"])
     assert "--attn-update-baselines" not in result.stdout.str()
+
+
+def without_pytest_benchmark(name, *args, imported=builtins.__import__, **kwargs):
+    """Import what is asked for, but for pytest-benchmark."""
+    if name.partition(".")[0] == "pytest_benchmark":
+        raise ModuleNotFoundError(name)
+    return imported(name, *args, **kwargs)
+
+
+def test_without_pytest_benchmark_a_time_is_recorded_and_a_slower_one_fails(project, monkeypatch):
+    monkeypatch.setattr(builtins, "__import__", without_pytest_benchmark)
+    without = ("-p", "no:benchmark", "-W", "error")
+    project(*without, "--attn-update-baselines=first").assert_outcomes(passed=1)
+    project(*without).stdout.fnmatch_lines(["latency: 1 as fast as recorded"])
+    slower = project(*without, TIMES="150")
+    slower.assert_outcomes(failed=1)
+    slower.stdout.fnmatch_lines(["latency: 1 regressed"])
 
 
 @pytest.mark.slow("times in many processes")
