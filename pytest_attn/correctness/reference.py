@@ -417,7 +417,7 @@ def exact_rows(
     all. None is returned where there is no row.
     """
     with torch.no_grad():
-        patch = _Patch.chosen(inputs, not {"dk", "dv"}.isdisjoint(names), most, chosen, held)
+        patch = _Patch.draw(inputs, not {"dk", "dv"}.isdisjoint(names), most, chosen, held)
         return None if patch is None else patch.placed(patch.computed(names, precision), held)
 
 
@@ -440,7 +440,7 @@ class _Patch:
     at: torch.Tensor
 
     @classmethod
-    def chosen(cls, inputs: Inputs, is_of_keys: bool, most: int, chosen: random.Random, held: Held | None) -> _Patch | None:
+    def draw(cls, inputs: Inputs, is_of_keys: bool, most: int, chosen: random.Random, held: Held | None) -> _Patch | None:
         """Choose at random, as `exact_rows` says; return None where there is nothing to choose from."""
         w, device = inputs.workload, _device_of(inputs)
         segments = [(one, _rows_in(one, is_of_keys, held)) for one in segments_of(inputs.dequantized(), w, device)]
