@@ -9,8 +9,8 @@ from threading import Event, Lock, Thread
 
 import pytest
 
-#: between two lines, in seconds, and how long something lasts before it is worth one: some hosts end a job that is silent
-TICK, SILENT_SECONDS = 30.0, 5.0
+#: seconds after which something is worth a line, and another one: some hosts end a job that is silent
+TICK = 30.0
 
 
 @dataclass(eq=False)
@@ -42,13 +42,12 @@ class Progress:
         """Take stderr while it is not captured."""
         self._worker = getattr(config, "workerinput", {}).get("workerid", "")
         self._phases: list[_Phase] = []  # the innermost last
-        self._closed, self._lock = Event(), Lock()
+        self._lock = Lock()
         self._stderr: int | None = None
         if not is_child and config.option.verbose >= 0:
             with suppress(OSError):  # a process without stderr
                 self._stderr = os.dup(2)
                 config.add_cleanup(self.close)
-                Thread(target=self._tick, daemon=True).start()
 
     @contextmanager
     def during(self, doing: str, on: str, within: float = 0.0) -> Iterator[None]:
@@ -64,7 +63,6 @@ class Progress:
 
     def close(self) -> None:
         """Write nothing any more, as where a debugger has the terminal."""
-        self._closed.set()
         with self._lock:
             if self._stderr is not None:
                 os.close(self._stderr)
@@ -72,27 +70,31 @@ class Progress:
 
     @contextmanager
     def _phase(self, phase: _Phase) -> Iterator[None]:
-        self._phases += [phase] if phase.doing else []
+        if not phase.doing or self._stderr is None:
+            yield
+            return
+        ended, is_outermost = Event(), not self._phases
+        self._phases.append(phase)
+        if is_outermost:  # no thread lives longer: who forks is warned of any
+            Thread(target=self._tick, args=(ended,), daemon=True).start()
         try:
             yield
         finally:
-            if phase.doing:
-                self._phases.remove(phase)
+            self._phases.remove(phase)
+            ended.set()
 
-    def _tick(self) -> None:
-        while not self._closed.wait(TICK):
+    def _tick(self, ended: Event) -> None:
+        while not ended.wait(TICK):
             text = self.words(time.monotonic())
             with self._lock, suppress(OSError):
                 if text and self._stderr is not None:
                     os.write(self._stderr, f"\nattn: {text}\n".encode(errors="replace"))
 
     def words(self, now: float) -> str:
-        """Return what takes long, its outermost phase first, with the case; "" where nothing does."""
-        phases = list(self._phases)
-        if not phases or now - phases[0].begun < SILENT_SECONDS:
+        """Return the case and its phases, the outermost first; "" where there are none."""
+        if not (said := ", ".join(phase.words(now) for phase in list(self._phases))):
             return ""
         case = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
-        said = ", ".join(phase.words(now) for phase in phases)
         return " ".join(filter(None, (self._worker, f"{case}:" if case else "", said)))
 
 

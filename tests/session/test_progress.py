@@ -2,6 +2,8 @@
 
 import os
 import re
+import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -26,7 +28,7 @@ def test_it(attn):
 """
 HASTY = """
 from pytest_attn.session import progress
-progress.TICK, progress.SILENT_SECONDS = 0.05, 0.1
+progress.TICK = 0.1
 """
 
 
@@ -63,8 +65,8 @@ def test_a_slow_kernel_is_named_with_its_case_and_seconds(pytester, arguments, w
 
 
 def test_phases_are_said_from_the_outermost_on_and_for_how_long(progress, now):
+    assert progress.words(now[0]) == ""
     with progress.during("timing sdpa", "tiny"):
-        assert progress.words(now[0]) == ""
         now[0] += 65
         with progress.during("", "what is not worth a word"), progress.during("diagnosing out", "tiny", 60.0):
             now[0] += 2
@@ -140,3 +142,13 @@ def test_what_compiles_is_diagnosed_and_asked_is_named(pytester, monkeypatch):
         ("checking wrong", "smoke-full", 0.0),
         ("diagnosing wrong", "smoke-full", 7.0),
     ]
+
+
+def test_no_thread_outlives_what_it_watches(progress):
+    before = threading.active_count()
+    with progress.during("checking", "tiny"), progress.during("compiling", "tiny"):
+        assert threading.active_count() == before + 1
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
