@@ -11,7 +11,7 @@ BIN = $(VENV)/bin
 # MODELS= leaves out timm, transformers and diffusers, and the suite skips their models
 MODELS ?= $(VENV)/models
 # that share a GPU, too: then nothing is timed. WORKERS= times, one case after the other
-WORKERS ?= -n $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 8 || echo 2) --dist loadgroup
+WORKERS ?= -n $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 8 || echo 2) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: suite test test-all docs test-oldest lint docs check clean
 

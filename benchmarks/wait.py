@@ -115,7 +115,7 @@ class Waiting:
         if not any(point.value == "pytest_attn.plugin" for point in entry_points(group="pytest11")):
             command += ["-p", "pytest_attn.plugin"]
         if row.arguments[0] == SUITE:
-            command += ["--dist=loadgroup", f"--attn-output={records}"]
+            command += ["--dist=loadgroup", "--no-loadscope-reorder", f"--attn-output={records}"]
         begun = time.monotonic()
         process = subprocess.Popen(
             command,

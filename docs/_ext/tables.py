@@ -24,6 +24,7 @@ from pytest_attn.diagnosis.faults import FAULTS
 from pytest_attn.reports.lines import aligned
 from pytest_attn.reports.records import FIELDS
 from pytest_attn.reports.runs import RunFacts
+from pytest_attn.session.guests import guests
 from pytest_attn.session.marks import marker_help
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
@@ -91,6 +92,9 @@ def fixtures() -> Iterator[str]:
     for name, function in public_fixtures():
         yield from (f"## {name}", "", f"Type: `{inspect.signature(function).return_annotation}`.", "")
         yield from prose_and_example(inspect.getdoc(function) or "")
+    for kind in (one for guest in guests() for one in guest.kinds):
+        yield from (f"## {kind.fixture}", "", f"Of a guest; the case of a test with the marker `{kind.marker}`.", "")
+        yield from prose_and_example(inspect.cleandoc(kind.about))
 
 
 def public_fixtures() -> list[tuple[str, Callable[..., Any]]]:

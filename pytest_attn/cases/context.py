@@ -20,6 +20,7 @@ from pytest_attn.reports.verdict import Cause
 from pytest_attn.session.kinds import CaseParameter, kind_of, marker_of, typed_name
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.option_types import declared_options
+from pytest_attn.session.options import Settings
 from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.parameters import parameters_of
@@ -179,6 +180,6 @@ class CaseContext:
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
         if settings.isolated is not None:
             given["isolated"] = settings.isolated
-        options = {one.stem: one for one in declared_options(type(settings))}
+        options = {one.stem: one for one in declared_options(Settings)}
         typed = (options[stem].typed(text) for stem, text in given.items())
         return " ".join(["pytest", shlex.quote(typed_name(self.item)), *typed])

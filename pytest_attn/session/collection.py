@@ -107,13 +107,25 @@ class KernelItems(Items):
         return backend.obstacle_over(sharding, machine, backward)
 
 
-def mark_groups(items: Sequence[pytest.Item]) -> None:
-    """Give cases the groups of xdist that --dist loadgroup keeps in one worker, unless their tests have some of their own."""
+def mark_groups(items: list[pytest.Item]) -> None:
+    """Give cases the groups of xdist that --dist loadgroup keeps in one worker, unless their tests have some of their own.
+
+    What compiles comes first: it takes longest, and no worker is to begin with it when the others end.
+    """
     for item in items:
         if (parameter := parameter_of(item)) is None or item.get_closest_marker("xdist_group"):
             continue
         if group := kind_of(item).made_items().group(item, parameter):
             item.add_marker(pytest.mark.xdist_group(re.sub(r"[\[\]@:]+", "~", group)))  # what ids are read by
+    items.sort(key=lambda item: not _compiles(item))
+
+
+def _compiles(item: pytest.Item) -> bool:
+    """Whether the backend of an item compiles a kernel for it."""
+    parameter = parameter_of(item)
+    registry = session_of(item.config).registrations.registry
+    name = parameter.backend if parameter else None
+    return name is not None and registry.is_known(name) and registry[name].compiles
 
 
 def kernel_of(backend: Backend, workload: Workload) -> Hashable:

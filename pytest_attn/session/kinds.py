@@ -92,9 +92,7 @@ KINDS = {ATTENTION.marker: ATTENTION}
 
 
 def register(kind: Kind) -> None:
-    """Add a kind, once. Raises ValueError for a marker or a fixture that another one has."""
-    if KINDS.get(kind.marker) == kind:
-        return
+    """Add a kind. Raises ValueError for a marker or a fixture that another one has."""
     if kind.marker in KINDS or kind.fixture in fixtures():
         raise ValueError(f"{kind.marker} or {kind.fixture} is registered already")
     KINDS[kind.marker] = kind

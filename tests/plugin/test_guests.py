@@ -1,6 +1,6 @@
 """A guest is one file and one line: what stands outside of the package is judged, recorded and shown as what stands within."""
 
-import shutil
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,8 @@ import pytest
 from pytest_attn.reports.records import read_records
 from pytest_attn.session.guests import guests, maker_of
 
-EXAMPLE = Path(__file__).parent.parent.parent / "docs" / "examples" / "rms_norm" / "rms_norm.py"
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "howto" / "extend.md").read_text()
+EXAMPLE = re.search(r'```python\n("""RMSNorm.*?)```', PAGE, re.DOTALL)[1]
 TESTS = """
 import pytest, torch
 
@@ -30,7 +31,7 @@ def test_nothing(rms_norm): pass
 @pytest.fixture
 def guest(pytester, monkeypatch):
     """Return a function that runs pytest where a distribution with the example is on sys.path."""
-    shutil.copy(EXAMPLE, pytester.path / "rms_norm.py")
+    (pytester.path / "rms_norm.py").write_text(EXAMPLE)
     info = pytester.path / "rms_norm-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rms-norm\nVersion: 1.0\n")
@@ -41,7 +42,7 @@ def guest(pytester, monkeypatch):
 
 
 def test_another_operator_is_judged_in_the_terminal_in_records_and_on_the_page(guest, pytester):
-    assert len(EXAMPLE.read_text().splitlines()) <= 80
+    assert len(EXAMPLE.splitlines()) <= 80
     result = guest("--attn-output=run.jsonl", "--attn-output=run.md", "--strict-markers")
     result.assert_outcomes(passed=3, failed=6)
     result.stdout.fnmatch_lines_random(

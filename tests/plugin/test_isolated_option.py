@@ -7,7 +7,7 @@ import torch
 from left_out import one_in
 
 from pytest_attn.backends.named import offered_to
-from pytest_attn.isolation import isolated_function as isolated
+from pytest_attn.isolation import isolated_executor
 
 HONEST = """
 import gc, os, signal, socket, sys, time
@@ -237,7 +237,7 @@ def _kernels(pytester, monkeypatch):
     """Have the kernels in a module that nothing imports but by its name."""
     pytester.makepyfile(kernels=HONEST + CHEATS)
     monkeypatch.delitem(sys.modules, "kernels", raising=False)
-    monkeypatch.setattr(isolated, "modules_ahead", lambda: ["torch", "pytest_attn.isolation.call_server"])
+    monkeypatch.setattr(isolated_executor, "modules_ahead", lambda: ["torch", "pytest_attn.isolation.call_server"])
 
 
 def run(pytester, *options):
