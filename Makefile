@@ -11,7 +11,8 @@ BIN = $(VENV)/bin
 # MODELS= leaves out timm, transformers and diffusers, and the suite skips their models
 MODELS ?= $(VENV)/models
 # that share a GPU, too: then nothing is timed. WORKERS= times, one case after the other
-WORKERS ?= -n $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 8 || echo 2) --dist loadgroup --no-loadscope-reorder
+CORES = $(shell cores=$$(nproc 2>/dev/null || echo 8); [ $$cores -gt 16 ] && echo 16 || echo $$cores)
+WORKERS ?= -n $(if $(shell command -v nvidia-smi),$(CORES),2) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: suite test test-all docs test-oldest lint docs check clean
 
