@@ -1,10 +1,12 @@
 import functools
 import gc
 import os
+import re
 import sys
 import sysconfig
 from collections import Counter
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +26,26 @@ _OF_THE_HOST = (
     *("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"),
     *("COLUMNS", "FORCE_COLOR", "NO_COLOR", "PY_COLORS"),
 )
+
+
+#: whether the guests of this package are installed with it; a core without them passes what is left of the tests
+HAS_GUESTS = find_spec("pytest_attn.guests") is not None
+#: what tells that a test, or what it imports from here, is about a guest
+_OF_GUESTS = re.compile(r"pytest_attn\.guests|attn_model|attn-mutants|\branks=|check_model|check_module|pytest_attn\.capture")
+
+
+def pytest_ignore_collect(collection_path):
+    """Leave out the files that are about guests where none is installed."""
+    if HAS_GUESTS or collection_path.suffix != ".py":
+        return None
+    return True if _is_about_guests(collection_path) else None
+
+
+@functools.cache
+def _is_about_guests(path):
+    text = path.read_text(encoding="utf-8")
+    imported = (TESTS / f"{name}.py" for name in re.findall(r"^(?:from|import) ([a-z_]+)", text, re.MULTILINE))
+    return bool(_OF_GUESTS.search(text)) or any(one.is_file() and _is_about_guests(one) for one in imported)
 
 
 @functools.cache
@@ -116,6 +138,14 @@ def pytest_collection_finish(session):
     Neither the collection of garbage, which took a fifth of the time, nor each interception of a model's attention, which
     looks for functions in all modules, and took a twelfth: of those loaded by now it sees our own, and those that hold one.
     """
+    if HAS_GUESTS:
+        _see_few_modules()
+    _look_once(session.config.pluginmanager.get_plugins())
+    gc.freeze()
+    gc.enable()
+
+
+def _see_few_modules():
     from pytest_attn.guests.models import interception
 
     owners, functions = interception._owners, interception.wrappers_of(lambda function, held: held)
@@ -125,9 +155,6 @@ def pytest_collection_finish(session):
         if str(TESTS) not in str(one) and functions.keys().isdisjoint(map(id, vars(one).values()))
     }
     interception._owners = lambda model: (one for one in owners(model) if id(one) not in others)
-    _look_once(session.config.pluginmanager.get_plugins())
-    gc.freeze()
-    gc.enable()
 
 
 def _between(items):

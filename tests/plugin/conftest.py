@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from fnmatch import fnmatch
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,6 @@ from pytest_attn.backends import library
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases import latency as recording
-from pytest_attn.guests.ranks import pool
 from pytest_attn.latency import gate, protocol
 from pytest_attn.processes import fork_server, launcher
 from pytest_attn.processes import worker as this_process
@@ -97,8 +97,9 @@ def _own_processes(request, monkeypatch):
         compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled))
         monkeypatch.setattr(launcher, "ForkServer", request.getfixturevalue("_serving"))
-        for owner in (pool, worker_pool):
-            monkeypatch.setattr(owner, "modules_ahead", lambda: AHEAD)
+        for owner in ("pytest_attn.guests.ranks.pool", "pytest_attn.session.worker_pool"):
+            if find_spec("pytest_attn.guests") or "guests" not in owner:
+                monkeypatch.setattr(f"{owner}.modules_ahead", lambda: AHEAD)
         monkeypatch.setattr(platform, "architecture", _architecture)
         monkeypatch.setattr(pytest_benchmark.utils, "get_project_name", lambda: Path.cwd().name)  # as where no repository is
         imported = library._folder()  # so that what can be imported is tried once, and not by each story

@@ -1,0 +1,71 @@
+"""A core without guests: the wheel without their folders judges, measures and passes the tests that are not about them."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pytest_attn.session.guests import GROUP
+
+ROOT = Path(__file__).parent.parent
+TESTS = """
+import pytest
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from pytest_attn import Workload
+
+mark = pytest.mark.attention(Workload(64, heads=2), device="cpu")
+
+@mark
+def test_right(attn): attn.check(sdpa)
+@mark
+def test_wrong(attn): attn.check(lambda q, k, v: sdpa(q, k, v) * 1.1)
+@mark
+def test_invariants(attn): attn.check_invariants(sdpa)
+@mark
+def test_measured(attn): attn.measure(sdpa)
+@mark
+def test_method_of_a_guest(attn): attn.check_module(None)
+"""
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    """Return a folder with what a wheel without guests installs, and the environment variables under which it is imported."""
+    out = tmp_path_factory.mktemp("core")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    zipfile.ZipFile(next(out.glob("*.whl"))).extractall(out)
+    shutil.rmtree(out / "pytest_attn" / "guests")
+    (points,) = out.glob("*.dist-info/entry_points.txt")
+    points.write_text(points.read_text().partition(f"[{GROUP}]")[0])
+    return out, {**os.environ, "PYTHONPATH": str(out)}
+
+
+def test_it_judges_and_measures_and_says_what_it_has_not(core, tmp_path):
+    (tmp_path / "test_mine.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=core[1], cwd=tmp_path)
+    assert "2 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "out is 1.1 times exact attention" in done.stdout
+    assert "AttributeError: attn has no attribute 'check_module'" in done.stdout
+
+
+#: tests that look at the files of the repository, which has guests
+OF_THE_REPOSITORY = ("core_alone", "dependencies", "docs", "docstrings", "extras", "repository", "wheel")
+#: what else of the repository tests read
+READ = ("docs", "benchmarks", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "Makefile", "pyproject.toml")
+
+
+@pytest.mark.slow("some minutes on two cores")
+def test_its_tests_pass(core):
+    shutil.copytree(ROOT / "tests", core[0] / "tests", ignore=shutil.ignore_patterns("guests", "__pycache__"))
+    for name in READ:
+        (core[0] / name).symlink_to(ROOT / name)
+    left_out = [f"--ignore=tests/test_{name}.py" for name in OF_THE_REPOSITORY]
+    command = [sys.executable, "-m", "pytest", "tests", "-n", "2", "--dist", "worksteal", "-q", *left_out]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=core[0], env=core[1])
+    assert done.returncode == 0, done.stdout[-5000:]
