@@ -9,6 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+#: for surrogates, as of paths that are no UTF-8, which UTF-8 cannot say: in JSON their escape reads as what they were
+ESCAPED = "backslashreplace"
+
 
 def write_atomically(path: str | Path, text: str) -> None:
     """Put a text in place of a file; raise OSError where that fails, and leave the file as it was.
@@ -27,7 +30,7 @@ def written_atomically(path: str | Path) -> Iterator[IO[str]]:
         raise OSError(errno.EINVAL, "is not a plain file", str(path))
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        with open(unfinished, "x", encoding="utf-8", newline="\n") as file:
+        with open(unfinished, "x", encoding="utf-8", errors=ESCAPED, newline="\n") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

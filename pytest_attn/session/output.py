@@ -46,7 +46,7 @@ def write_summaries(session: AttentionSession, reporter: Any) -> None:
             reporter.write_line(command)
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             try:
-                with open(path, "a", encoding="utf-8") as file:
+                with open(path, "a", encoding="utf-8", errors=files.ESCAPED) as file:
                     file.write(markdown_summary(session.results.records))
             except OSError as error:
                 reporter.write_line(f"GITHUB_STEP_SUMMARY: cannot write {path}: {error}", red=True)
