@@ -1,5 +1,7 @@
 """The decision over one latency: what is asked of new processes, what becomes of their answer, why there is none."""
 
+from dataclasses import replace
+
 import pytest
 from fakes.latencies import CPU, FOLDER, GPU, H200, KEY, SCATTERED, Fresh, case, judged, measured, recorded
 
@@ -242,7 +244,8 @@ def test_the_baselines_of_a_machine_are_read_from_its_file(tmp_path):
 
 
 def test_cases_of_another_protocol_are_read_and_never_fitted(tmp_path):
-    cases = {KEY: case(), "older": case(protocol=1)}
+    anchors = {**case().anchors, "pace": case().p50}
+    cases = {KEY: replace(case(), anchors=anchors), "older": case(protocol=1)}
     BaselineFile(tmp_path / f"{CPU.slug}.json", CPU, anchor_hashes("cpu")).write(cases)
     found = DeviceBaselines.read(tmp_path, CPU, "cpu")
     assert set(found.fits) == {KEY}
