@@ -201,7 +201,7 @@ class BaselineFile:
         Raises BaselineError where the file cannot be written, or has become unreadable in the meantime; it says where else
         the cases are, which took minutes. A case that could not be read again is left out, and named by such an error.
         """
-        faults = {key: fault for key, case in recorded.items() if (fault := _fault_in(case, key))}
+        faults = {key: fault for key, case in recorded.items() if (fault := _fault_in(case, key, self.anchors))}
         whole = {key: case for key, case in recorded.items() if key not in faults}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -389,9 +389,11 @@ def _to_json(case: Baseline, names: Mapping[tuple[tuple[str, str], ...], str]) -
     }
 
 
-def _fault_in(case: Baseline, key: str) -> str:
-    """Return what of a case could not be read again, "" for nothing."""
-    return first_fault(_to_json(case, {tuple(sorted(case.conditions.items())): ""}), CASE, key)
+def _fault_in(case: Baseline, key: str, head: Mapping[str, str]) -> str:
+    """Return what of a case could not be read again, "" for nothing. head: the anchors of its file."""
+    written = _to_json(case, {tuple(sorted(case.conditions.items())): "c1"})
+    alone = {"anchors": head, "conditions": {"c1": {}}, "cases": {key: written}}
+    return first_fault(alone["cases"], FILE["properties"]["cases"], "cases") or _inconsistent(alone)
 
 
 def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, str]]) -> Baseline:

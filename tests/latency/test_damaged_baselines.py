@@ -164,8 +164,12 @@ def test_a_recording_is_not_lost_with_a_file_that_was_damaged_meanwhile(file):
 
 def test_what_could_not_be_read_again_is_not_written_and_all_else_is(file):
     found = find(file.parent, H200, ANCHORS)
-    with pytest.raises(BaselineError, match=r"written but for what cannot be: c.host_ns\[9\]: found NaN, expected number"):
+    with pytest.raises(
+        BaselineError, match=r"written but for what cannot be: cases.c.host_ns\[9\]: found NaN, expected number"
+    ):
         found.write({"c": case(launch=(1e-5,) * 9 + (math.nan,)), "d": case()})
+    with pytest.raises(BaselineError, match=r"cases.c.anchors_ns: found compute, expected compute, memory"):
+        found.write({"c": case(anchors={"compute": (1e-4,) * 10})})
     assert set(read(file).cases) == {"a | f | forward | cold", "b", "d"}
 
 

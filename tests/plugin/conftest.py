@@ -32,7 +32,7 @@ from pytest_attn.latency import gate, protocol
 from pytest_attn.processes import fork_server, launcher
 from pytest_attn.processes import worker as this_process
 from pytest_attn.processes.channel import Channel
-from pytest_attn.session import progress, worker_pool
+from pytest_attn.session import worker_pool
 
 _architecture = functools.cache(platform.architecture)
 
@@ -197,7 +197,7 @@ def real_processes(monkeypatch):
 #: what the conftest of a story changes in the package
 CHANGED = (
     *((protocol.Stopwatch, name) for name in ("measure", "__init__")),
-    *((recording, "FEWEST_RUNS"), (recording, "fresh_runs"), (progress, "RUN_SECONDS")),
+    *((recording, "FEWEST_RUNS"), (recording, "fresh_runs")),
 )
 
 
