@@ -1,6 +1,7 @@
 """`python -m pytest_attn`: what is installed here and what it can run; reports of earlier runs. Collects no tests."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,7 @@ from pkgutil import resolve_name
 
 from pytest_attn.backends.machine import Machine, machine_of, resolve_device, versions_of
 from pytest_attn.backends.registry import Registry, tables
-from pytest_attn.reports.files import write_atomically
+from pytest_attn.reports.files import ESCAPED, write_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
 from pytest_attn.reports.lines import aligned, room
 from pytest_attn.reports.markdown import markdown_summary
@@ -128,7 +129,9 @@ _COMMANDS = {
 
 
 def _run() -> int:
-    """Run, and end quietly where who reads the output has gone, as `| head` does."""
+    """Run, and end quietly where who reads the output has gone, as `| head` does; a character that it lacks is escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=ESCAPED)
     try:
         code = main()
         sys.stdout.flush()

@@ -24,7 +24,7 @@ from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.backends.variants import Compiled, Graphed
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.fields import did_you_mean
-from pytest_attn.workloads.functions import describe
+from pytest_attn.workloads.functions import describe, printable
 from pytest_attn.workloads.workload import Workload
 
 VARIANTS = ("compile", "max_autotune", "graph")
@@ -147,7 +147,7 @@ class Registry:
                 return self[target]
             target = self.function_named(target)
         if isinstance(target, Backend):
-            return target
+            return _with_printable_name(target)
         if isinstance(target, type):
             name = target.__name__
             said = f"pass {name}.apply if it is an autograd Function, otherwise an instance"
@@ -174,8 +174,9 @@ class Registry:
         base, plus, variant = self.canonical(name).partition("+")
         base, label = split(base)
         prefix, colon, rest = base.partition(":")
-        if base not in self._loaders and not (prefix in FAMILIES and rest) and not self._names_function(base):
-            if colon and prefix in FAMILIES:
+        is_of_family = prefix in FAMILIES and rest and printable(rest) == rest
+        if base not in self._loaders and not is_of_family and not self._names_function(base):
+            if colon and prefix in FAMILIES and not rest:
                 raise ValueError(f"backend {base!r} names nothing after the colon; expected {prefix}:{FAMILIES[prefix][2]}")
             meant = did_you_mean(base, self._loaders)
             known = ", ".join([*self._loaders, *dict(self.families)])
@@ -229,6 +230,14 @@ def _configured(backend: Backend, options: Options) -> Backend:
         raise ValueError(f"backend {backend.name!r} has no option {unknown[0]!r}; known: {', '.join(sorted(known or ()))}")
     made = copy.copy(backend)
     made.name, made.configuration = joined(backend.name, options), dict(options)
+    return made
+
+
+def _with_printable_name(backend: Backend) -> Backend:
+    if (name := printable(backend.name)) == backend.name:
+        return backend
+    made = copy.copy(backend)
+    made.name = name
     return made
 
 

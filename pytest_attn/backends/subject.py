@@ -20,7 +20,7 @@ from pytest_attn.backends.named import NamedFunction
 from pytest_attn.backends.precision import Precision, default_on
 from pytest_attn.backends.raised import declined_because
 from pytest_attn.workloads.catalog import is_for_gpu
-from pytest_attn.workloads.functions import describe, function_name
+from pytest_attn.workloads.functions import describe, function_name, printable
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.positions import has_long_sequences
 from pytest_attn.workloads.workload import Workload
@@ -231,7 +231,8 @@ class CallableSubject(Subject):
         self, fn: Callable[..., Any], name: str | None = None, declared: Declaration = Declaration(), within: str = ""
     ) -> None:
         self.user_function, self.declared = fn, declared
-        self.name, self.given_name = name or called_name(fn, within), name or ""
+        self.given_name = printable(name or "")
+        self.name = self.given_name or called_name(fn, within)
         self.layout, self.precision, self.returns_lse = declared.inner_layout, declared.precision, declared.has_lse
         self.compiles = "_torchdynamo_orig_callable" in getattr(fn, "__dict__", ())  # torch.compile has made it
 
@@ -302,7 +303,7 @@ class CallableSubject(Subject):
         return declined_because(error)
 
     def origin(self) -> dict[str, str]:
-        return {name: str(getattr(self.user_function, f"__{name}__", "")) for name in ("module", "qualname")}
+        return {name: printable(str(getattr(self.user_function, f"__{name}__", ""))) for name in ("module", "qualname")}
 
 
 def identity_of(fn: Callable[..., Any]) -> tuple[int, int]:
@@ -353,7 +354,7 @@ def called_name(fn: Callable[..., Any], within: str = "") -> str:
         inside.insert(0, called)
     name = f"{name}[{_shortened(inside)}]" if inside else name
     shorter = name.removeprefix(f"{within}.") if within else name
-    return name if shorter == "lambda" else shorter
+    return printable(name if shorter == "lambda" else shorter)
 
 
 def _undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:

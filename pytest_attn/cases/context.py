@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -23,6 +22,7 @@ from pytest_attn.session.option_types import declared_options
 from pytest_attn.session.options import Settings
 from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
+from pytest_attn.workloads.functions import shell_word
 from pytest_attn.workloads.parameters import parameters_of
 
 
@@ -182,4 +182,4 @@ class CaseContext:
             given["isolated"] = settings.isolated
         options = {one.stem: one for one in declared_options(Settings)}
         typed = (options[stem].typed(text) for stem, text in given.items())
-        return " ".join(["pytest", shlex.quote(typed_name(self.item)), *typed])
+        return " ".join(["pytest", shell_word(typed_name(self.item)), *typed])

@@ -33,7 +33,7 @@ from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.latency.result import Latency
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.reports.verdict import Cause, Verdict
-from pytest_attn.session.kinds import ATTENTION, PARAMETER, CaseParameter, fixtures
+from pytest_attn.session.kinds import ATTENTION, PARAMETER, CaseParameter, fixtures, id_from_root
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.masks import kind_of_words
@@ -461,7 +461,7 @@ class Fuzzing:
     def _record(self, verdict: Verdict, reason: str, cause: str = "") -> Record:
         backend = self._case.backend
         return new_record(
-            test=self._item.nodeid,
+            test=id_from_root(self._item),
             question="check",
             workload="fuzz",
             name="fuzz",

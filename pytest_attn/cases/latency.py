@@ -44,7 +44,7 @@ from pytest_attn.reports.records import Record, latency_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.benchmark_traces import is_asked_for
 from pytest_attn.session.deadline import DeadlineError
-from pytest_attn.session.devices import PATIENCE, device_lock, lock_name, untimed_because
+from pytest_attn.session.devices import PATIENCE, NoLockError, device_lock, lock_name, untimed_because
 from pytest_attn.session.session import AttentionSession, WorkerContext, session_of
 from pytest_attn.session.worker_pool import MORE_PROCESSES as MORE_FOR_ONE
 from pytest_attn.session.worker_pool import Runs, are_forked, fresh_runs, is_lacking, prepare_fresh_runs, undisturbed
@@ -133,7 +133,7 @@ class Recording:
                 files[device].write(found)
                 recorded |= found.keys()
                 say(f"baselines: {len(found)} of {len(cases)} cases recorded in {files[device].path}")
-        except (BaselineError, EndsTestError, FreshError, KeyboardInterrupt) as error:
+        except (BaselineError, EndsTestError, FreshError, NoLockError, KeyboardInterrupt) as error:
             problem = str(error) or "interrupted"
             say(f"baselines: nothing recorded: {problem}", red=True)
         missed = {one.key: problem or _missing(one, runs) for one in cases if one.key not in recorded}
@@ -467,6 +467,8 @@ class LatencyEvaluator(Evaluator[Latency]):
         measurement = self._measurement = replace(self._measurement, subject=self.subject)
         try:
             latency = mode.measure(measurement)
+        except NoLockError as error:
+            return self._untimed(str(error))
         except (StaleError, DeadlineError, EndsTestError) as error:
             verdict = Verdict.NO_RESULT if isinstance(error, DeadlineError) else Verdict.RAISED
             verdict = Verdict.MISMATCH if isinstance(error, WrongResultError) else verdict

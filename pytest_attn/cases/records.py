@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import shlex
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -17,9 +16,10 @@ from pytest_attn.reports.lines import raised_words, taken_apart, z_figure
 from pytest_attn.reports.records import Record, changed, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import NoTorchError
-from pytest_attn.session.kinds import CaseParameter, device_of, id_from_root, kind_of, parameter_of
+from pytest_attn.session.kinds import CaseParameter, device_of, id_from_root, kind_of, parameter_of, typed_name
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.version import __version__
+from pytest_attn.workloads.functions import shell_word
 from pytest_attn.workloads.workload import Direction, Workload
 
 #: the records of an item whose test is not done yet
@@ -173,7 +173,7 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: Bas
     case = getattr(item, "funcargs", {}).get("attn")
     context = getattr(case, "_context", None)
     subject = (context and (context.asked or context.backend)) or parameter.backend or "-"
-    command = context.command() if context else f"pytest {shlex.quote(id_from_root(item))}"
+    command = context.command() if context else f"pytest {shell_word(typed_name(item))}"
     try:
         facts = facts_of(session_of(item.config), parameter.workload, subject, device_of(item))
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised

@@ -10,7 +10,6 @@ import pickle
 import socket
 import sys
 import sysconfig
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
 from pytest_attn.processes.last_words import ending, last_words
 from pytest_attn.processes.launcher import Launcher
+from pytest_attn.processes.lifetime import ProcessFolder
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.worker_pool import worker_environment
 from pytest_attn.workloads.inputs import Inputs
@@ -71,7 +71,7 @@ class IsolatedProcess:
     def __init__(self, name: str, seconds: float, launcher: Launcher, is_forked: bool) -> None:
         self.name, self._seconds, self.is_forked = name, seconds, is_forked
         self._sent, self._returned = shared_memory(), shared_memory()
-        self._folder = tempfile.TemporaryDirectory(prefix="pytest-attn-")
+        self._folder = ProcessFolder()
         output, message = Path(self._folder.name) / "output", {"path": sys.path}
         command = Command([], worker_environment(), Path.cwd(), output, message, "pytest_attn.isolation.call_server")
         self._process = launcher.start(command, is_forked)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +22,8 @@ import torch
 from pytest_attn.backends.machine import Machine, usable_cores
 from pytest_attn.latency.statistics import Recording, Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Mode
-from pytest_attn.reports.files import write_atomically
+from pytest_attn.reports.files import first_fault, parse_json, write_atomically, written_alone
+from pytest_attn.workloads.functions import printable
 
 
 @dataclass(frozen=True)
@@ -194,16 +198,32 @@ class BaselineFile:
     def write(self, recorded: Mapping[str, Baseline]) -> None:
         """Put cases into the file atomically; those that are in it and not named stay as they are on disk.
 
-        Raises BaselineError where the file cannot be written, or has become unreadable in the meantime.
+        Raises BaselineError where the file cannot be written, or has become unreadable in the meantime; it says where else
+        the cases are, which took minutes. A case that could not be read again is left out, and named by such an error.
         """
-        if self.path.exists():
-            self.cases = read(self.path).cases
-        self.cases = {**self.cases, **{key: case.after(self.cases.get(key)) for key, case in recorded.items()}}
+        faults = {key: fault for key, case in recorded.items() if (fault := _fault_in(case, key, self.anchors))}
+        whole = {key: case for key, case in recorded.items() if key not in faults}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, self._text())
-        except OSError as error:
-            raise BaselineError(f"{self.path}: cannot be written: {error}") from None
+            with written_alone(self.path.parent):
+                older = read(self.path).cases if self.path.exists() else self.cases
+                self.cases = {**older, **{key: case.after(older.get(key)) for key, case in whole.items()}}
+                write_atomically(self.path, self._text())
+        except (OSError, BaselineError) as error:
+            text = str(error) if isinstance(error, BaselineError) else f"{self.path}: cannot be written: {error}"
+            raise BaselineError(f"{text}{self._kept_elsewhere(whole)}") from None
+        if faults:
+            raise BaselineError(f"{self.path}: written but for what cannot be: {'; '.join(faults.values())}")
+
+    def _kept_elsewhere(self, recorded: Mapping[str, Baseline]) -> str:
+        """Write cases to another file, beside this one or among temporary ones; return what says so, "" where none can."""
+        alone = replace(self, cases={key: case.after(None) for key, case in recorded.items()})
+        name = f"{self.path.stem}.recorded-{secrets.token_hex(4)}.json"
+        for folder in (self.path.parent, Path(tempfile.gettempdir())) if recorded else ():
+            with suppress(OSError, BaselineError):
+                write_atomically(folder / name, alone._text())
+                return f"; what was recorded now is in {folder / name}"
+        return ""
 
     def require_writable(self) -> None:
         """Raise BaselineError where the file's folder cannot be written to, before anything is timed for it."""
@@ -256,21 +276,100 @@ def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: in
 def read(path: Path) -> BaselineFile:
     """Read a file; raise BaselineError if it is damaged or of a newer schema. Nothing is changed on disk."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        schema = data["schema"]
-        if not isinstance(schema, int) or schema > SCHEMA:
-            raise BaselineError(
-                f"{path}: has schema {schema!r}, this pytest-attn knows up to {SCHEMA}; update pytest-attn, or record into"
-                " another folder with --attn-baselines DIR"
-            )
-        conditions = data["conditions"]
-        cases = {key: _from_json(case, conditions) for key, case in data["cases"].items()}
-        return BaselineFile(path, Identity(**data["machine"]), dict(data["anchors"]), cases)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        text = path.read_text(encoding="utf-8")
+        if conflict := re.search(r"^(<{7}|={7}|>{7})", text, re.MULTILINE):
+            raise ValueError(f"line {text.count(chr(10), 0, conflict.start()) + 1}: has a merge conflict; settle it")
+        data = parse_json(text)
+        _require_known(path, data)
+        if fault := first_fault(data, FILE) or _inconsistent(data):
+            raise ValueError(fault)
+    except (OSError, ValueError) as error:
         raise BaselineError(
-            f"{path}: is damaged ({type(error).__name__}: {error}); restore it from version control, or move it away and"
+            f"{path}: is damaged ({printable(str(error), 0)}); restore it from version control, or move it away and"
             " record anew with --attn-update-baselines REASON"
         ) from None
+    cases = {key: _from_json(case, data["conditions"]) for key, case in data["cases"].items()}
+    return BaselineFile(path, Identity(**data["machine"]), data["anchors"], cases)
+
+
+def _require_known(path: Path, data: Any) -> None:
+    """Raise BaselineError for a file that a newer version has written, whatever else is in it."""
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if type(schema) is int and schema > SCHEMA:
+        raise BaselineError(
+            f"{path}: has schema {schema!r}, this pytest-attn knows up to {SCHEMA}; update pytest-attn, or record into"
+            " another folder with --attn-baselines DIR"
+        )
+
+
+def _inconsistent(data: Mapping[str, Any]) -> str:
+    """Return where fields of a file that is as described contradict each other, "" where none do."""
+    newest = max((case["protocol"] for case in data["cases"].values()), default=0)
+    for key, case in data["cases"].items():
+        field, number, anchors = f"cases.{key}", len(case["p50_ns"]), case["anchors_ns"]
+        if case["protocol"] == newest and anchors.keys() != data["anchors"].keys():
+            expected = ", ".join(data["anchors"])
+            return (
+                f"{field}.anchors_ns: found {', '.join(anchors) or 'none'}, expected {expected}, which the file's head names"
+            )
+        for name, times in {
+            "host_ns": case["host_ns"],
+            **{f"anchors_ns.{name}": one for name, one in anchors.items()},
+        }.items():
+            if len(times) != number:
+                return f"{field}.{name}: found {len(times)} times, expected {number}, one of each process, as p50_ns has"
+        if case["conditions"] not in data["conditions"]:
+            found, known = case["conditions"], ", ".join(data["conditions"])
+            return f"{field}.conditions: found {found!r}, expected one of those that the file's head names: {known}"
+    return ""
+
+
+def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    known = {**required, **(optional or {})}
+    return {"type": "object", "required": list(required), "properties": known, "additionalProperties": False}
+
+
+_TEXT = {"type": "string"}
+_TEXTS = {"type": "object", "additionalProperties": _TEXT}
+_WHOLE = {"type": "integer", "minimum": 0, "maximum": 10**24}
+#: nanoseconds: of what takes any time at all, and less than twelve days
+_TIME = {"type": "number", "minimum": 0.1, "maximum": 1e15}
+_TIMES = {"type": "array", "minItems": 1, "maxItems": 1000, "items": _TIME}
+_DATE = {"type": "string", "pattern": r"^\d{4}-\d\d-\d\d", "description": "a date, as 2026-11-22"}
+_PAST = {"type": "array", "minItems": 3, "maxItems": 3, "prefixItems": [_DATE, _TIME, _TEXT]}
+#: description of a case, and of the file, in JSON Schema: what is read is held against it, and what is written
+CASE = _object(
+    {
+        **dict.fromkeys(("shape", "reason", "version", "check", "conditions"), _TEXT),
+        "mode": {"enum": list(get_args(Mode))},
+        **dict.fromkeys(("flops", "bytes"), _WHOLE),
+        "memory": {"type": ["integer", "null"], "minimum": 0, "maximum": 10**24},
+        "protocol": {"type": "integer", "minimum": 1, "maximum": 10**6},
+        "date": _DATE,
+        "p50_ns": _TIMES,
+        "host_ns": {**_TIMES, "items": {**_TIME, "minimum": 0}},
+        "anchors_ns": {"type": "object", "additionalProperties": _TIMES},
+        "z": {
+            "type": ["array", "null"],
+            "minItems": 3,
+            "maxItems": 3,
+            "items": {"type": "number", "minimum": 0, "maximum": 1e300},
+        },
+        "history": {"type": "array", "items": _PAST},
+    },
+    {"gpu": _TEXT},  # which pytest-attn did not write at first
+)
+FILE = _object(
+    {
+        "schema": {"type": "integer", "minimum": 1, "maximum": SCHEMA},
+        "machine": _object(
+            {**dict.fromkeys(("kind", "name", "mig"), _TEXT), **dict.fromkeys(("units", "memory_gib"), _WHOLE)}
+        ),
+        "anchors": {**_TEXTS, "minProperties": 1},
+        "conditions": {"type": "object", "additionalProperties": _TEXTS},
+        "cases": {"type": "object", "additionalProperties": CASE},
+    }
+)
 
 
 #: the fields of a case that its line has as they are
@@ -281,7 +380,7 @@ def _to_json(case: Baseline, names: Mapping[tuple[tuple[str, str], ...], str]) -
     return {
         **{name: getattr(case, name) for name in _AS_THEY_ARE},
         "p50_ns": [_nanoseconds(t) for t in case.p50],
-        "host_ns": [round(t * 1e9) for t in case.launch],
+        "host_ns": [round(t * 1e9) if math.isfinite(t) else t for t in case.launch],
         "anchors_ns": {name: [_nanoseconds(t) for t in times] for name, times in case.anchors.items()},
         "bytes": case.nbytes,
         "z": [float(f"{z:.4g}") for z in case.z] if case.z else None,
@@ -290,26 +389,21 @@ def _to_json(case: Baseline, names: Mapping[tuple[tuple[str, str], ...], str]) -
     }
 
 
+def _fault_in(case: Baseline, key: str, head: Mapping[str, str]) -> str:
+    """Return what of a case could not be read again, "" for nothing. head: the anchors of its file."""
+    written = _to_json(case, {tuple(sorted(case.conditions.items())): "c1"})
+    alone = {"anchors": head, "conditions": {"c1": {}}, "cases": {key: written}}
+    return first_fault(alone["cases"], FILE["properties"]["cases"], "cases") or _inconsistent(alone)
+
+
 def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, str]]) -> Baseline:
-    case = {"gpu": "", **case}  # which pytest-attn did not write at first
-    p50 = tuple(t * 1e-9 for t in case["p50_ns"])
-    anchors = {name: tuple(t * 1e-9 for t in times) for name, times in case["anchors_ns"].items()}
-    launch = tuple(t * 1e-9 for t in case["host_ns"])
-    if (
-        not p50
-        or any(len(times) != len(p50) for times in (launch, *anchors.values()))
-        or not _are_positive(p50, *anchors.values())
-    ):
-        raise ValueError("a case needs a positive p50, and one time of each anchor, per process")
-    if case["mode"] not in get_args(Mode):
-        raise ValueError(f"mode {case['mode']!r} is none of {', '.join(get_args(Mode))}")
-    if not isinstance(case["protocol"], int):
-        raise ValueError(f"protocol {case['protocol']!r} is not a number")
+    """Return the case of a file that is as described."""
+    case = {"gpu": "", **case}
     return Baseline(
         **{name: case[name] for name in _AS_THEY_ARE},
-        p50=p50,
-        launch=launch,
-        anchors=anchors,
+        p50=_seconds(case["p50_ns"]),
+        launch=_seconds(case["host_ns"]),
+        anchors={name: _seconds(times) for name, times in case["anchors_ns"].items()},
         nbytes=case["bytes"],
         z=tuple(case["z"]) if case["z"] else None,
         conditions=dict(conditions[case["conditions"]]),
@@ -317,8 +411,8 @@ def _from_json(case: Mapping[str, Any], conditions: Mapping[str, Mapping[str, st
     )
 
 
-def _are_positive(*times: tuple[float, ...]) -> bool:
-    return all(time > 0 for one in times for time in one)
+def _seconds(nanoseconds: Iterable[float]) -> tuple[float, ...]:
+    return tuple(t * 1e-9 for t in nanoseconds)
 
 
 def _nanoseconds(seconds: float) -> float:

@@ -1,13 +1,24 @@
-"""Write a file atomically; knows nothing of this project."""
+"""Files: written atomically, and read by a description of what is in them; knows nothing of this project."""
 
 import errno
+import json
+import math
 import os
+import re
 import secrets
 import stat
-from collections.abc import Iterator
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+#: for surrogates, as of paths that are no UTF-8, which UTF-8 cannot say: in JSON their escape reads as what they were
+ESCAPED = "backslashreplace"
+#: seconds that a process waits for another one that writes
+_PATIENCE = 60.0
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -27,7 +38,7 @@ def written_atomically(path: str | Path) -> Iterator[IO[str]]:
         raise OSError(errno.EINVAL, "is not a plain file", str(path))
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        with open(unfinished, "x", encoding="utf-8", newline="\n") as file:
+        with open(unfinished, "x", encoding="utf-8", errors=ESCAPED, newline="\n") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -39,7 +50,183 @@ def written_atomically(path: str | Path) -> Iterator[IO[str]]:
         raise
 
 
+@contextmanager
+def written_alone(folder: Path) -> Iterator[None]:
+    """Let no other process that asks for this write into a folder meanwhile. Raises OSError where one does so for a minute.
+
+    The folder itself is locked, so that no file is left in it; on a system that cannot, a file of its temporary folder.
+    """
+    until = time.monotonic() + _PATIENCE
+    with _locking(folder) as is_locked:
+        while not is_locked():
+            if time.monotonic() > until:
+                raise TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s")
+            time.sleep(0.01)
+        yield
+
+
+@contextmanager
+def _locking(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Give the block what tries to lock a folder until the block ends, and returns whether it has."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        name = f"pytest-attn-{zlib.crc32(os.path.realpath(folder).encode()):08x}.lock"
+        from filelock import FileLock
+
+        lock = FileLock(os.path.join(tempfile.gettempdir(), name), timeout=_PATIENCE)
+        with lock:
+            yield lambda: True
+        return
+
+    def is_locked() -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield is_locked
+    finally:
+        os.close(descriptor)
+
+
 def _copy_permissions(source: Path, target: Path) -> None:
     """Give `target` the permissions of `source`, where there is one; a new file has those that the umask leaves."""
     if source.exists() and (mode := stat.S_IMODE(source.stat().st_mode)) != stat.S_IMODE(target.stat().st_mode):
         os.chmod(target, mode)
+
+
+# -- JSON of others: read strictly, and held against a description ------------------------------------------------------------
+
+#: part of JSON Schema: type (one, or several), enum, pattern, minimum, maximum, minItems, maxItems, items, prefixItems,
+#: properties, required, minProperties, additionalProperties (a description, or False); description is what a message says
+#: that was expected
+Description = Mapping[str, Any]
+#: characters of a number, and containers within one another, beyond which a text is none of ours
+_DIGITS, _DEPTH = 40, 32
+_KINDS: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "integer": (int,),
+    "number": (int, float),
+}
+
+
+def parse_json(text: str) -> Any:
+    """Return what a JSON text says. Raises ValueError for what is no strict JSON, or is none that anybody would write.
+
+    That is NaN, a number that is infinite or has more than 40 digits, a key that an object has twice, and 33 levels.
+    """
+    try:
+        found = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_number(float), parse_int=_number(int)
+        )
+    except RecursionError:
+        raise ValueError(f"has more than {_DEPTH} levels") from None
+    level = [found]
+    for _ in range(_DEPTH):
+        level = [inner for one in level if _holds(one) for inner in (one.values() if isinstance(one, dict) else one)]
+    if any(map(_holds, level)):
+        raise ValueError(f"has more than {_DEPTH} levels")
+    return found
+
+
+def _holds(value: object) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"has {_shown(twice)} twice in one object")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"has {text}, expected a finite number")
+
+
+def _number(kind: type) -> Any:
+    def parsed(text: str) -> float:
+        if len(text) > _DIGITS or not math.isfinite(number := kind(text)):
+            raise ValueError(f"has {text[:_DIGITS]}, expected a finite number of at most {_DIGITS} digits")
+        return number  # type: ignore[no-any-return]
+
+    return parsed
+
+
+def first_fault(value: Any, description: Description, field: str = "") -> str:
+    """Return where a value is not as described, what was found and expected: "p50_ns[3]: found -1, expected ..."; "" if it is.
+
+    field: the name of the value itself.
+    """
+    if not _is_of(value, description):
+        return f"{field or 'it'}: found {_shown(value)}, expected {_expected(description)}"
+    if isinstance(value, dict):
+        return _fault_in_object(value, description, field)
+    if isinstance(value, list):
+        each = [*description.get("prefixItems", ()), *[description.get("items", {})] * len(value)]
+        faults = (first_fault(one, each[at], f"{field}[{at}]") for at, one in enumerate(value))
+        return next(filter(None, faults), "")
+    return ""
+
+
+def _fault_in_object(value: Mapping[str, Any], description: Description, field: str) -> str:
+    within = f"{field}." if field else ""
+    known, others = description.get("properties", {}), description.get("additionalProperties", {})
+    for name in description.get("required", ()):
+        if name not in value:
+            return f"{within}{name}: found nothing, expected {_expected(known.get(name, {}))}"
+    for name, one in value.items():
+        if name not in known and others is False:
+            return f"{within}{_shown(name)[1:-1]}: found a field that is unknown, expected {', '.join(known)}"
+        if fault := first_fault(one, known.get(name, others), f"{within}{_shown(name)[1:-1]}"):
+            return fault
+    return ""
+
+
+def _is_of(value: Any, description: Description) -> bool:
+    names = description.get("type", ())
+    names = (names,) if isinstance(names, str) else names
+    is_typed = not names or any(
+        isinstance(value, _KINDS[one]) and (type(value) is not bool or one == "boolean") for one in names
+    )
+    if not is_typed or ("enum" in description and value not in description["enum"]):
+        return False
+    if isinstance(value, str):
+        return re.search(description.get("pattern", ""), value) is not None
+    if isinstance(value, dict):
+        return bool(len(value) >= description.get("minProperties", 0))
+    if isinstance(value, list):
+        return bool(description.get("minItems", 0) <= len(value) <= description.get("maxItems", math.inf))
+    if isinstance(value, int | float):
+        return bool(description.get("minimum", -math.inf) <= value <= description.get("maximum", math.inf))
+    return True
+
+
+def _expected(description: Description) -> str:
+    """Return a description in words: "number from 0.1 to 1e+15"."""
+    if "description" in description:
+        return str(description["description"])
+    if "enum" in description:
+        return " or ".join(map(_shown, description["enum"]))
+    names = description.get("type", "anything")
+    words = names if isinstance(names, str) else " or ".join(names)
+    ends = (("minimum", "from"), ("maximum", "to"), ("minItems", "of at least"), ("maxItems", "of at most"))
+    return " ".join([words, *(f"{word} {description[name]}" for name, word in ends if name in description)])
+
+
+def _shown(value: object) -> str:
+    """Return a value as JSON has it, short and printable."""
+    text = (
+        json.dumps(value) if not isinstance(value, dict | list) else f"an {'object' if isinstance(value, dict) else 'array'}"
+    )
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -10,8 +10,12 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
+from pytest_attn.workloads.functions import printable
+
 #: characters of the labels of a mismatch or a regression
 LABEL_WIDTH = 10
+#: characters of what an exception says
+_LONGEST = 1000
 #: numbers from which on powers of ten are easier to read than digits
 _LARGE = 1e6
 
@@ -41,7 +45,8 @@ def told_apart(one: float, other: float, least: int = 6) -> tuple[str, str]:
 
 def raised_words(kind: str, text: str) -> str:
     """Return the kind of an exception with the first line of its text that has words, if any: "ValueError: no softcap"."""
-    return f"{kind}: {next(filter(None, map(str.strip, text.splitlines())), '')}".removesuffix(": ")
+    said = f"{kind}: {next(filter(None, map(str.strip, text.splitlines())), '')}".removesuffix(": ")
+    return printable(said, _LONGEST)
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

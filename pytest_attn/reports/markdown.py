@@ -12,6 +12,7 @@ from pytest_attn.reports.records import Record, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
 from pytest_attn.reports.terminal import mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.workloads.functions import printable, printable_lines
 
 #: GitHub takes a summary of at most 1 MiB
 _MOST_ROWS = 200
@@ -66,12 +67,12 @@ def _table(title: str, records: Sequence[Record]) -> Iterator[str]:
         yield _row(*cells)
     yield from _rest(records)
     for r in [r for r in records if r["explanation"]][:_MOST_IN_FULL]:
-        yield from (*_fenced(f"{_said(r)}\n{labeled('reproduce', r['command'])}"), "")
+        yield from (*_fenced(f"{_said(r)}\n{printable_lines(labeled('reproduce', r['command']))}"), "")
 
 
 def _said(record: Record) -> str:
     """Return what a failure says in a terminal, but the command that repeats it."""
-    said = together(record["explanation"])
+    said = printable_lines(together(record["explanation"]))
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
 
 
@@ -136,7 +137,12 @@ def _machines(records: Sequence[Record]) -> Iterator[str]:
 
 def _text(text: str) -> str:
     """Return text that Markdown, its tables and HTML leave as it is, on one line."""
-    return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", printable(" ".join(text.split()), 0))
+
+
+def _prose(text: str) -> str:
+    """Return text on one line in which nothing is HTML; what is Markdown in it stays."""
+    return printable(" ".join(text.split()), 0).replace("<", "\\<")
 
 
 def _most_backticks(text: str) -> int:
@@ -147,7 +153,8 @@ def _code(text: str) -> str:
     """Return text as code: fenced by more backticks than it has, and with its pipes escaped, as tables ask for."""
     longest = _most_backticks(text)
     fence, room = "`" * (longest + 1), " " if longest else ""
-    return f"{fence}{room}{' '.join(text.split())}{room}{fence}".replace("|", "\\|") if text else ""
+    shown = printable(" ".join(text.split()), 0)
+    return f"{fence}{room}{shown}{room}{fence}".replace("|", "\\|") if text else ""
 
 
 # -- which backend passed, refused or failed which group of workloads --------------------------------------------------
@@ -174,10 +181,17 @@ def support_page(records: Sequence[Record], groups: Mapping[str, str], title: st
             group = groups.get(record["name"], record["workload"])
             cells[record["subject"]].setdefault(group, Counter())[record["verdict"]] += 1
     columns = list(dict.fromkeys(group for row in cells.values() for group in row)) or ["cases"]
-    lines = ["# Which backend runs what", "", title, "", _row("backend", *columns), _row(*["---"] * (len(columns) + 1))]
+    lines = [
+        "# Which backend runs what",
+        "",
+        title,
+        "",
+        _row("backend", *map(_text, columns)),
+        _row(*["---"] * (len(columns) + 1)),
+    ]
     for backend, row in cells.items():
         shown = [_MISSING if backend in missing else _verdicts(row.get(group, Counter())) for group in columns]
-        lines.append(_row(f"`{backend}`", *shown))
+        lines.append(_row(_code(backend), *shown))
     return "\n".join([*lines, *_reasons(records)]) + "\n"
 
 
@@ -196,8 +210,8 @@ def _reasons(records: Sequence[Record]) -> list[str]:
         if reasons and verdict is not Verdict.PASSED:
             lines += ["", f"## {word.capitalize()} because"]
             for backend, counts in reasons.items():
-                lines += ["", f"`{backend}`:", ""]
-                lines += [f"- {reason} ({count(number, 'case')})" for reason, number in counts.most_common()]
+                lines += ["", f"{_code(backend)}:", ""]
+                lines += [f"- {_prose(reason)} ({count(number, 'case')})" for reason, number in counts.most_common()]
     return lines
 
 
@@ -218,12 +232,12 @@ def workflow_commands(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _annotation(level: str, record: Record) -> str:
-    title = f"{record['verdict']}: {record['subject']} on {record['workload']}"
+    title = printable(f"{record['verdict']}: {record['subject']} on {record['workload']}", 0)
     said = f"{_said(record)}\n  reproduce" if record["explanation"] else record["reason"]  # the command is easily copied
     text = "\n".join(part for part in (said, record["command"]) if part) or record["verdict"]
-    place = {"file": record["test"].partition("::")[0], "line": str(record["line"] or 1), "title": title}
+    place = {"file": printable(record["test"].partition("::")[0], 0), "line": str(record["line"] or 1), "title": title}
     properties = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in place.items())
-    return f"::{level} {properties}::{_escaped(text)}"
+    return f"::{level} {properties}::{_escaped(printable_lines(text))}"
 
 
 def _escaped(text: str, also: str = "") -> str:

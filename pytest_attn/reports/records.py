@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
+from pytest_attn.reports.files import ESCAPED
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: of the lines; a reader takes those of its own and older schemas
@@ -218,7 +219,7 @@ class RecordWriter:
         if self.problem:
             return
         try:
-            with open(self.path, self._mode, encoding="utf-8", newline="\n") as file:
+            with open(self.path, self._mode, encoding="utf-8", errors=ESCAPED, newline="\n") as file:
                 file.write("".join(f"{line}\n" for line in lines))
         except OSError as error:
             self.problem = f"--attn-output: cannot write {self.path}: {error}"

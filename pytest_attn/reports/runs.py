@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
 from pytest_attn.reports.records import RUN, SCHEMA, Record, read_line
+from pytest_attn.workloads.functions import printable
 
 
 class RunFacts(TypedDict):
@@ -131,7 +132,7 @@ def stable_id(nodeid: str) -> str:
     """Return a test's id as every host writes it: without xdist's group, and without where an installed suite lies."""
     path, colons, name = nodeid.partition("::")
     group = name.find("@", name.rfind("]") + 1)
-    return f"{_installed_path(path)}{colons}{name if group < 0 else name[:group]}"
+    return printable(f"{_installed_path(path)}{colons}{name if group < 0 else name[:group]}", 0)
 
 
 @functools.cache

@@ -212,9 +212,13 @@ def count_workers() -> int:
     return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
+class NoLockError(Exception):
+    """What keeps other processes from timing on a device cannot be opened; the text says which file that is, and why."""
+
+
 @contextmanager
 def device_lock(device: torch.device) -> Iterator[None]:
-    """Let no other process of this kind time on the device meanwhile."""
+    """Let no other process of this kind time on the device meanwhile. Raises NoLockError."""
     lock = _lock_of(device)
     try:
         lock.acquire(timeout=PATIENCE)
@@ -222,6 +226,11 @@ def device_lock(device: torch.device) -> Iterator[None]:
         pytest.fail(
             f"latency: another process has been timing on {device} for {PATIENCE:.0f} s ({lock.lock_file})", pytrace=False
         )
+    except OSError as error:
+        raise NoLockError(
+            f"{lock.lock_file} cannot be locked, without which others may time on {device} meanwhile"
+            f" ({error.strerror or error}); remove it, or set TMPDIR to another folder"
+        ) from None
     try:
         yield
     finally:
@@ -232,7 +241,7 @@ def device_lock(device: torch.device) -> Iterator[None]:
 def memory_lock(device: torch.device) -> Iterator[None]:
     """Let no other process of this kind take much of the device's memory meanwhile, unless one does so for long."""
     lock = _lock_of(device, "memory-")
-    with suppress(TimeoutError):
+    with suppress(OSError):  # too late, or no file that can be locked
         lock.acquire(timeout=PATIENCE)
     try:
         yield

@@ -25,6 +25,7 @@ from pytest_attn.session.kinds import kind_of, marker_of, parameter_of
 from pytest_attn.session.manifest import Manifest
 from pytest_attn.session.pytest_versions import verbosity_of
 from pytest_attn.session.session import AttentionSession
+from pytest_attn.workloads.functions import printable_lines
 
 
 def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:
@@ -45,7 +46,7 @@ def write_summaries(session: AttentionSession, reporter: Any) -> None:
             reporter.write_line(command)
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             try:
-                with open(path, "a", encoding="utf-8") as file:
+                with open(path, "a", encoding="utf-8", errors=files.ESCAPED) as file:
                     file.write(markdown_summary(session.results.records))
             except OSError as error:
                 reporter.write_line(f"GITHUB_STEP_SUMMARY: cannot write {path}: {error}", red=True)
@@ -209,7 +210,7 @@ def print_section(reporter: Any, lines: Iterable[Line], title: str = "attention"
     """Print lines below a title."""
     reporter.write_sep("=", title)
     for text, markup in lines:
-        reporter.write_line(text, **markup)
+        reporter.write_line(printable_lines(text), **markup)
 
 
 def report_ranking(session: AttentionSession, config: pytest.Config, reporter: Any) -> None:

@@ -9,6 +9,8 @@ from threading import Event, Lock, Thread
 
 import pytest
 
+from pytest_attn.workloads.functions import printable
+
 #: seconds after which something is worth a line, and another one: some hosts end a job that is silent
 TICK = 30.0
 
@@ -88,7 +90,7 @@ class Progress:
             text = self.words(time.monotonic())
             with self._lock, suppress(OSError):
                 if text and self._stderr is not None:
-                    os.write(self._stderr, f"\nattn: {text}\n".encode(errors="replace"))
+                    os.write(self._stderr, f"\nattn: {printable(text, 0)}\n".encode(errors="replace"))
 
     def words(self, now: float) -> str:
         """Return the case and its phases, the outermost first; "" where there are none."""

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from pytest_attn.latency.regression import FreshError, StartError
 from pytest_attn.processes.fork_server import Command, ServerError, modules_ahead
 from pytest_attn.processes.last_words import last_words
 from pytest_attn.processes.launcher import Ended, Launcher, Process
+from pytest_attn.processes.lifetime import ProcessFolder
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.session.devices import count_workers
 from pytest_attn.session.option_types import declared_options
@@ -69,7 +69,7 @@ def fresh_runs(
     """
     found: Runs = []
     pool = WorkerPool.of(config)
-    with tempfile.TemporaryDirectory(prefix="pytest-attn-") as folder:
+    with ProcessFolder() as folder:
 
         def command_of(number: int, wanted: Sequence[str]) -> Command:
             own = {"number": number, "modes": dict(modes or {})}
@@ -133,7 +133,7 @@ class Isolated(NamedTuple):
 
 def run_isolated(config: pytest.Config, name: str, invariants: Sequence[str]) -> Isolated:
     """Run an item in a process that may be lost, which runs these invariants only."""
-    with tempfile.TemporaryDirectory(prefix="pytest-attn-") as folder:
+    with ProcessFolder() as folder:
         command = worker_command(config, Path(folder) / "0", [name], {"invariants": list(invariants)})
         done = WorkerPool.of(config).run_once(command, _SECONDS_PER_PROCESS)
     if done.returncode is None:

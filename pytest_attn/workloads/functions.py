@@ -3,6 +3,8 @@
 import functools
 import importlib
 import inspect
+import re
+import shlex
 import types
 import zlib
 from collections.abc import Callable
@@ -10,15 +12,20 @@ from typing import Any
 
 
 def function_name(fn: object) -> str:
-    """Name a callable as its author does: "f", "f[block=64]" for a partial, "Kernel.forward", "lambda"."""
+    """Name a callable as its author does, in a printable line: "f", "f[block=64]" of a partial, "Kernel.forward", "lambda"."""
     if isinstance(fn, functools.partial):
         given = [*map(str, filter(_is_plain, fn.args)), *(f"{k}={v}" for k, v in fn.keywords.items() if _is_plain(v))]
-        return function_name(fn.func) + (f"[{','.join(given)}]" if given else "")
+        return printable(function_name(fn.func) + (f"[{','.join(given)}]" if given else ""))
     name = str(getattr(fn, "__name__", type(fn).__name__)).replace("<lambda>", "lambda")
     owner = getattr(fn, "__self__", None)
     if owner is None or isinstance(owner, types.ModuleType):
-        return name
-    return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}"
+        return printable(name)
+    return printable(f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}")
+
+
+def type_name(value: object) -> str:
+    """Return the name of a value's class in one printable line."""
+    return printable(type(value).__name__)
 
 
 def function_label(fn: object) -> str:
@@ -41,6 +48,51 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float | str)
+
+
+# -- names that anybody can choose, as what can be printed and typed anywhere ------------------------------------------------
+
+#: characters of a name, beyond which it is cut and told apart by a checksum
+LONGEST = 200
+#: what a runner of GitHub Actions takes for a command: the older form also within a line
+_COMMAND = re.compile(r"(?:^|(?<=\s)):(?=:\w)|#(?=#\[)")
+
+
+def printable(text: str, longest: int = LONGEST) -> str:
+    """Return a name as one line of printable characters: others are written as Python escapes them.
+
+    Bidirectional marks and surrogates are such others, and what begins a command for the log of a job is escaped. longest: how
+    many characters it may have; 0 for any number.
+    """
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    text = _COMMAND.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return f"{text[: longest - 11]}...{zlib.crc32(text.encode()):08x}" if 0 < longest < len(text) else text
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines, each as `printable` leaves it, at whatever length."""
+    return "\n".join(printable(line, 0) for line in text.split("\n"))
+
+
+def shell_word(text: str) -> str:
+    """Return a word for a shell; one that cannot be printed is written as bash and zsh read it, $'...'."""
+    if printable(text, 0) == text:
+        return shlex.quote(text)
+    plain = frozenset(map(chr, range(32, 127))) - frozenset("\\'#:")
+    shown = (chr(byte) if chr(byte) in plain else f"\\x{byte:02x}" for byte in _bytes_of(text))
+    return f"$'{''.join(shown)}'"
+
+
+def _bytes_of(text: str) -> bytes:
+    """Return the bytes of a word: a surrogate that stands for a byte is that byte, as in a path that is no UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+# -- how they are called, written down and imported ------------------------------------------------------------------------
 
 
 def require_parameters(field: str, fn: Callable[..., object], names: tuple[str, ...]) -> None:

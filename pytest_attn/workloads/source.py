@@ -1,6 +1,8 @@
 """A workload as Python that makes it again, and what that must import."""
 
 import dataclasses
+import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,7 +51,7 @@ def _makes(fields: dict[str, Any], workload: Workload) -> bool:
 def _write_value(value: object, home: str, imports: set[tuple[str, str]]) -> str:
     """Write a field's value, and note what must be imported for it."""
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)  # as Python writes it, with double quotes
     if callable(value):
         return _write_function(value, home, imports)
     kind = type(value)
@@ -63,8 +65,8 @@ def _write_value(value: object, home: str, imports: set[tuple[str, str]]) -> str
 
 def _write_function(function: Callable[..., object], home: str, imports: set[tuple[str, str]]) -> str:
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if getattr(sys.modules.get(module), name, None) is not function:
-        module, name = "", function_label(function).replace("-", "_")
+    if not name.isidentifier() or getattr(sys.modules.get(module), name, None) is not function:
+        module, name = "", re.sub(r"\W", "_", function_label(function))
     if module != home:
         imports.add((module, name))
     return name

@@ -23,7 +23,7 @@ from pytest_attn.workloads.fields import (
     short_lengths,
     suggests_fields,
 )
-from pytest_attn.workloads.functions import function_label, require_parameters
+from pytest_attn.workloads.functions import function_label, printable, require_parameters
 from pytest_attn.workloads.masks import Band, Mask, ScoreMod, Sequences, as_mask, mask_kinds, visible_pairs
 from pytest_attn.workloads.pages import Pages
 
@@ -141,6 +141,7 @@ class Workload:
             require_flag(field, getattr(self, field))
         if self.name is not None and not (isinstance(self.name, str) and self.name):
             raise ValueError(f"Workload: name must be text, got {self.name!r}")
+        object.__setattr__(self, "name", self.name and printable(self.name))
         _settle_pages(self)
         _check_padding(self)
         require_dropout(self.dropout, self.is_packed)
@@ -552,7 +553,7 @@ def _shape_id(w: Workload) -> str:
         f"dv{w.v_head_dim}" if w.v_head_dim != w.head_dim else "",
         *(show(w) for field, show in _SHOWN.items() if getattr(w, field)),
     ]
-    return "-".join(filter(None, parts))
+    return printable("-".join(filter(None, parts)), 0)
 
 
 def _lengths(w: Workload) -> str:

@@ -33,7 +33,7 @@ def measure(self, work, workload, subject, mode=None, seconds=None):
     p50 = float(fresh or here if is_fresh else here) * 1e-6 * (1.001 + (int(number) + 1 if is_fresh else 0) % 7 / 1000)
     mode = mode or os.environ.get("MODES", "host,host").split(",")[is_fresh]
     return Latency(workload, subject, work.direction, p50, median_interval([p50] * 6), (p50,) * 6, 6, mode, 1, "warm",
-                   p50, {"compute": anchor, "memory": 2 * anchor}, int(os.environ.get("MEMORY", "1000")), 1,
+                   p50, {"compute": anchor, "memory": 2 * anchor, "pace": anchor}, int(os.environ.get("MEMORY", "1000")), 1,
                    tuple(filter(None, [os.environ.get("HOT"), number in os.environ.get("HOT_IN", "") and "hot"])))
 
 Stopwatch.measure = measure

@@ -61,8 +61,8 @@ def test_each_verdict_has_its_level():
 def test_texts_of_tests_cannot_end_a_command():
     (command,) = workflow_commands([record(reason="100%\n::error::mine", subject="a,b:c\r")])
     assert command.count("\n") == command.count("\r") == 0
-    assert "title=mismatch%3A a%2Cb%3Ac%0D on" in command
-    assert "100%25%0A::error::mine" in command
+    assert "title=mismatch%3A a%2Cb%3Ac\\r on" in command
+    assert "100%25%0A\\x3a:error::mine" in command
 
 
 def test_github_shows_ten_and_the_last_counts_the_rest():

@@ -45,6 +45,7 @@ from pytest_attn.guests.models.step import StepResult, device_of, refuse_scripte
 from pytest_attn.guests.models.substitution import Replacer, replacement
 from pytest_attn.reports.lines import some
 from pytest_attn.workloads.distributions import Draw
+from pytest_attn.workloads.functions import type_name
 
 #: what computes a model's attention instead of what it calls itself
 Target = Callable[..., Any] | Subject | str
@@ -94,7 +95,7 @@ def check_model(
     """
     __tracebackhide__ = True
     options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
-    with functions_kept(type(model).__name__):
+    with functions_kept(type_name(model)):
         comparison = judge_model(model, step, backend, backward, **options)
     if not comparison.passed:
         raise AssertionError(comparison.message)

@@ -43,6 +43,7 @@ from pytest_attn.guests.models.call_to_workload import to_inputs
 from pytest_attn.guests.models.exact_attention import exact_attention, exact_weights
 from pytest_attn.guests.models.handed_masks import HandedMasks, handed_to
 from pytest_attn.guests.models.written_out import WrittenOut
+from pytest_attn.workloads.functions import printable, type_name
 
 
 def in_backward_pass() -> bool:
@@ -430,7 +431,7 @@ class Tracker:
 
     def _name(self, root: torch.nn.Module) -> None:
         for name, module in root.named_modules():
-            self._names.setdefault(id(module), name.replace("_orig_mod.", "") or type(root).__name__)
+            self._names.setdefault(id(module), printable(name.replace("_orig_mod.", "")) or type_name(root))
 
     @contextmanager
     def tracking(self) -> Iterator[None]:

@@ -46,6 +46,7 @@ from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import CaseParameter, id_from_root
+from pytest_attn.workloads.functions import type_name
 from pytest_attn.workloads.workload import Workload
 
 __tracebackhide__ = True  # pytest shows a model's own frames, not ours
@@ -145,7 +146,7 @@ class AttentionModel:
         found = self._comparison
         if backend is not None and is_compiled(model):
             reason = "a compiled model is timed with its own attention; to replace that, pass the model before it is compiled"
-            workload = _workload_of(type(model).__name__, found)
+            workload = _workload_of(type_name(model), found)
             conclude(context, Refusal(workload, subject, Judgment.refused(subject, reason), question="latency"))
         measurement = self._measurement(model, step, subject, optimizer, functions)
         return conclude(context, self._measuring.evaluator(measurement))
@@ -206,7 +207,7 @@ class AttentionModel:
         return ModelMeasurement(
             session=context.session,
             item=context.item,
-            spec=CheckSpec(_workload_of(type(model).__name__, found), self.device, backward=context.mark.backward),
+            spec=CheckSpec(_workload_of(type_name(model), found), self.device, backward=context.mark.backward),
             subject=subject,
             direction="forward+backward" if context.mark.backward else "forward",
             comparison=worst.comparison if worst else None,
@@ -256,7 +257,7 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         self._options |= {"precision": precision, "compiled": compiled}
         self._replaced = None if target is None else replacement(target, context.session.registrations.registry, precision)
         self.subject: Subject | str = self._replaced or "model"
-        self.on = type(model).__name__
+        self.on = type_name(model)
         self.fields = {"model": self.on}
         self._who = self._replaced.name if self._replaced else "the attention"
         self.doing, self.workload = f"checking {self._who}", _workload_of(self.on, None)
@@ -309,7 +310,7 @@ class ModelInvariantEvaluator(Evaluator[InvariantReport]):
 
     def __init__(self, model: torch.nn.Module, batch: Any, only: Names, skip: Names, causal: bool | None) -> None:
         self._asked = model, batch, only, skip, causal
-        self.doing, self.on = "trying the invariants of", type(model).__name__
+        self.doing, self.on = "trying the invariants of", type_name(model)
         self.fields = {"model": self.on}
         self.workload = _workload_of(self.on, None)
 
@@ -369,7 +370,7 @@ class ModelMeasurement(Measurement):
 
     @property
     def name(self) -> str:
-        return f"a step of {type(self.model).__name__} with {self.subject.name}, {self.direction}{self._with_optimizer}"
+        return f"a step of {type_name(self.model)} with {self.subject.name}, {self.direction}{self._with_optimizer}"
 
     @property
     def key(self) -> str:
@@ -385,11 +386,11 @@ class ModelMeasurement(Measurement):
         """The model in numbers: another one in the same test is another case."""
         parameters = list(self.model.parameters())
         dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-        size = f"{type(self.model).__name__}, {sum(p.numel() for p in parameters):,} parameters, {dtypes}"
+        size = f"{type_name(self.model)}, {sum(p.numel() for p in parameters):,} parameters, {dtypes}"
         return "; ".join([size, *dict.fromkeys(self.asks)])
 
     def record_fields(self) -> dict[str, Any]:
-        return {"model": type(self.model).__name__, "step": {"optimizer": self._optimizer_name, **self.found}}
+        return {"model": type_name(self.model), "step": {"optimizer": self._optimizer_name, **self.found}}
 
     def _take(self, mode: Mode | None) -> Latency:
         """Time the step by the host's clock, device included: a training loop waits for both."""

@@ -27,6 +27,7 @@ from pytest_attn.invariants.all_invariants import Names, chosen_names
 from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
 from pytest_attn.reports.lines import count, some
+from pytest_attn.workloads.functions import type_name
 from pytest_attn.workloads.workload import Workload
 
 #: what one of the model's own forward passes raises where it does not support what it is asked
@@ -481,7 +482,7 @@ def judge_model_invariants(
     if quiet:  # it is of all of them
         findings[quiet[-1]] = replace(findings[quiet[-1]], evidence=tried.routing.note)
     what = f"{tuple(tried.ids.shape)} tokens" if tried.batch.has_tokens else count(len(tried.ids), "entry", "entries")
-    return InvariantReport(what, type(model).__name__, tuple(findings))
+    return InvariantReport(what, type_name(model), tuple(findings))
 
 
 def _finding(name: str, model: TokenModel) -> Finding:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,6 +39,7 @@ from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.channel import Message, wait
 from pytest_attn.processes.fork_server import ServerError, modules_ahead
 from pytest_attn.processes.launcher import Launcher, Process
+from pytest_attn.processes.lifetime import ProcessFolder
 from pytest_attn.processes.worker import FINISHED
 from pytest_attn.session.worker_pool import worker_command
 
@@ -66,7 +65,8 @@ class Pool(RankGroup):
         self.ranks, self.kind, self._seconds = ranks, kind, seconds
         self.is_usable = True
         base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self.folder = Path(tempfile.mkdtemp(prefix="pytest-attn-ranks-", dir=base))
+        self._temporary = ProcessFolder("ranks-", base)
+        self.folder = Path(self._temporary.name)
         self._processes: list[Process] = []
         self._ended: dict[int, Message] = {}
         self._is_ready = self._is_running = self._is_doubtful = False
@@ -139,7 +139,7 @@ class Pool(RankGroup):
         for process in self._processes:
             process.kill()
         self._processes = []
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._temporary.cleanup()
 
     # -- details -----------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from pytest_attn.reports.lines import count
 from pytest_attn.reports.records import Record, name_of, verdict_of
 from pytest_attn.reports.terminal import mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Tone, Verdict
+from pytest_attn.workloads.functions import printable_lines
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
@@ -44,6 +45,7 @@ def report_page(records: Sequence[Record], title: str = "pytest-attn report") ->
     """
     from pytest_attn.reports.html.charts import charts
 
+    records = _printable(records)
     script = '"use strict";\n(() => {\n' + "\n".join(_asset(f"{name}.js") for name in _SCRIPTS) + "\n})();"
     library = _library()
     return Template(_asset("page.html")).substitute(
@@ -56,6 +58,15 @@ def report_page(records: Sequence[Record], title: str = "pytest-attn report") ->
         script=script,
         library=library,
     )
+
+
+def _printable(value: Any) -> Any:
+    """Return records whose texts can be shown: no mark in them turns what stands around it."""
+    if isinstance(value, str):
+        return printable_lines(value)
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(one) for key, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _asset(name: str) -> str:
