@@ -7,11 +7,11 @@ are the switches of torch that it may turn and has to turn back, and earlier res
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pytest_attn.backends.gradients import gradients_of, nodes_behind
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
@@ -292,7 +292,7 @@ def _gradients(
         raise ContractError(
             "out carries no gradient; backward=True needs a callable that autograd can follow (no detach, no no_grad)"
         )
-    grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True) if follows else [None] * len(leaves)
+    grads = gradients_of([out], list(leaves.values()), [dout]) if follows else [None] * len(leaves)
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         if grad is None:
             raise ContractError(
@@ -317,18 +317,6 @@ def _found(spec: CheckSpec, out: torch.Tensor) -> dict[str, torch.Tensor]:
             if alike and torch.equal(leaf.detach().to(drawn.device), drawn):
                 found[name] = leaf
     return found
-
-
-def nodes_behind(out: torch.Tensor, ends: Sequence[Any] = ()) -> Iterator[Any]:
-    """Yield the nodes of autograd's graph at which a backward pass from out arrives; nothing is followed behind `ends`."""
-    ahead: list[Any] = [out.grad_fn]
-    seen: set[Any] = {None}
-    while ahead:
-        node = ahead.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            ahead += [following for following, _ in node.next_functions] if node not in ends else []
 
 
 def _advice(name: str, own: bool) -> str:
