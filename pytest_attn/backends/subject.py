@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -87,6 +87,8 @@ class Subject(ABC):
     is_backend: ClassVar[bool] = True
     #: whether q, k and v all need a gradient where it is called, whatever is asked for
     needs_all_gradients: ClassVar[bool] = False
+    #: returns the tensors of its test that it may close over, by the names of the parameters that they are
+    closed_over: Callable[[], Mapping[str, torch.Tensor]] = dict
     #: the user's own function, None for a backend
     user_function: Callable[..., Any] | None = None
     #: the name that a test gave its callable, "" where it gave none

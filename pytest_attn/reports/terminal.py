@@ -191,7 +191,10 @@ def untested(records: Sequence[Record], with_sums: bool = True) -> Iterator[str]
         for option in r["untested"]:
             workloads.setdefault(option, {})[r["workload"]] = None
     for option, names in workloads.items():
-        if option != LONG_SUMS:
+        unjudged, _, why = option.partition(": ")
+        if why:
+            yield f"{unjudged} of {some(list(names), 3)}: not judged, {why}"
+        elif option != LONG_SUMS:
             yield f"{option} of {some(list(names), 3)}: results without it are within every limit"
     if with_sums:
         yield from _untested_sums(records)
