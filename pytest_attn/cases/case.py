@@ -255,7 +255,7 @@ class AttentionCase(CaseTensors):
         if spec.drops_unseen and context.session.registrations.catalog.group_of(context.workload.name):
             skip(context, None, "has dropout: needs a callable that returns which weights it kept, returns=('out', 'keep')")
         subject = context.subject(fn, name, spec, dequantized)
-        is_unasked = isinstance(fn, str) or (backward and not self._mark.backward)
+        is_unasked = subject is not context.backend or (backward and not self._mark.backward)
         if subject.is_backend and is_unasked and context.session.kernels.are_tested:
             skip_unless_runnable(context, subject, backward)
         subject.closed_over = self._read_parameters
