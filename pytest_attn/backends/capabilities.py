@@ -88,6 +88,7 @@ class Capabilities:
         reasons = []
         if w.out_dtype not in self.dtypes:
             reasons.append(f"takes {_listed(self.dtypes)} only, not {w.out_dtype}")
+        reasons += [dropout_refusal(w)] if w.dropout else []
         reasons += self.quantized_refusals(w)
         reasons += self._dimension_refusals(w)
         mask = w.plain_mask if "any" not in self.masks else None
@@ -149,6 +150,11 @@ class Capabilities:
 
 #: the dtypes and sizes of attention that is written in torch's operations, or compiled for each
 ANY_SIZE = Capabilities(dtypes=("bfloat16", "float16", "float32"), head_dim=None, head_dim_step=1, v_head_dim=True)
+
+
+def dropout_refusal(w: Workload) -> str:
+    """Return why no backend takes dropout: which probabilities were kept, only a callable can return."""
+    return f"cannot say which probabilities it dropped (dropout={w.dropout:g})"
 
 
 def refusals_without(features: Iterable[str], w: Workload, backward: bool = False) -> list[str]:

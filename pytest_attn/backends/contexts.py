@@ -143,6 +143,8 @@ def within(context: Callable[[], AbstractContextManager[object]], fn: Callable[.
     """Return fn, called in a context in both directions: a library may patch torch for the backward pass, too."""
     import torch
 
+    from pytest_attn.backends.gradients import gradients_of
+
     class Within(torch.autograd.Function):
         """Keeps the graph of the call, to go through it in the context."""
 
@@ -157,7 +159,7 @@ def within(context: Callable[[], AbstractContextManager[object]], fn: Callable[.
         @staticmethod
         def backward(ctx: Any, *douts: torch.Tensor) -> Any:
             with context():
-                return torch.autograd.grad(ctx.out, ctx.leaves, douts[0], retain_graph=True, allow_unused=True)
+                return tuple(gradients_of([ctx.out], ctx.leaves, douts, retain_graph=True))
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):

@@ -15,18 +15,28 @@ from pytest_attn.processes.lifetime import replace_exits
 
 #: libraries whose own NotImplementedError is a missing kernel or a missing gradient, which is a fault of who calls them
 _FAULTS_OF = ("torch", "triton")
+#: how torch says that it has no kernel for what `scaled_dot_product_attention` was asked, as for nested tensors and a mask
+_NO_KERNEL = "No viable backend for scaled_dot_product_attention"
 
 
 def declined_because(error: BaseException) -> str | None:
     """Return the text with which a function declines a case, None where the exception is a fault.
 
     A fault is what torch or Triton raise ("Could not run 'aten::...'", a missing backward), and an exception without text,
-    as a stub raises it.
+    as a stub raises it. What torch says of attention that none of its kernels computes is a refusal.
     """
+    if refused := refused_by_torch(error):
+        return refused
     text = str(error).strip()
     if not isinstance(error, NotImplementedError) or not text or not _is_raised_by_its_author(error.__traceback__):
         return None
     return text.splitlines()[0]
+
+
+def refused_by_torch(error: BaseException) -> str | None:
+    """Return in which words torch has no kernel for what it was asked, None where the exception is another."""
+    text = str(error).strip()
+    return text.splitlines()[0] if isinstance(error, RuntimeError) and text.startswith(_NO_KERNEL) else None
 
 
 def _is_raised_by_its_author(traceback: TracebackType | None) -> bool:

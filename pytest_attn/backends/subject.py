@@ -7,18 +7,18 @@ import functools
 import inspect
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.capabilities import Capabilities, dropout_refusal
 from pytest_attn.backends.contexts import judged_code, quiet
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.named import NamedFunction
 from pytest_attn.backends.precision import Precision, default_on
-from pytest_attn.backends.raised import declined_because
+from pytest_attn.backends.raised import declined_because, refused_by_torch
 from pytest_attn.workloads.catalog import is_for_gpu
 from pytest_attn.workloads.functions import describe, function_name, printable
 from pytest_attn.workloads.inputs import Inputs
@@ -87,6 +87,8 @@ class Subject(ABC):
     is_backend: ClassVar[bool] = True
     #: whether q, k and v all need a gradient where it is called, whatever is asked for
     needs_all_gradients: ClassVar[bool] = False
+    #: returns the tensors of its test that it may close over, by the names of the parameters that they are
+    closed_over: Callable[[], Mapping[str, torch.Tensor]] = dict
     #: the user's own function, None for a backend
     user_function: Callable[..., Any] | None = None
     #: the name that a test gave its callable, "" where it gave none
@@ -162,8 +164,8 @@ class Subject(ABC):
         return self.declared_refusals(workload, backward)
 
     def refusal_in(self, error: Exception) -> str | None:
-        """Return the library's reason where an exception of a kernel is a refusal that only its compiler knew."""
-        return None
+        """Return the library's reason where an exception of a kernel is a refusal that only its compiler, or torch, knew."""
+        return refused_by_torch(error)
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """Estimate the bytes that a call needs beyond inputs, outputs and gradients."""
@@ -184,7 +186,7 @@ class Subject(ABC):
     def declines(self, workload: Workload, machine: Machine, backward: bool) -> str | None:
         """Say why it refuses a workload where it can run at all; None if it claims it."""
         if workload.dropout and self.is_backend:
-            return f"cannot say which probabilities it dropped (dropout={workload.dropout:g})"
+            return dropout_refusal(workload)
         with quiet(), current(machine.device):
             reasons = (
                 (self.capabilities or Capabilities()).quantized_refusals(workload)  # nobody else reads descales

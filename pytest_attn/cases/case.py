@@ -39,6 +39,7 @@ from pytest_attn.session.guests import method_of
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
+from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -142,7 +143,9 @@ class AttentionCase(CaseTensors):
         __tracebackhide__ = True
         names = chosen(only, skip, self._session.settings.thorough)
         subject = self._subject(fn, name, dequantized)
-        report = conclude(self._context, InvariantEvaluator(subject, self._spec, [one.name for one in names]))
+        report = conclude(
+            self._context, InvariantEvaluator(subject, spec_of(subject, self._spec), [one.name for one in names])
+        )
         self._executor.leave(report)
         return report
 
@@ -168,8 +171,9 @@ class AttentionCase(CaseTensors):
         """
         __tracebackhide__ = True
         direction, needs_gradients = direction_of(backward), self._mark.backward or bool(backward)
-        context, measuring, spec = self._context, self._measuring, self._spec
+        context, measuring = self._context, self._measuring
         subject = self._subject(fn, name, backward=bool(backward))
+        spec = spec_of(subject, self._spec)
         measuring.prepare(spec.device)
         if measuring.mode.checks_first and not self._is_checked(subject, needs_gradients):
             self._checked, self._comparison = subject, None
@@ -251,9 +255,10 @@ class AttentionCase(CaseTensors):
         if spec.drops_unseen and context.session.registrations.catalog.group_of(context.workload.name):
             skip(context, None, "has dropout: needs a callable that returns which weights it kept, returns=('out', 'keep')")
         subject = context.subject(fn, name, spec, dequantized)
-        is_unasked = isinstance(fn, str) or (backward and not self._mark.backward)
+        is_unasked = subject is not context.backend or (backward and not self._mark.backward)
         if subject.is_backend and is_unasked and context.session.kernels.are_tested:
             skip_unless_runnable(context, subject, backward)
+        subject.closed_over = self._read_parameters
         return subject
 
     def _is_checked(self, subject: Subject, backward: bool) -> bool:
@@ -308,6 +313,8 @@ class KernelEvaluator(Evaluator[Comparison]):
         }
         if not comparison.passed:
             text, evidence = mismatch_text.describe(comparison), replace(self.evidence, comparison=comparison)
+            if is_of_parameter(comparison.reported.name):
+                evidence = replace(evidence, spec=_naming(comparison.reported.name, spec, context))
             facts |= {"text": text, "evidence": evidence, "rows": comparison.drawn, "known_defects": known(comparison)}
             return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), **facts)
         if context.session.settings.profile:
@@ -397,6 +404,17 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
 
             thorough, deadline = session.settings.thorough, context.deadline(self.subject)
             return judge_invariants(self.subject, self._spec, session.references, names, None, thorough, deadline, begun)
+
+
+def spec_of(subject: Subject, spec: CheckSpec) -> CheckSpec:
+    """Return the spec without the parameters that a test may close over, and a backend does not."""
+    return replace(spec, parameters={}) if subject.is_backend else spec
+
+
+def _naming(gradient: str, spec: CheckSpec, context: CaseContext) -> CheckSpec:
+    """Return the spec that asks for the gradient of a parameter by name: dsinks, dbias or dalibi."""
+    name, drawn = gradient[1:], context.session.references.inputs_of(spec, spec.inputs[0])
+    return replace(spec, parameters={**spec.parameters, name: getattr(drawn, PARAMETERS[name].tensor)})
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:

@@ -23,7 +23,6 @@ from pytest_attn.session.options import Settings
 from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.functions import shell_word
-from pytest_attn.workloads.parameters import parameters_of
 
 
 def mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
@@ -98,11 +97,6 @@ class CaseContext:
         subject: None where none is known yet. backward: whether gradients are needed although the marker asks for none.
         """
         subject = self.executor.asked(subject)
-        parameters = parameters_of(self.workload, self.mark.parameters)
-        if subject is not None and subject.is_backend and parameters:
-            named = ", ".join(parameters)
-            reason = f"the marker compares a gradient of {named}, which a callable has, but no backend"
-            return Judgment.refused(subject, reason, Cause.DECLINED)
         asked = self.workload, self.machine, backward or self.mark.backward
         if obstruction := (subject.obstacle if subject else obstacle_of_any)(*asked):
             is_missing = subject is not None and obstruction == self._missing_because(subject, asked[2])

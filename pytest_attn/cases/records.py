@@ -56,7 +56,7 @@ def figures_of(comparison: Comparison | None) -> dict[str, Any]:
         "tensors": tuple({name: getattr(row, name) for name in _SHOWN} for row in comparison.tensors),
         "faults": comparison.faults,
         "is_sampled": comparison.is_sampled,
-        "untested": comparison.untested,
+        "untested": (*comparison.untested, *comparison.unjudged),
         "sampled": {name: list(counts) for name, counts in comparison.sampled.items()},
         "is_approximate": comparison.is_approximate,
         "compile_seconds": compilation.seconds if compilation else None,

@@ -256,6 +256,12 @@ class CaseTensors:
             for name in parameters_of(self._workload, self._mark.parameters)
         }
 
+    def _read_parameters(self) -> dict[str, torch.Tensor]:
+        """Return those tensors of the test that may be trained; none where it has read no tensor."""
+        if "_inputs" not in self.__dict__:
+            return {}
+        return {name: getattr(self._inputs, PARAMETERS[name].tensor) for name in parameters_of(self._workload)}
+
     def _with_gradients(self, inputs: Inputs) -> Inputs:
         """Have the parameters require a gradient before anybody is given them."""
         for name in parameters_of(self._workload, self._mark.parameters):

@@ -17,6 +17,8 @@ from pytest_attn.session.session import session_of
 
 #: how names begin of what fails a test by itself
 _ASSERTING = ("assert", "raises", "warns", "fail")
+#: the fixture that is one backend
+BACKEND = "attn_backend"
 #: where pytest_attn.check and the like are
 _OWN_JUDGES = ("pytest_attn.cases.", "pytest_attn.guests.")
 
@@ -51,8 +53,10 @@ def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
         return next(filter(None, map(_untaken, item.own_markers)), None)
     given = getattr(item, "funcargs", {})
     case = given.get(kind.fixture)
-    if case is None or case.is_judged or _is_handed_on(item):
+    if case is None or _is_handed_on(item):
         return None
+    if case.is_judged:
+        return _unused_backend(item, case)
     looked_at: frozenset[str] = getattr(case, "looked_at", frozenset())
     asserts = _asserts(item, given) if looked_at else ""
     if not asserts:
@@ -62,6 +66,19 @@ def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
     reads = "computes with q, k and v" if looked_at & set("qkv") else f"reads {' and '.join(sorted(looked_at))}"
     text = f"{reads}, but calls none of {kind.must_call.replace(' or ', ' and ')}"
     return False, f"{text}; if it compares by itself on purpose, say --attn-unjudged=ignore"
+
+
+def _unused_backend(item: pytest.Item, case: Any) -> tuple[bool, str] | None:
+    """Return that a test has judged something else once for each backend; None where it reads its backend anywhere."""
+    test = inspect.unwrap(getattr(item, "function", _untaken))
+    if not isinstance(test, FunctionType):
+        return None
+    steps = (step for code in _codes(test.__code__) for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
+    read = {name for step in steps for name in (step.argval if isinstance(step.argval, tuple) else (step.argval,))}
+    is_taken = BACKEND in inspect.signature(test).parameters
+    if not is_taken or BACKEND in read or "backend" in getattr(case, "looked_at", ()):
+        return None
+    return True, f"no backend was judged, as it takes {BACKEND} and does not use it: judge that, or leave the argument out"
 
 
 def _asserts(item: pytest.Item, given: Mapping[str, Any]) -> str:

@@ -4,14 +4,14 @@ Tensors lie in memory as models, and awkward callers, hand them over. What a ker
 are the switches of torch that it may turn and has to turn back, and earlier results that it may overwrite.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pytest_attn.backends.gradients import gradients_of, nodes_behind
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
@@ -242,9 +242,13 @@ def seeded(spec: CheckSpec) -> Iterator[None]:
 
 
 def call_kernel(
-    kernel: AttentionFn, spec: CheckSpec, reference: Reference, pattern: StridePattern
+    kernel: AttentionFn,
+    spec: CheckSpec,
+    reference: Reference,
+    pattern: StridePattern,
+    optional: Collection[str] = (),
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Call the kernel on copies of the inputs, in its layout.
+    """Call the kernel on copies of the inputs, in its layout. optional: parameters on which out need not depend.
 
     Returns out, lse and gradients by name, in native layout, and by how much it changed each input that it changed.
     Raises ContractError for a result that cannot be compared.
@@ -275,7 +279,7 @@ def call_kernel(
         wanted = {name: t for name, t in zip("qkv", given, strict=True) if name in leaves} | _found(spec, tensors["out"])
         drawn = {name for name, tensor in spec.parameters.items() if not tensor.requires_grad}
         with switches_kept(spec.device.type):
-            tensors.update(_gradients(tensors["out"], wanted, pattern.of("dout", dout, spec.layout), drawn))
+            tensors.update(_gradients(tensors["out"], wanted, pattern.of("dout", dout, spec.layout), drawn, optional))
         wait(spec.device)
     changes = changes_of(dict(zip("qkv", given, strict=True)), dict(zip("qkv", kept, strict=True)))
     laid_out = ("out", "dq", "dk", "dv")
@@ -284,16 +288,18 @@ def call_kernel(
 
 
 def _gradients(
-    out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor, drawn: Set[str]
+    out: torch.Tensor, leaves: dict[str, torch.Tensor], dout: torch.Tensor, drawn: Set[str], optional: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield gradients. drawn: the leaves of which only the values were known."""
-    follows = out.requires_grad
+    follows = out.requires_grad and bool(leaves)
     if not follows and not leaves.keys().isdisjoint("qkv"):
         raise ContractError(
             "out carries no gradient; backward=True needs a callable that autograd can follow (no detach, no no_grad)"
         )
-    grads = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True) if follows else [None] * len(leaves)
+    grads = gradients_of([out], list(leaves.values()), [dout]) if follows else [None] * len(leaves)
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        if grad is None and name in optional:
+            continue
         if grad is None:
             raise ContractError(
                 f"d{name} is missing: out does not depend on {name}, as autograd sees it{_advice(name, name not in drawn)}"
@@ -317,18 +323,6 @@ def _found(spec: CheckSpec, out: torch.Tensor) -> dict[str, torch.Tensor]:
             if alike and torch.equal(leaf.detach().to(drawn.device), drawn):
                 found[name] = leaf
     return found
-
-
-def nodes_behind(out: torch.Tensor, ends: Sequence[Any] = ()) -> Iterator[Any]:
-    """Yield the nodes of autograd's graph at which a backward pass from out arrives; nothing is followed behind `ends`."""
-    ahead: list[Any] = [out.grad_fn]
-    seen: set[Any] = {None}
-    while ahead:
-        node = ahead.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            ahead += [following for following, _ in node.next_functions] if node not in ends else []
 
 
 def _advice(name: str, own: bool) -> str:

@@ -139,6 +139,7 @@ class Comparison:
         sampled: how many "rows" and "keys" of how many were compared with exact attention, where only some were.
         untested: what nothing of this would have shown: options without which exact attention passes as well, and "long sums"
             in a half precision over fewer keys than show it.
+        unjudged: gradients of sinks, bias or ALiBi's slopes that were not compared, each with why: "dsinks: ...".
     """
 
     workload: str
@@ -151,6 +152,7 @@ class Comparison:
     compilation: Compilation | None = None
     sampled: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     untested: tuple[str, ...] = ()
+    unjudged: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:

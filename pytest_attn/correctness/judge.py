@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_attn.backends.machine import current
+from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
 from pytest_attn.correctness.call import (
@@ -20,6 +21,7 @@ from pytest_attn.correctness.call import (
     StridePattern,
     call_kernel,
     fault_of_change,
+    is_cuda_error,
     late_refusals_of,
     refusals,
     set_among,
@@ -51,7 +53,7 @@ from pytest_attn.correctness.reference import Expected, Reference, always_sample
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.verdict import LONG_SUMS
 from pytest_attn.workloads.masks.band import Window
-from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
+from pytest_attn.workloads.parameters import LEAVES, PARAMETERS, is_of_parameter, parameters_of
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 #: With fewer rows the RMS over a head adds nothing to that of its rows, and the row's limit applies.
@@ -100,7 +102,10 @@ def judge(
     each call.
     """
     __tracebackhide__ = True
-    judgment = _Judgment(subject, spec.for_subject(subject), references, deadline)
+    spec, named = spec.for_subject(subject), tuple(spec.parameters)
+    if subject.is_backend:  # which is prepared for tensors that need a gradient, and closes over none of a test's
+        spec = replace(spec, parameters={})
+    judgment = _Judgment(subject, spec, references, deadline, named)
     with current(spec.device), judgment.keeping_what_is_wrong():
         for number, distribution in enumerate(spec.inputs):
             reference = references.reference_of(judgment.spec, distribution, subject)
@@ -109,6 +114,7 @@ def judge(
                 for one in (reference, judgment.returned[-1].reference):
                     one.free_inputs()
         judgment.judge_again()
+        judgment.judge_parameters()
     return judgment.comparison()
 
 
@@ -152,7 +158,10 @@ class _Judgment:
         spec: CheckSpec,
         references: ReferenceCache,
         deadline: Callable[[], AbstractContextManager[object]],
+        named: tuple[str, ...] = (),
     ) -> None:
+        """named: the parameters whose gradients are asked for by name, of a backend as well."""
+        self.named, self.unjudged = named, dict[str, str]()
         self.subject, self.spec, self.references, self.deadline = subject, spec, references, deadline
         self.kernel: AttentionFn | None = None
         self.rows: list[TensorComparison] = []
@@ -210,6 +219,82 @@ class _Judgment:
             if self.failed is None:
                 reference.free_inputs()
 
+    def judge_parameters(self) -> None:
+        """Judge, by a call of its own, the gradients of sinks, bias and slopes that were not asked for, where there are any.
+
+        Those of a backend that were are refused where autograd does not reach them.
+        """
+        __tracebackhide__ = True
+        spec = self.spec
+        asked = self.named or (PARAMETERS if spec.leaves == LEAVES else ())
+        names = [name for name in parameters_of(spec.workload, asked) if name not in spec.parameters]
+        if self.failed or self.first is None or not spec.backward or not names:
+            return
+        if why := self._unasked_because():
+            self.unjudged = dict.fromkeys(names, why)
+        else:
+            self._judge_gradients_of(names)
+        if self.unjudged and self.named and not self.failed:
+            name, why = next(iter(self.unjudged.items()))
+            raise RefusedError(f"has no gradient of {name} that can be compared: {why}")
+
+    def _unasked_because(self) -> str:
+        """Return why gradients of parameters are not looked at, "" where they are."""
+        assert self.first is not None
+        assert self.kernel is not None
+        is_compiled = self.subject.compiles or compilation_of(self.kernel) is not None
+        reasons = {
+            "only samples of a long workload are exact": self.first.reference.is_sampled,
+            "the kernel quantizes its inputs": self.subject.is_approximate,
+            "the kernel runs in other processes": self.subject.needs_all_gradients,
+            "it would be compiled anew; backward=(..., NAME) compares it": is_compiled and not self.named,
+        }
+        return next((why for why, applies in reasons.items() if applies), "")
+
+    def _judge_gradients_of(self, names: Sequence[str]) -> None:
+        __tracebackhide__ = True
+        assert self.first is not None
+        distribution, reference, handed_out, _ = self.first
+        try:
+            found = self._gradients_of(names, reference)
+        except EndsTestError:
+            raise
+        except Exception as error:
+            if is_cuda_error(error):
+                raise
+            text = " ".join(str(error).split())
+            self.unjudged = dict.fromkeys(
+                names, f"where they need a gradient the kernel raises {type(error).__name__}: {text[:200]}"
+            )
+            return
+        self.unjudged = dict.fromkeys(
+            [name for name in names if f"d{name}" not in found], "autograd does not reach it from out"
+        )
+        if not found:
+            return
+        asked = replace(self.spec, parameters={name[1:]: tensor for name, tensor in found.items()})
+        exact = self.references.reference_of(asked, distribution)
+        if self.keep is not None:
+            exact = with_mask(exact, self.keep, backward=True)
+        for row in compare_all(distribution, found, exact, self.spec.workload, limits_named(self.spec.limits)):
+            self.rows.append(row)
+            if not row.passed and self.failed is None:
+                self.failed = _Failed(row, Returned(distribution, exact, {**handed_out, **found}))
+                self.returned = [self.failed.returned]
+
+    def _gradients_of(self, names: Sequence[str], reference: Reference) -> dict[str, torch.Tensor]:
+        """Return gradients of parameters by the names of results, of those at which autograd arrives where they need one."""
+        __tracebackhide__ = True
+        subject, given = self.subject, reference.called_with
+        drawn = {PARAMETERS[name].tensor: getattr(given, PARAMETERS[name].tensor).detach().clone() for name in names}
+        spec = replace(self.spec, parameters={name: drawn[PARAMETERS[name].tensor] for name in names})
+        where = f"{subject.name} on {spec.workload.id}, inputs {spec.inputs[0]}"
+        with self.deadline(), subject.calling(), _placing_faults(where), _needing(subject.closed_over().values()):
+            leaves = {name: tensor.clone().requires_grad_() for name, tensor in drawn.items()}
+            kernel = subject.prepare(replace(given, **leaves), True)
+            tensors, _ = call_kernel(kernel, spec, reference, CONTIGUOUS, optional=names)
+        return {f"d{name}": tensors[f"d{name}"] for name in names if f"d{name}" in tensors}
+
     def _judge_once_more(self, tensors: dict[str, torch.Tensor], pattern: StridePattern, event: Hint) -> None:
         """Judge those of the first distribution's tensors that are not what they were. event: what happened in between."""
         __tracebackhide__ = True
@@ -252,6 +337,7 @@ class _Judgment:
             compilation_of(self.kernel) if self.kernel else None,
             self.sampled,
             () if self.failed else untested(self.spec.workload, self.unshown),
+            tuple(f"d{name}: {why}" for name, why in self.unjudged.items()),
         )
 
     # -- details -------------------------------------------------------------------------------------------------------
@@ -346,6 +432,19 @@ class _Judgment:
         if by <= 2 and not is_unlike:
             return ()
         return (_LOST_ADDS._replace(words=f"{row.name} is {_LOST_ADDS.words}") if row.name.startswith("d") else _RERUN,)
+
+
+@contextmanager
+def _needing(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Have tensors need a gradient for a while."""
+    before = [(tensor, tensor.requires_grad) for tensor in tensors]
+    try:
+        for tensor, _ in before:
+            tensor.requires_grad_()
+        yield
+    finally:
+        for tensor, needs in before:
+            tensor.requires_grad_(needs)
 
 
 class _Result(NamedTuple):

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import torch
 
+from pytest_attn.backends.gradients import nodes_behind
 from pytest_attn.correctness.arithmetic import modify, over_keys, sinks_of, softmax
-from pytest_attn.correctness.call import nodes_behind
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
 from pytest_attn.diagnosis.faults import RECOMPUTED

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.gradients import gradients_of
 from pytest_attn.backends.machine import current, machine_of
 from pytest_attn.backends.raised import EndsTestError
 from pytest_attn.backends.streams import wait
@@ -150,7 +151,7 @@ class StartedCall:
     ) -> dict[str, Tensor]:
         __tracebackhide__ = True
         with self._probe.calling():
-            grads = torch.autograd.grad(outputs, list(leaves.values()), flowing, allow_unused=True)
+            grads = gradients_of(outputs, list(leaves.values()), flowing)
         found = ((f"d{name}", leaf, grad) for (name, leaf), grad in zip(leaves.items(), grads, strict=True))
         return {name: leaf.new_zeros(leaf.shape) if grad is None else plain(name, grad) for name, leaf, grad in found}
 

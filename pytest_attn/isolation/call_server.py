@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.contexts import judged_code, no_collection
+from pytest_attn.backends.gradients import Gradients
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.named import NamedFunction, UnimportableError, imported, offered_to
 from pytest_attn.backends.raised import EndsTestError, declined_because
@@ -62,6 +63,7 @@ class CallServer:
         self._calls: OrderedDict[int, _ServedCall] = OrderedDict()
         self._last: list[tuple[Tensor, Tensor]] = []
         self._row: list[Any] = []
+        self._gradients = Gradients()
 
     def serve(self) -> None:
         """Import the function that the judge names, and call it until the judge is gone."""
@@ -117,7 +119,8 @@ class CallServer:
         if order["do"] == "result":
             return self._returns(self._row[order["number"]], _ServedCall([], [], [], []))
         call = self._calls.pop(order["number"])
-        return self._returns(_gradients(call.results, call.tensors, order["douts"]), call)
+        self._gradients = Gradients()
+        return self._returns(self._gradients_of(call.results, call.tensors, order["douts"]), call)
 
     def _called(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
         """Call the function, and return what it returns."""
@@ -175,14 +178,25 @@ class CallServer:
             with no_collection():
                 for more, at, q, k, v, dout in zip(keywords, chosen, chosen, chosen, chosen, chosen, strict=False):
                     if direction == "backward":
-                        results.append(_gradients(outs[at], all_given[at], all_douts[dout]))
+                        results.append(self._gradients_of(outs[at], all_given[at], all_douts[dout]))
                         continue
                     given = [*map(_further, all_given[at], (q, k, v))]
                     result = function(*given, **more)
                     result = more.get("out", result)  # where it was given memory to write to
-                    results.append(result if direction == "forward" else [result, _gradients(result, given, all_douts[dout])])
+                    if direction != "forward":
+                        result = [result, self._gradients_of(result, given, all_douts[dout])]
+                    results.append(result)
                 wait(device)
         return results
+
+    def _gradients_of(self, result: object, given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of what was given."""
+        found: list[Tensor] = []
+        _structure(result, found, given)
+        pairs = [(out, dout) for out, dout in zip(found, douts, strict=True) if dout is not None]
+        leaves = [one for one in given if one.requires_grad]
+        gradients = iter(self._gradients([out for out, _ in pairs], leaves, [dout for _, dout in pairs]))
+        return [next(gradients) if one.requires_grad else None for one in given]
 
     def _get_ready(self, device: torch.device, calls: int) -> None:
         """Have memory for the results of so many calls at hand, and a GPU at its clock."""
@@ -218,16 +232,6 @@ def _further(tensor: Tensor, elements: int) -> Tensor:
     """Return what begins so many elements further on in the memory of a tensor."""
     moved = tensor.detach().as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()) + elements)
     return moved.requires_grad_() if tensor.requires_grad else moved
-
-
-def _gradients(result: object, given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of what was given."""
-    found: list[Tensor] = []
-    _structure(result, found, given)
-    pairs = [(out, dout) for out, dout in zip(found, douts, strict=True) if dout is not None]
-    leaves = [one for one in given if one.requires_grad]
-    gradients = iter(torch.autograd.grad([out for out, _ in pairs], leaves, [dout for _, dout in pairs], allow_unused=True))
-    return [next(gradients) if one.requires_grad else None for one in given]
 
 
 def _with_own_out(keywords: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_attn.backends.defects import KnownDefect
+from pytest_attn.backends.gradients import Gradients
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.contract import elements, plain
@@ -87,6 +88,7 @@ class KernelWork(Work):
         chosen: random.Random | None = None,
     ) -> None:
         self.kernel, self.direction, self._attention = kernel, direction, attention
+        self._gradients = Gradients()
         chosen = chosen or attention.chosen
         self._pool, self._pool_of_dout = RandomPool(tensors, chosen), RandomPool([dout], chosen)
         self.dout, (self._places_of_dout,) = attention.dout(dout).clone(), self._pool_of_dout.draw()
@@ -150,7 +152,7 @@ class KernelWork(Work):
         else:
             out = self._out(tensors)
             dout = self._next_dout(given)  # which the forward pass cannot know
-            call.make = lambda: torch.autograd.grad(out, tensors, dout, retain_graph=replayed)
+            call.make = lambda: self._gradients([out], tensors, [dout], retain_graph=replayed)
         return call
 
     def moved(self, call: Call) -> tuple[Call, tuple[int, ...]]:
@@ -242,7 +244,7 @@ class KernelWork(Work):
         """Return the results of a forward pass that are looked at, and the gradients."""
         returned = self.kernel(*tensors)
         results = elements(returned) or [returned]
-        return *results[: self._forward_results], *torch.autograd.grad(plain("out", results[0]), tensors, dout)
+        return *results[: self._forward_results], *self._gradients([plain("out", results[0])], tensors, [dout])
 
     def _own_tensors(self) -> None:
         """Take the sets for those of the calls."""

@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.gradients import Gradients
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.correctness.spec import CheckSpec
@@ -363,4 +364,5 @@ def _backward_of(kernel: AttentionFn, tensors: list[torch.Tensor], dout: torch.T
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     out = kernel(*leaves)
     out = out[0] if isinstance(out, tuple | list) else out
-    return lambda: torch.autograd.grad(out, leaves, dout)
+    gradients = Gradients()
+    return lambda: gradients([out], leaves, [dout])

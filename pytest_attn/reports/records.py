@@ -88,7 +88,8 @@ class Record(TypedDict):
     untested: Annotated[
         Sequence[str],
         "of a check that passed, what it could not see: softcap, window, sinks, bias, alibi or score_mod, if exact attention"
-        " without it is also within every limit; long sums in a half precision, with fewer than 2,048 keys",
+        " without it is also within every limit; long sums in a half precision, with fewer than 2,048 keys; gradients of"
+        " sinks, bias or alibi that were not compared, with why: dsinks: ...",
     ]
     is_sampled: Annotated[bool, "whether only some rows and keys of a long workload were compared"]
     sampled: Annotated[

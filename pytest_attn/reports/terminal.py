@@ -44,7 +44,7 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     if verbose:
         yield from _compilations(records)
     yield from _not_run(records)
-    yield from ((f"untested      {line}", {}) for line in untested(records, with_sums=verbose))
+    yield from ((f"untested      {line}", {}) for line in untested(records))
     for why, number in Counter(r["unsaved"] for r in records if r["unsaved"]).items():
         yield f"not saved     {count(number, 'failure')}: {why}", {"yellow": True}
     for why in dict.fromkeys(r["reason"].partition(RAN_EAGERLY)[2] for r in records if RAN_EAGERLY in r["reason"]):
@@ -184,17 +184,19 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
             yield f"not run       {', '.join(fresh)}: {reason}", {}
 
 
-def untested(records: Sequence[Record], with_sums: bool = True) -> Iterator[str]:
+def untested(records: Sequence[Record]) -> Iterator[str]:
     """Say what the checks that passed could not see: options that change nothing, and sums in a low precision."""
     workloads: dict[str, dict[str, None]] = {}
     for r in records:
         for option in r["untested"]:
             workloads.setdefault(option, {})[r["workload"]] = None
     for option, names in workloads.items():
-        if option != LONG_SUMS:
+        unjudged, _, why = option.partition(": ")
+        if why:
+            yield f"{unjudged} of {some(list(names), 3)}: not judged, {why}"
+        elif option != LONG_SUMS:
             yield f"{option} of {some(list(names), 3)}: results without it are within every limit"
-    if with_sums:
-        yield from _untested_sums(records)
+    yield from _untested_sums(records)
 
 
 def _untested_sums(records: Sequence[Record]) -> Iterator[str]:

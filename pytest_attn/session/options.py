@@ -265,6 +265,8 @@ class Settings:
         if self.isolated is not None and (self.profile or self.cupti):
             flag = "--attn-profile" if self.profile else "attn_cupti"
             raise pytest.UsageError(f"{flag}: sees the kernels of this process; leave out --attn-isolated")
+        if self.mutants and self.fuzz:
+            raise pytest.UsageError("--attn-fuzz: draws workloads for the test's own kernels; leave out --attn-mutants")
         if self.is_ranked:
             self._refuse_beside_ranks(config)
         if self.update_baselines is not None:

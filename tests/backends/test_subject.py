@@ -191,6 +191,7 @@ def test_the_first_obstacle_is_the_reason():
     assert own.obstacle(large, SMALL_GPU, False).startswith(f"{large.id} needs about ")
     assert own.obstacle(CAUSAL, CPU, False) == "has no causal mask", "for which nothing is imported"
     assert own.obstacle(Workload(16, dropout=0.1), CPU, False).startswith("cannot say which probabilities it dropped")
+    assert Own.capabilities.refusals(PLAIN.replace(dropout=0.1)) == ["cannot say which probabilities it dropped (dropout=0.1)"]
     assert own.obstacle(PLAIN, CPU, False) == "cannot be imported"
     own.broken = None
     assert own.obstacle(PLAIN, CPU, False) is None

@@ -30,12 +30,38 @@ def declines_large_values(q, k, v):
 """
 
 
+NESTED = """
+import pytest_attn
+
+def without_a_kernel(q, k, v):
+    raise RuntimeError("No viable backend for scaled_dot_product_attention was found.")
+
+class Own(pytest_attn.Backend):
+    name, library, capabilities = "own", "torch", pytest_attn.Capabilities(dtypes=("float32", "bfloat16"))
+
+    def prepare(self, inputs, backward=False):
+        return without_a_kernel
+
+class Plain(Own):
+    def prepare(self, inputs, backward=False):
+        return sdpa
+"""
 JUDGMENTS = ("check", "check_invariants", "measure")
 LATER = (
     "calls = []\ndef late(q, k, v):\n    calls.append(1)\n    if len(calls) > 6:\n        raise NotImplementedError('tired')\n"
 )
 STORIES = {
     **{one: (f"attn.{one}(declines)", "skipped", ["SKIPPED * declines: no softcap"]) for one in JUDGMENTS},
+    **{
+        f"torch has no kernel, {one}": (f"attn.check({one})", "skipped", ["SKIPPED *No viable backend*"], {"before": NESTED})
+        for one in ("without_a_kernel", "Own()")
+    },
+    "a backend of a test's own declines what it does not take": (
+        "attn.check(Plain())",
+        "skipped",
+        ["SKIPPED * own: cannot say which probabilities it dropped*"],
+        {"before": NESTED, "marker": 'Workload(32, heads=2, head_dim=32, dropout=0.1), device="cpu"'},
+    ),
     "a stub without a text": ("attn.check(stub)", "failed"),
     "a later refusal hides no mismatch": (f"{LATER}    return sdpa(q, k, v, scale=1.0)\nattn.check(late)", "failed"),
     "a variant of an invariant does not apply": (

@@ -65,12 +65,6 @@ def test_a_gradient_that_is_lost_is_named_saved_and_judged_again(judged, pyteste
         failure.check(lambda q, k, v: found["attention"](q, k, v, sinks.detach() + 0 * sinks))
 
 
-def test_a_backend_is_skipped_with_the_reason(judged):
-    result = judged("attn_backend", "--attn-backends=math", fixture=", attn_backend")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*math: the marker compares a gradient of sinks, which a callable has, but no backend"])
-
-
 SINKS = Workload(64, heads=2, head_dim=32, sinks=True)
 
 
@@ -157,3 +151,108 @@ def test_a_kernel_that_is_mended_is_right_on_what_a_broken_contract_saved(judged
     failure, found = pytest_attn.load_failure(folder), {}
     exec(KERNEL.split("@pytest")[0], found)
     assert failure.check(lambda q, k, v: found["attention"](q, k, v, failure.tensors["sinks"])).passed
+
+
+UNNAMED = """
+import math, pytest, torch
+from pytest_attn import Workload
+
+W = Workload(64, heads=2, head_dim=32, sinks=True)
+
+class Sinks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, sinks, factor):
+        whole = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1).softmax(-1)
+        ctx.save_for_backward(whole)
+        ctx.factor = factor
+        return whole[..., :-1]
+
+    @staticmethod
+    def backward(ctx, dp):
+        (p,) = ctx.saved_tensors
+        dp = torch.cat([dp, torch.zeros_like(dp[..., :1])], -1)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        dsinks = ds[..., -1].sum((0, 2)).to(torch.bfloat16)
+        return ds[..., :-1], None if ctx.factor is None else ctx.factor * dsinks, None
+
+def attention(q, k, v, sinks, factor):
+    scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+    return (Sinks.apply(scores, sinks, factor) @ v.float()).to(q.dtype)
+
+@pytest.mark.attention(W, backward=True, device="cpu")
+@pytest.mark.parametrize("factor", [1, 279, None])
+def test_closes_over(attn, factor):
+    attn.check(lambda q, k, v: attention(q, k, v, attn.sinks, factor))
+    assert not attn.sinks.requires_grad
+
+@pytest.mark.attention(W, backward=True, device="cpu")
+def test_refuses(attn):
+    def refuses(q, k, v):
+        if attn.sinks.requires_grad:
+            raise RuntimeError("sinks have no gradient")
+        return attention(q, k, v, attn.sinks, 1)
+    attn.check(refuses)
+
+@pytest.mark.attention(W, backward=("q", "k", "v", "sinks"), device="cpu")
+def test_named(attn, attn_backend):
+    attn.check(attn_backend)
+    attn.check_invariants(attn_backend, only="alone")
+"""
+OWN = """
+from pytest_attn import Backend, Capabilities
+from test_it import attention
+
+class Own(Backend):
+    library, capabilities = "torch", Capabilities(masks=frozenset(), features=frozenset({"backward", "sinks"}))
+
+    def __init__(self, name, factor):
+        self.name, self.factor = name, factor
+
+    def prepare(self, inputs, backward=False):
+        return lambda q, k, v: attention(q, k, v, inputs.sinks, self.factor)
+
+def pytest_attn_backends(registry):
+    for name, factor in {"right": 1, "wrong": 279, "without": None}.items():
+        registry.add(Own(name, factor))
+"""
+
+
+def test_gradients_that_nobody_names_are_judged_where_autograd_reaches_them(pytester):
+    pytester.makepyfile(test_it=UNNAMED)
+    pytester.makeconftest(f"import sys; sys.path.insert(0, {str(pytester.path)!r})\n{OWN}")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-rsf", "--attn-backends=right,wrong,without", "-v")
+    result.assert_outcomes(passed=4, failed=2, skipped=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*test_closes_over?*279* FAILED*",
+            "*test_named?*wrong* FAILED*",
+            "E*mismatch: dsinks of *",
+            "*without: has no gradient of sinks that can be compared: autograd does not reach it from out",
+            "untested      dsinks of *: not judged, autograd does not reach it from out",
+            "untested      dsinks of *: not judged, where they need a gradient the kernel raises RuntimeError: sinks have no*",
+        ]
+    )
+
+
+def test_what_is_found_wrong_unasked_is_saved_and_judged_again(pytester):
+    pytester.makepyfile(test_it=UNNAMED)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "closes_over and 279", "--attn-save-failures=out")
+    result.assert_outcomes(failed=1)
+    (folder,) = (pytester.path / "out").iterdir()
+    failure, found = pytest_attn.load_failure(folder), {}
+    exec(UNNAMED.split("@pytest")[0], found)
+    sinks = failure.tensors["sinks"]
+    assert failure.check(lambda q, k, v: found["attention"](q, k, v, sinks, 1)).passed
+    with pytest.raises(AssertionError, match="mismatch: dsinks of"):
+        failure.check(lambda q, k, v: found["attention"](q, k, v, sinks, 279))
+
+
+def test_without_pytest_it_says_what_was_not_judged():
+    sinks = draw_inputs(SINKS).sinks
+    frozen = pytest_attn.check(lambda q, k, v: with_sinks(q, k, v, sinks), SINKS, backward=True, device="cpu")
+    assert frozen.unjudged == ("dsinks: autograd does not reach it from out",)
+    sinks.requires_grad_()
+    judged = pytest_attn.check(lambda q, k, v: with_sinks(q, k, v, sinks), SINKS, backward=True, device="cpu")
+    assert not judged.unjudged
+    assert "dsinks" in {row.name for row in judged.tensors}
+    assert pytest_attn.check("eager", SINKS, backward=("q", "sinks"), device="cpu").passed

@@ -37,6 +37,14 @@ def test_a_forgotten_check_fails_whatever_the_test_reads(tell):
     assert "raised" not in result.stdout.str(), "the kernel did nothing wrong"
 
 
+UNUSED = "no backend was judged, as it takes attn_backend and does not use it: judge that, or leave the argument out"
+
+
+def test_a_backend_that_is_taken_and_not_used_fails(tell):
+    unused = {"attn.check(sdpa)": "attn, attn_backend", "attn.measure(sdpa)": "attn, attn_backend"}
+    tell({body: (body, "failed", [UNUSED], {"fixtures": names}) for body, names in unused.items()}, "--attn-backends=math")
+
+
 #: what is compared, and the fixtures: with what, nobody knows; it may be right to
 COMPARED = [
     ("assert sdpa(attn.q, attn.k, attn.v).isfinite().all()", "attn"),
@@ -65,6 +73,12 @@ JUDGES = [
     ("helper(sdpa(*qkv), attn_reference.out)", "qkv, attn_reference"),
     ("import pytest_attn\npytest_attn.check(sdpa, attn.workload, device='cpu')", "attn"),
     ("assert attn.backend.name == 'math'", "attn, attn_backend"),
+    ("attn.check(attn_backend)", "attn, attn_backend"),
+    ("attn.measure(attn_backend)", "attn, attn_backend"),
+    ("attn.check(lambda q, k, v: sdpa(q, k, v, scale=None if attn_backend.name else 0))", "attn, attn_backend"),
+    ("attn.assert_close(attn_backend.name and sdpa(*qkv))", "attn, qkv, attn_backend"),
+    ("attn.check(attn.backend)", "attn, attn_backend"),
+    ("attn.check(sdpa)", "attn, attn_backend, uses"),
     ("assert attn_workload.heads == 2", "attn_workload"),
     ("attn_benchmark([1e-3] * 5)", "attn, attn_benchmark"),
     ("assert before", "attn, before"),
@@ -77,7 +91,8 @@ def test_a_test_that_judges_or_whose_fixture_does_passes_without_a_word(tell):
     fixtures = fixture.format("before", "attn.check(sdpa); yield True") + fixture.format(
         "after", "yield True; attn.check(sdpa)"
     )
-    stories = {body: (body, "passed", (), {"fixtures": names, "before": CHECKING + fixtures}) for body, names in JUDGES}
+    fixtures += "@pytest.fixture\ndef uses(attn_backend):\n    return attn_backend.name\n"
+    stories = {f"{body} {n}": (body, "passed", (), {"fixtures": n, "before": CHECKING + fixtures}) for body, n in JUDGES}
     tell(stories, "--attn-backends=math", "-Wdefault", warnings=0)
 
 

@@ -216,6 +216,7 @@ REFUSED = {
     "--attn-output=no/run.jsonl": "--attn-output: must be a file NAME in a folder that exists, got 'no/run.jsonl'",
     "--attn-output=a.md --attn-output=b.md": "are the same kind of output; name one file of each suffix",
     "--attn-output=.": "--attn-output: must end in .jsonl, .html, .md or .support.md, got '.'",
+    "--attn-mutants --attn-fuzz=5": "--attn-fuzz: draws workloads for the test's own kernels; leave out --attn-mutants",
     "--attn-rank --attn-latency=off": "--attn-rank: needs times; leave out --attn-latency=off",
     "--attn-rank --attn-mutants": "--attn-rank: needs times, and --attn-mutants takes none; leave one of them out",
     "--attn-rank-to=best --attn-latency=off": "--attn-rank-to: needs times",

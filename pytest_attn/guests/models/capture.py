@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, unchanged
 from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.backends.gradients import nodes_behind
 from pytest_attn.backends.libraries.flex import FLEX
 from pytest_attn.backends.libraries.sdpa import autocast
 from pytest_attn.backends.libraries.transformers import is_stock
@@ -25,7 +26,7 @@ from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
-from pytest_attn.correctness.call import changes_of, nodes_behind
+from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.guests.models.call_to_workload import says_the_same, to_inputs, with_mask
 from pytest_attn.guests.models.handed_masks import HandedMasks, beyond_window, causal_across, forgotten, shown_by

@@ -9,6 +9,7 @@ and as rows by keys, and where a layer attends to two sequences either mask will
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,8 @@ from pytest_attn.backends.dense import dense
 
 #: what a bias below hides, whatever the scores are
 HIDES = -1e3
+#: below this exp is 0 in float32
+_UNDERFLOWS = 104.0
 #: what a float mask among the arguments of a layer surely hides, which may pass a part of this value on
 _LOW = 9 * HIDES
 #: parts of the names of arguments that hold another sequence, to which a layer attends as well
@@ -198,7 +201,17 @@ def shown_by(given: AttentionArguments) -> torch.Tensor:
     if given.kv_lens is not None:
         lengths = torch.tensor(given.kv_lens, device=device)
         shown = shown & (torch.arange(shape[3], device=device) < lengths[:, None, None, None])
-    return shown if given.bias is None else shown & (given.bias.detach() > HIDES)
+    return shown if given.bias is None else shown & (given.bias.detach() > HIDES) & ~_outweighed(given, shown)
+
+
+def _outweighed(given: AttentionArguments, shown: torch.Tensor) -> torch.Tensor:
+    """Return where a bias lies so far below another of its row that no score of the call lifts a weight above 0."""
+    assert given.bias is not None
+    bias = given.bias.detach().float()
+    lengths = (tensor.detach().float().norm(dim=-1).max() for tensor in (given.q, given.k))
+    largest = math.prod(map(float, lengths)) * abs(given.q.shape[-1] ** -0.5 if given.scale is None else float(given.scale))
+    most = bias.masked_fill(~shown, -math.inf).amax(-1, keepdim=True)
+    return bias < most - 2 * largest - _UNDERFLOWS
 
 
 def _pairs_shown(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:

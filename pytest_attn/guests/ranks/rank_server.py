@@ -29,6 +29,7 @@ from _pytest.runner import runtestprotocol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_attn.backends.contexts import judged_code
+from pytest_attn.backends.gradients import gradients_of
 from pytest_attn.backends.raised import declined_because
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.contract import ContractError, elements, plain
@@ -136,9 +137,7 @@ class RankServer:
     def backward(self, number: int, dout: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the rank's shards of dq, dk and dv. Raises as `forward` does."""
         call = self._calls[number]
-        found = torch.autograd.grad(
-            call.out, list(call.given.values()), self._shard_of_dout(dout, call.out), allow_unused=True, retain_graph=True
-        )
+        found = gradients_of([call.out], list(call.given.values()), [self._shard_of_dout(dout, call.out)], retain_graph=True)
         self._require_unchanged(call.given, call.kept)
         gradients: dict[str, torch.Tensor] = {}
         for (name, leaf), gradient in zip(call.given.items(), found, strict=True):

@@ -106,6 +106,33 @@ def test_a_causal_mask_may_become_a_flag_or_other_numbers_or_a_narrower_one(atte
     assert judged(Layers(attend), attention_mask=additive(AHEAD >= 0)[None, None]).passed
 
 
+def folding(low):
+    """A layer with a bias of positions, into which it folds its boolean mask, as UMT5 does; None forgets it."""
+    bias = torch.randn(1, HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2))
+
+    def attend(q, k, v, mask):
+        of_dtype = bias.to(q.dtype)
+        lowest = torch.finfo(q.dtype).min if low == "lowest" else low
+        folded = of_dtype if low is None else torch.where(mask, of_dtype, lowest)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=folded)
+
+    return attend
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("visible", [VISIBLE, (AHEAD >= 0).expand(BATCH, 1, -1, -1)], ids=["padded", "causal"])
+def test_a_mask_that_is_folded_into_a_bias_is_kept(visible, dtype):
+    def found(low):
+        model = Layers(folding(low)).to(dtype)
+        x = torch.randn(BATCH, TOKENS, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+        return judge_model(model, lambda: model(x, attention_mask=visible), backward=False)
+
+    for low in ("lowest", -float("inf"), -800.0):
+        assert found(low).passed, low
+    for low in (None, -3.0):  # which scores outweigh
+        assert "a mask was forgotten: attention_mask" in found(low).message
+
+
 @pytest.mark.parametrize(
     "mask",
     [
