@@ -99,6 +99,8 @@ class Results:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
+        #: the cases of a test, and of a backend where it takes one, that were no skips
+        self.taken: dict[tuple[str, str], set[str]] = {}
         self._lines: RecordWriter | None = None
         self._manifest: Manifest | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
@@ -124,6 +126,10 @@ class Results:
         """Keep what a report carries."""
         records = getattr(report, "attn", ())
         self.records.extend(records)
+        for one in records:
+            if one["verdict"] != "skipped":
+                backend = one["subject"] if one["tags"].get("family") != "callable" else ""
+                self.taken.setdefault((report.nodeid.partition("[")[0], backend), set()).add(report.nodeid)
         if records and self._lines is not None:
             from pytest_attn.reports.verdict import Verdict
 

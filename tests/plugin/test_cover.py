@@ -94,7 +94,7 @@ def takes(w):
 
 def test_a_backend_that_compiles_gets_few_workloads_that_reach_all_that_it_takes(collect):
     found = collect()
-    assert found["plain"] == SMALL
+    assert found["plain"][: len(SMALL)] == SMALL
     assert 5 < len(found["compiling"]) < 20
     assert reached(found["compiling"]) == reached(filter(takes, SMALL))
 
