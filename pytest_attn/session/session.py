@@ -55,6 +55,7 @@ class Collected:
             0  # of those of which a covering set runs (session/cover.py), as far as they are declared
         )
         self.covering: list[str] = []  # each covering set in words
+        self.generated: list[str] = []  # for each kernel of a test the generated workloads that it is asked, in words
         #: why the others would not run: by reason, how many of each backend
         self.obstacles: dict[str, Counter[str]] = {}
 

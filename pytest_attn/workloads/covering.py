@@ -422,6 +422,8 @@ _APART: tuple[Choice, ...] = (
     *({"sinks": True, "lengths": lengths, "mask": Window(left, 0)}
       for lengths in ((4, 200), (1, 200), (129, 129)) for left in (31, 133)),
     *({**_bias(of), "mask": "causal"} for of in ("bhqk", "qk", "hk", "hq")),
+    *({"head_dim": d, "v_head_dim": e, "mask": "causal", **more}
+      for d, e in ((64, 32), (192, 128)) for more in ({}, {"batch": 3}, {"lengths": (129, 129)})),
     *({**_DECODE, **_bias(of)} for of in ("bhk", "bk")),
     *({"mask": "causal", "dropout": 0.2, "heads": 4, **more}
       for more in ({"batch": 2}, {"kv_heads": 2}, {"lengths": (129, 129)})),
