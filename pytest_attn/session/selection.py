@@ -28,7 +28,7 @@ from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.options import Settings
 from pytest_attn.session.progress import Progress
 from pytest_attn.session.registrations import Registrations
-from pytest_attn.workloads.covering import ENOUGH, FEW, GROUP, Takes, for_any_kernel, within
+from pytest_attn.workloads.covering import ENOUGH, FEW, GROUP, Takes, for_any_kernel, named, within
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -223,13 +223,14 @@ def _fits(mark: AttentionMark, w: Workload) -> bool:
 
 def _in_one_of(dtypes: Sequence[str], w: Workload) -> Workload:
     """Return a workload in one of some dtypes, which its name decides; as it is where there are none."""
-    return w.replace(dtype=dtypes[zlib.crc32(str(w.name).encode()) % len(dtypes)]) if dtypes else w
+    return named(w.replace(dtype=dtypes[zlib.crc32(str(w.name).encode()) % len(dtypes)])) if dtypes else w
 
 
 def _unlike(asked: Iterable[Workload], others: Iterable[Workload]) -> list[Workload]:
     """Return those that are unlike each of the first, whatever these are named."""
     known = {w.replace(name=GROUP) for w in asked}
-    return [w for w in dict.fromkeys(others) if w.replace(name=GROUP) not in known]
+    unlike = (w for w in others if w.replace(name=GROUP) not in known)
+    return list({w.id: w for w in unlike}.values())
 
 
 class Configurations(SelectedKernels):

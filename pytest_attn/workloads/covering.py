@@ -293,9 +293,14 @@ def made(choice: Choice) -> Workload | None:
         if is_paged:
             fields["kv_pages"] = Pages(**(pages or {"size": 16}))
         w = Workload(**fields, **_lengths(layout, is_cached, q_len, kv_len, batch, sequences))
-        return w.replace(name=f"{GROUP}-{w.shape_id}")
+        return named(w)
     except ValueError:
         return None
+
+
+def named(w: Workload) -> Workload:
+    """Return a workload of the group, named after its fields."""
+    return w.replace(name=f"{GROUP}-{w.shape_id}")
 
 
 def _lengths(
@@ -349,8 +354,16 @@ def within(takes: Takes, most: int = ENOUGH) -> list[Workload]:
             if found is not None:
                 accepted.setdefault(factor, {})[word] = value
                 alone |= {} if factor in _SIZED else {found: None}
-    first = sorted(alone, key=Workload.flops)[: most * 2 // 3]
-    return [*first, *_together(takes, bases, accepted, first)[: most - len(first)]] if bases else []
+    first = sorted(_with_own_ids(alone), key=Workload.flops)[: most * 2 // 3]
+    return _with_own_ids([*first, *(_together(takes, bases, accepted) if bases else ())])[:most]
+
+
+def _with_own_ids(workloads: Iterable[Workload]) -> list[Workload]:
+    """Return the first of each id: one padded sequence without padding is called as a dense one is."""
+    first: dict[str, Workload] = {}
+    for w in workloads:
+        first.setdefault(w.id, w)
+    return list(first.values())
 
 
 def _bases(takes: Takes) -> list[Choice]:
@@ -362,9 +375,7 @@ def _bases(takes: Takes) -> list[Choice]:
     return []
 
 
-def _together(
-    takes: Takes, bases: list[Choice], accepted: Mapping[str, Mapping[str, Choice]], alone: Iterable[Workload]
-) -> list[Workload]:
+def _together(takes: Takes, bases: list[Choice], accepted: Mapping[str, Mapping[str, Choice]]) -> list[Workload]:
     """Return workloads of several values at once, as few as reach each pair of those that were tried."""
     tried: dict[Workload, frozenset[str]] = {}
     for number in range(_TRIED):
@@ -376,8 +387,7 @@ def _together(
                 choice, words = wider, words | {word}
         if len(words) > 2 and (w := made(choice)) is not None:
             tried[w] = frozenset(words)
-    known = set(alone)
-    return covering({w: words for w, words in tried.items() if w not in known}, 2, cost=Workload.flops)
+    return covering(tried, 2, cost=Workload.flops)
 
 
 def _turn(number: int, word: str) -> int:
@@ -439,4 +449,4 @@ def for_any_kernel() -> tuple[Workload, ...]:
         q_len, kv_len = base.get("lengths", (65, 65))
         more = _OF_PREFILL if q_len == kv_len else _OF_DECODING if q_len == 1 else _OF_CROSS
         choices += [{**base, **value} for value in more]
-    return tuple(dict.fromkeys(_kept(choices, lambda w: True, _MOST_ALONE)))
+    return tuple(_with_own_ids(_kept(choices, lambda w: True, _MOST_ALONE)))
