@@ -72,6 +72,16 @@ class Backend(Subject):
         return workload.id
 
     @property
+    def refuses_itself(self) -> bool:
+        """True where its own code says what it refuses beside `capabilities`."""
+        return type(self).unsupported_because is not Backend.unsupported_because
+
+    @property
+    def says_what_it_takes(self) -> bool:
+        """True where it says before a call what it takes."""
+        return self.capabilities is not None or self.refuses_itself
+
+    @property
     def is_slow(self) -> bool:
         """True where a case takes seconds, as where it compiles."""
         return self.compiles
@@ -164,6 +174,10 @@ class FunctionBackend(Backend):
     @property
     def is_contained(self) -> bool:
         return self.named is not None and self.named.is_isolated
+
+    @property
+    def says_what_it_takes(self) -> bool:
+        return self._reasons is not None
 
     def version(self) -> str:
         return "-"

@@ -47,6 +47,11 @@ class Registry:
             return base in OVER_RANKS
         return isinstance(self[base], RankBackend)
 
+    def is_own(self, name: str) -> bool:
+        """Return whether a backend is a user's, and of none of the libraries that this package knows."""
+        base = split(self.canonical(name))[0].partition("+")[0]
+        return base not in (*BUILTIN, *OVER_RANKS) and (base in self._loaders or self._names_function(base))
+
     @property
     def families(self) -> list[tuple[str, str]]:
         """Names with a part that users fill in, as they are shown ("hub:REPO"), and what they stand for."""

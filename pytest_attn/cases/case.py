@@ -35,6 +35,7 @@ from pytest_attn.latency.profiler import Profile, answers_to, may_answer
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import PeakMemory, direction_of
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.session.cover import enough_because
 from pytest_attn.session.guests import method_of
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.session import WorkerContext, session_of
@@ -48,8 +49,10 @@ def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> Atten
     """Make the case of a kernel's test; skips the test where it cannot run, or need not any more."""
     __tracebackhide__ = True
     item: pytest.Item = request.node
-    kernels = session_of(item.config).kernels
-    if parameter.backend and (reason := kernels.skipped_because(test_of(item), parameter.backend)):
+    session = session_of(item.config)
+    if parameter.backend and (reason := session.kernels.skipped_because(test_of(item), parameter.backend)):
+        pytest.skip(reason)
+    if reason := enough_because(item, parameter, session):
         pytest.skip(reason)
     return case_of(CaseContext.of_item(request, parameter))
 

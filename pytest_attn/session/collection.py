@@ -27,6 +27,7 @@ from pytest_attn.session.kinds import (
 )
 from pytest_attn.session.marks import AttentionMark, MarkerHelp, RequiresMark
 from pytest_attn.session.session import AttentionSession, session_of
+from pytest_attn.workloads.catalog import is_generated
 from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
@@ -158,7 +159,23 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
     except (ValueError, NoTorchError) as error:
         raise pytest.Collector.CollectError(f"{where}: {error}") from None
     session.collected.add_test(len(cases), "attn_backend" in metafunc.fixturenames)
+    session.collected.generated += _generated(where, cases)
     metafunc.parametrize(PARAMETER, cases or [None], ids=ids or ["not-selected"], indirect=True)
+
+
+def _generated(test: str, cases: Sequence[CaseParameter]) -> list[str]:
+    """Return a line for each kernel of a test that is asked generated workloads: which these are."""
+    asked: dict[str | None, list[CaseParameter]] = {}
+    for case in cases:
+        asked.setdefault(case.backend, []).append(case)
+    found = []
+    for backend, all_of_it in asked.items():
+        names = [case.workload.id for case in all_of_it if is_generated(case.workload.name)]
+        if names:
+            others = len(all_of_it) - len(names)
+            name = backend or "its own kernel"
+            found.append(f"{test}, {name}: {others} of the catalog, beside them {len(names)} generated: {', '.join(names)}")
+    return found
 
 
 def absent_because(item: pytest.Item, device: str | None, session: AttentionSession) -> str | None:

@@ -38,7 +38,7 @@ from pytest_attn.session.manifest import left_in
 from pytest_attn.session.options import Settings
 from pytest_attn.session.selection import CPU_GROUPS
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.workloads.covering import Targets, covering, targets_of, values_of
+from pytest_attn.workloads.covering import ENOUGH, GROUP, Targets, covering, targets_of, values_of
 
 #: seconds from which on a backend compiles one kernel for each test, and no more
 _MINUTES = 60.0
@@ -89,7 +89,7 @@ class _Case:
     def is_small(self) -> bool:
         """Whether its workload is of the groups that a CPU runs, or no one's but the test's."""
         catalog = self.session.registrations.catalog
-        return catalog.group_of(self.parameter.workload.name) in (*CPU_GROUPS, "")
+        return catalog.group_of(self.parameter.workload.name) in (*CPU_GROUPS, GROUP, "")
 
 
 Cases = list[_Case]
@@ -228,3 +228,24 @@ def _of_one_kernel(cases: Cases, backend: Backend) -> Cases:
         if case.is_claimed:
             kernels.setdefault(kernel_of(backend, case.parameter.workload), []).append(case)
     return max(kernels.values(), key=lambda some: len(frozenset().union(*(case.values for case in some))), default=[])
+
+
+# -- what a kernel is generated that declares nothing ------------------------------------------------------------------------
+
+
+def enough_because(item: pytest.Item, parameter: CaseParameter, session: AttentionSession) -> str | None:
+    """Say that a kernel which declares nothing has taken enough of one test, None where a case is to run.
+
+    Each worker of xdist counts what it has run itself.
+    """
+    marker = marker_of(item)
+    is_left = session.settings.workloads or (marker and marker.args)
+    if is_left or session.registrations.catalog.group_of(parameter.workload.name) != GROUP:
+        return None
+    backend = session.kernels.backend_named(parameter.backend) if parameter.backend else None
+    if backend is not None and backend.says_what_it_takes:
+        return None
+    taken = len(session.results.taken.get((test_of(item), parameter.backend or ""), ()))
+    if taken < ENOUGH // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")):
+        return None
+    return f"{taken} workloads were taken already; --attn-workloads={GROUP} runs all that are generated"

@@ -25,7 +25,9 @@ from pytest_attn.session.kinds import kind_of, marker_of, parameter_of
 from pytest_attn.session.manifest import Manifest
 from pytest_attn.session.pytest_versions import verbosity_of
 from pytest_attn.session.session import AttentionSession
+from pytest_attn.workloads.covering import FEW
 from pytest_attn.workloads.functions import printable_lines
+from pytest_attn.workloads.traits import options_of
 
 
 def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:
@@ -132,7 +134,15 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
     if any(map(is_notable, timed)) if is_quiet else timed:
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
-    said = () if is_quiet else (chosen_words(session), *without_effect(session, reporter.config, bool(timed)))
+    said = (
+        ()
+        if is_quiet
+        else (
+            *few_words(session),
+            chosen_words(session),
+            *without_effect(session, reporter.config, bool(timed)),
+        )
+    )
     for line in filter(None, said):
         reporter.write_line(line)
     _print_compilations(judged, reporter)
@@ -161,6 +171,38 @@ def chosen_words(session: AttentionSession) -> str:
         f"chosen: {collected.chosen:,} of {collected.chosen + collected.unchosen:,} cases, which cover what each backend"
         " takes; --attn-workloads=all runs all"
     )
+
+
+#: options that a line names at most
+_MOST_OPTIONS = 12
+
+
+def few_words(session: AttentionSession) -> Iterator[str]:
+    """Say of a kernel of one's own that takes few of the workloads which nobody named, what it was not asked."""
+    asked: dict[tuple[str, str], list[Record]] = {}
+    for one in session.results.records if not session.settings.workloads else ():
+        is_callable = one["tags"].get("family") == "callable"
+        if one["question"] == "check" and (is_callable or session.registrations.registry.is_own(one["subject"])):
+            asked.setdefault((one["test"].partition("[")[0], "" if is_callable else one["subject"]), []).append(one)
+    for (test, name), records in asked.items():
+        declined = [one for one in records if one["cause"] == Cause.DECLINED]
+        judged = [one for one in records if one["verdict"] != Verdict.SKIPPED]
+        if len(judged) < FEW and len(declined) > 2 * FEW:
+            options = sorted(_options_in(declined, session) - _options_in(judged, session))
+            more = f" and {len(options) - _MOST_OPTIONS} more" if len(options) > _MOST_OPTIONS else ""
+            yield (
+                f"few cases     {name or test} took {count(len(judged), 'workload')} of {len(records)}; not asked:"
+                f" {', '.join(options[:_MOST_OPTIONS])}{more}; Workload(...) in the marker asks what it takes"
+            )
+
+
+def _options_in(records: Iterable[Record], session: AttentionSession) -> frozenset[str]:
+    """Return the options of the workloads of some records, as far as the catalog knows these."""
+    found: set[str] = set()
+    for name in {one["name"] for one in records}:
+        with contextlib.suppress(ValueError):
+            found.update(*map(options_of, session.registrations.catalog.select(name)))
+    return frozenset(found)
 
 
 def without_effect(session: AttentionSession, config: pytest.Config, has_timed: bool) -> Iterator[str]:
@@ -267,8 +309,10 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
     )
     shown = tables(registrations.registry, registrations.catalog, machine)
     print_section(reporter, listing(shown, closing, room(reporter.isatty), collected.obstacles))
-    if said := chosen_words(session):
-        is_verbose = reporter.config.option.verbose > 0
-        for line in sorted(collected.covering) if is_verbose else []:
-            reporter.write_line(line)
+    is_verbose = reporter.config.option.verbose > 0
+    for line in sorted([*collected.covering, *collected.generated]) if is_verbose else []:
+        reporter.write_line(line)
+    kernels = count(len(collected.generated), "kernel")
+    generated = f"generated: workloads beside the catalog's, for {kernels}" if collected.generated else ""
+    for said in filter(None, (chosen_words(session), generated)):
         reporter.write_line(said if is_verbose else f"{said}; -v lists them")

@@ -1,19 +1,26 @@
 """Whose kernels a run tests: those of the user's tests and the selected backends, unless an option says otherwise.
 
 `AttentionSession.kernels` chooses one of three: SelectedKernels, Mutants, Configurations.
+
+Where nobody names workloads, kernels are asked generated ones beside the catalog's (workloads/covering.py). A backend of one's
+own that declares what it takes gets a covering set within that, so that it is asked as much as one that takes all. Any other,
+and a callable, is asked for what kernels that take little take, and declines the rest. Libraries declare to take much, and get
+none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import joined, split
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.machine import current
+from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.subject import Subject
 from pytest_attn.session.devices import Machines
 from pytest_attn.session.kinds import CaseParameter
@@ -21,6 +28,7 @@ from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.options import Settings
 from pytest_attn.session.progress import Progress
 from pytest_attn.session.registrations import Registrations
+from pytest_attn.workloads.covering import ENOUGH, FEW, GROUP, Takes, for_any_kernel, named, within
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -46,16 +54,37 @@ class SelectedKernels:
         self.settings, self.registrations, self.machines = settings, registrations, machines
 
     def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
-        """Return the cases of one marker: workloads times dtypes, times backends where the test takes one.
+        """Return the cases of one marker; where nobody names workloads, a kernel that takes few gets generated ones.
 
         Raises ValueError for a marker whose layout is not that of its workloads.
         """
+        cases = self.plain_cases(mark, takes_backend)
+        if mark.workloads or mark.ranks or self.settings.workloads or self.settings.fuzz:
+            return cases
+        kernels = self._kernels(mark, takes_backend)
+        return [*cases, *(CaseParameter(w, name) for name in kernels for w in self._more(mark, name))]
+
+    def plain_cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
+        """Return workloads times dtypes, times backends where the test takes one; raise ValueError as `cases` does."""
         workloads = self._workloads(mark)
+        if not (mark.workloads or self.settings.workloads):
+            workloads = [w for w in workloads if not mark.declared.unfit_for(w)] or workloads
         for workload in workloads:
             if reason := mark.declared.unfit_for(workload):
                 raise ValueError(reason)
-        backends = self.backends(mark) if takes_backend else [None]
-        return [CaseParameter(workload, backend) for workload in workloads for backend in backends]
+        kernels = self._kernels(mark, takes_backend)
+        return [CaseParameter(workload, name) for workload in workloads for name in kernels]
+
+    def _kernels(self, mark: AttentionMark, takes_backend: bool) -> list[str] | list[None]:
+        return self.backends(mark) if takes_backend else [None]
+
+    def _more(self, mark: AttentionMark, name: str | None) -> list[Workload]:
+        """Return what a test's callable, or a backend of one's own, is asked beside the catalog."""
+        if name is not None and not self.registrations.registry.is_own(name):
+            return []
+        backend = None if name is None else self.backend_named(name)
+        machine = self.machines.machine(mark.device)
+        return beside(self._workloads(mark), mark, self._dtypes(mark), backend, machine)
 
     def backends(self, mark: AttentionMark) -> list[str] | list[None]:
         """Return the backends of a marker that are selected; where nobody selected any, all of them.
@@ -91,14 +120,18 @@ class SelectedKernels:
 
     def _workloads(self, mark: AttentionMark) -> list[Workload]:
         """Return the workloads of a marker, or of the run where it names none, in each selected dtype."""
-        selected, wanted = self._selected_workloads(), self.settings.dtypes
+        selected, dtypes = self._selected_workloads(), self._dtypes(mark)
         workloads = list(mark.workloads or self._default_workloads(mark, selected))
         if selected is not None:
             workloads = [w for w in workloads if w.name in selected]
-        if mark.dtypes or wanted:
-            dtypes = [d for d in mark.dtypes if not wanted or d in wanted] if mark.dtypes else list(wanted)
+        if mark.dtypes or self.settings.dtypes:
             workloads = [w.replace(dtype=dtype) for w in workloads for dtype in dtypes]
         return list(dict.fromkeys(workloads))
+
+    def _dtypes(self, mark: AttentionMark) -> list[str]:
+        """Return the dtypes of a marker that the run selects, of the run where it names none."""
+        wanted = self.settings.dtypes
+        return [d for d in mark.dtypes if not wanted or d in wanted] if mark.dtypes else list(wanted)
 
     def _default_workloads(self, mark: AttentionMark, selected: Collection[str] | None) -> list[Workload]:
         """Return the workloads of a marker that names none: all of which some are selected, else those of the device."""
@@ -149,6 +182,57 @@ def _chosen(tokens: tuple[str, ...], everything: list[str], default: list[str]) 
     return [name for name in dict.fromkeys(chosen) if name not in excluded]
 
 
+# -- generated workloads ------------------------------------------------------------------------------------------------------
+
+
+def beside(
+    asked: Sequence[Workload], mark: AttentionMark, dtypes: Sequence[str], backend: Backend | None, machine: Machine
+) -> list[Workload]:
+    """Return the generated workloads of a backend, or of the callable of a test, beside those that it is asked anyway.
+
+    dtypes: those of the run or of the marker, one of which each is in; none where each keeps its own.
+    """
+    if backend is None or not backend.says_what_it_takes:
+        return [w for w in _unlike(asked, (_in_one_of(dtypes, w) for w in for_any_kernel())) if _fits(mark, w)]
+    takes = _declared(backend, mark, machine)
+    most = (2 * FEW if backend.compiles else ENOUGH) - sum(map(takes, asked))
+    if most <= 0:
+        return []
+    found = within(lambda w: takes(_in_one_of(dtypes, w)), most)
+    return _unlike(asked, (_in_one_of(dtypes, w) for w in found))
+
+
+def _declared(backend: Backend, mark: AttentionMark, machine: Machine) -> Takes:
+    """Return which workloads a backend declares to take in a test; what raises where it is asked takes none."""
+
+    def takes(w: Workload) -> bool:
+        if not _fits(mark, w) or not backend.claims(w, mark.backward):
+            return False
+        try:
+            reasons = (backend.capabilities or Capabilities()).quantized_refusals(w)
+            return not (reasons or (backend.refuses_itself and backend.unsupported_because(w, machine, mark.backward)))
+        except Exception:
+            return False
+
+    return takes
+
+
+def _fits(mark: AttentionMark, w: Workload) -> bool:
+    return not (mark.declared.unfit_for(w) or (mark.backward and w.has_no_gradient_because))
+
+
+def _in_one_of(dtypes: Sequence[str], w: Workload) -> Workload:
+    """Return a workload in one of some dtypes, which its name decides; as it is where there are none."""
+    return named(w.replace(dtype=dtypes[zlib.crc32(str(w.name).encode()) % len(dtypes)])) if dtypes else w
+
+
+def _unlike(asked: Iterable[Workload], others: Iterable[Workload]) -> list[Workload]:
+    """Return those that are unlike each of the first, whatever these are named."""
+    known = {w.replace(name=GROUP) for w in asked}
+    unlike = (w for w in others if w.replace(name=GROUP) not in known)
+    return list({w.id: w for w in unlike}.values())
+
+
 class Configurations(SelectedKernels):
     """The backend of --attn-tune, as it is and under each of its configurations."""
 
@@ -157,7 +241,7 @@ class Configurations(SelectedKernels):
         self._name = registrations.registry.canonical(settings.tune or "")
 
     def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
-        plain = super().cases(mark, takes_backend=False)
+        plain = self.plain_cases(mark, takes_backend=False)
         if not takes_backend:
             return plain
         found = [CaseParameter(one.workload, name) for one in plain for name in self._tuned(mark, one.workload)]

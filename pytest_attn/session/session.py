@@ -55,6 +55,7 @@ class Collected:
             0  # of those of which a covering set runs (session/cover.py), as far as they are declared
         )
         self.covering: list[str] = []  # each covering set in words
+        self.generated: list[str] = []  # for each kernel of a test the generated workloads that it is asked, in words
         #: why the others would not run: by reason, how many of each backend
         self.obstacles: dict[str, Counter[str]] = {}
 
@@ -99,6 +100,8 @@ class Results:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
+        #: the cases of a test, and of a backend where it takes one, that were no skips
+        self.taken: dict[tuple[str, str], set[str]] = {}
         self._lines: RecordWriter | None = None
         self._manifest: Manifest | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
@@ -124,6 +127,10 @@ class Results:
         """Keep what a report carries."""
         records = getattr(report, "attn", ())
         self.records.extend(records)
+        for one in records:
+            if one["verdict"] != "skipped":
+                backend = one["subject"] if one["tags"].get("family") != "callable" else ""
+                self.taken.setdefault((report.nodeid.partition("[")[0], backend), set()).add(report.nodeid)
         if records and self._lines is not None:
             from pytest_attn.reports.verdict import Verdict
 

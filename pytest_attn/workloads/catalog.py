@@ -2,7 +2,7 @@
 
 A group name ("flux") stands for all its workloads ("flux-L128" ... "flux-L512"). "smoke", "edges" and "features" are ours:
 small problems at the places where kernels break; so are "long-64k", "long-256k" and "long-1m", contexts in which indices and
-chunks go wrong. Tests may ask for "all".
+chunks go wrong. Tests may ask for "all". The group "covering" is generated when it is asked for (covering.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from pytest_attn.workloads.covering import GROUP, for_any_kernel
 from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
 from pytest_attn.workloads.pages import Pages
@@ -79,7 +80,7 @@ class Catalog:
     def group_of(self, name: str | None) -> str:
         """Return the group of a workload's name, "" where it is not in the catalog."""
         entry = self._entries.get(name or "")
-        return entry.group if entry else ""
+        return entry.group if entry else GROUP if is_generated(name) else ""
 
     def aliases_of(self, name: str | None) -> list[str]:
         """Return the other names of a workload."""
@@ -89,7 +90,7 @@ class Catalog:
     def names(self) -> list[str]:
         """Every name that `select` takes: groups, workloads and aliases."""
         groups = {entry.group: None for entry in self}
-        return [*groups, *(name for name in self._entries if name not in groups), *self._aliases]
+        return [*groups, GROUP, *(name for name in self._entries if name not in groups), *self._aliases]
 
     def select(self, name: str) -> list[Workload]:
         """Return the workloads of a name, id, group, alias, glob pattern or "all"; raise ValueError where there is none."""
@@ -100,12 +101,19 @@ class Catalog:
             if name in ("all", entry.group, entry.workload.name, entry.workload.id)
             or ("*" in name and fnmatch.fnmatchcase(entry.workload.id, name))
         ]
+        if name.startswith(GROUP):
+            found += [w for w in for_any_kernel() if name in (GROUP, w.name) or fnmatch.fnmatchcase(w.id, name)]
         if not found:
-            groups = ", ".join(dict.fromkeys(entry.group for entry in self))
+            groups = ", ".join([*dict.fromkeys(entry.group for entry in self), GROUP])
             meant = did_you_mean(name, self.names)
             others = "pytest --attn-list shows all workloads, Workload(...) is one of your own"
             raise ValueError(f"unknown workload {name!r};{meant} groups: {groups}; {others}")
         return found
+
+
+def is_generated(name: str | None) -> bool:
+    """Return whether a name is that of a workload of covering.py."""
+    return (name or "").startswith(f"{GROUP}-")
 
 
 def builtin_catalog() -> Catalog:

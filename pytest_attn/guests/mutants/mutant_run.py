@@ -42,7 +42,7 @@ class Mutants(SelectedKernels):
 
     def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
         """Return a case for each kernel whose faulty step a workload of the marker reaches."""
-        workloads = dict.fromkeys(case.workload for case in super().cases(mark, takes_backend=False))
+        workloads = dict.fromkeys(case.workload for case in self.plain_cases(mark, takes_backend=False))
         return [CaseParameter(workload, name) for workload in workloads for name in self._reached(workload, mark.backward)]
 
     def _reached(self, workload: Workload, backward: bool) -> list[str]:
