@@ -25,6 +25,7 @@ EMPTY = Workload(128, 64, heads=2, mask="causal-bottom-right")
 SQUARE = Workload(16, heads=16, batch=2, head_dim=32)
 DECODED = Workload(1, 300, heads=8, batch=4)
 SLOPED = FULL.replace(heads=4, alibi=True)
+LONG = Workload(64, 512, heads=2)
 FLOAT32 = PARTLY.replace(dtype="float32")
 
 
@@ -208,6 +209,7 @@ OF_OUT = (
     Planted("first key", lambda q, k, v: sdpa(q, k[:, :, 1:], v[:, :, 1:]), FULL, ("first-key-missing",)),
     Planted("tail tile", lambda q, k, v: sdpa(q, k[:, :, :64], v[:, :, :64]), FULL.replace(kv_len=97), ("tail-tile-missing",)),
     Planted("tail tile, causal", _without_last_part, PARTLY_CAUSAL, TAIL_MISSING),
+    Planted("keys from 256 on", lambda q, k, v: sdpa(q, k[:, :, :256], v[:, :, :256]), LONG, ("keys-beyond-unseen",)),
     Planted("zeros counted", _zero_padded, PARTLY, ("tail-zeros-counted",)),
     Planted("alignment", lambda q, k, v: sdpa(q, k, v, is_causal=True), CROSS, ("causal-other-alignment",)),
     Planted("one key too many", _one_key_too_many, CAUSAL, ("causal-shows-next-key",)),

@@ -440,6 +440,8 @@ def _contents_in_rows(w: Workload) -> Iterator[AttentionFault]:
         yield AttentionFault("k-heads-and-rows-swapped", "with heads and rows of k swapped", swapped)
     for bits in (8, 15, 16):
         if w.kv_len > 1 << bits:
+            words = f"without the keys from {1 << bits} on"
+            yield AttentionFault("keys-beyond-unseen", words, partial(_without_keys_from, w, 1 << bits))
             words = f"whose key positions wrap round at {1 << bits}"
             yield AttentionFault("key-positions-wrap", words, partial(_wrapped, w, 1 << bits))
 
@@ -453,6 +455,12 @@ def _far_rows(w: Workload, v: torch.Tensor) -> torch.Tensor:
     *rows, dim = v.shape
     at = torch.arange(math.prod(rows), device=v.device).view(*rows, 1) * w.head_dim + torch.arange(dim, device=v.device)
     return v.flatten()[at % v.numel()]
+
+
+def _without_keys_from(w: Workload, end: int, inputs: Inputs) -> Other:
+    visible = seen_by(inputs, w)
+    shown: MaskMod = lambda b, h, q, kv: visible(b, h, q, kv) & (kv < end)  # noqa: E731
+    return inputs, w.replace(mask=shown)
 
 
 def _wrapped(w: Workload, reach: int, inputs: Inputs) -> Other:

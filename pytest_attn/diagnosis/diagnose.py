@@ -44,7 +44,7 @@ from pytest_attn.diagnosis.backward_faults import (
     with_rounded_dp,
     wrong_slope_of_cap,
 )
-from pytest_attn.diagnosis.faults import PRECISION
+from pytest_attn.diagnosis.faults import PRECISION, is_of_rounding
 from pytest_attn.diagnosis.forward_faults import (
     FEW_ROWS,
     MANY_ROWS,
@@ -199,7 +199,7 @@ def diagnose(
     with few_threads(evidence.workload):
         location, hints = _explanation(mismatch.row, evidence, case)
     if mismatch.hints:  # what strides or other calls change does not come from rounding
-        hints = [hint for hint in hints if not hint.fault.startswith(PRECISION)]
+        hints = [hint for hint in hints if not is_of_rounding(hint.fault)]
     hints += mismatch.hints
     if case.time.left_out:
         left_out = f"not all of these were tried: {', '.join(case.time.left_out)}"
@@ -258,7 +258,8 @@ def _best(
     """Return the hypothesis that fits best what is seen first, of those that explain what is seen on every distribution."""
     tried = [(one, explains(one, first)) for one in time.each(what, hypotheses)]
     fitting = [(one, fit) for one, fit in tried if fit is not None]
-    for one, fit in time.each(what, sorted(fitting, key=lambda found: found[1].rank)):
+    by_rank = sorted(fitting, key=lambda found: float(f"{found[1].rank:.3g}"))  # of those that amount to the same the first
+    for one, fit in time.each(what, by_rank):
         if all(explains(one, seen) for seen in every()):
             return one, fit
     return None

@@ -16,6 +16,8 @@ OTHER_ALIGNMENT = ("causal-other-alignment", "window-other-alignment", "aligned-
 TAIL_MISSING = ("tail-tile-missing", "last-tile-missing", "last-visible-tile-missing", "last-key-missing")
 LENGTHS_MISREAD = ("kv-lens-ignored", "kv-len-of-first-batch-entry")
 EMPTY_ROWS = ("empty-rows", "empty-rows-nan", "empty-rows-mean-of-v")
+#: what is fitted to a result, and so fits much
+FITTED = ("denominator-off", "out-scaled", "gradient-scaled", "scale-wrong", "scores-rounded", "sinks-rounded")
 #: what is only observed, and is so with any fault
 OBSERVATIONS = ("not-finite", "all-zeros", "zeros-there", "calls-differ", *EMPTY_ROWS)
 
@@ -74,6 +76,7 @@ FAULTS = {
     "pages-taken-in-order": "the pages of a sequence are taken to follow each other",
     "page-table-stride-ignored": "a row of the page table is found by the pages in use, not by its stride",
     "page-of-another-size": "pages are taken to be twice as long as they are",
+    "keys-beyond-unseen": "keys beyond some number are not seen",
     "key-positions-wrap": "positions of keys wrap round",
     # heads and batch entries
     "heads-interleaved": "query head h uses key head h % kv_heads",
@@ -274,6 +277,11 @@ FAULTS = {
 def is_known(fault: str) -> bool:
     """Return whether an identity is one of a fault, of one in P computed again, or of a precision profile."""
     return fault.removeprefix(RECOMPUTED) in FAULTS or fault.startswith(PRECISION)
+
+
+def is_of_rounding(fault: str) -> bool:
+    """Return whether a fault is a profile, or a rounding or factor that was fitted: the same in each call."""
+    return fault.startswith(PRECISION) or fault in FITTED
 
 
 def recomputed(faults: Iterable[str]) -> tuple[str, ...]:
