@@ -13,6 +13,7 @@ import torch
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import eager_because
+from pytest_attn.backends.declaration import arguments_of
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.streams import leave_memory
 from pytest_attn.backends.subject import Dequantizer, Subject
@@ -35,12 +36,17 @@ from pytest_attn.latency.profiler import Profile, answers_to, may_answer
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import PeakMemory, direction_of
 from pytest_attn.reports.verdict import Cause, Verdict
-from pytest_attn.session.guests import method_of
+from pytest_attn.session.guests import method_of, methods_of_guests
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
+from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
+from pytest_attn.workloads.fields import did_you_mean, suggests_arguments
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+#: with which the names of judgments begin
+_JUDGES = ("check", "measure", "assert")
+_suggests_arguments = suggests_arguments(lambda: [one.name for one in arguments_of(AttentionMark)])
 
 
 def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
@@ -76,7 +82,14 @@ class AttentionCase(CaseTensors):
 
     def __getattr__(self, name: str) -> Any:
         """Return a method that a guest adds, as `check_module` is one."""
-        return partial(method_of(name), self)
+        __tracebackhide__ = True
+        try:
+            return partial(method_of(name), self)
+        except AttributeError:
+            known = sorted(one for one in (*dir(type(self)), *methods_of_guests()) if not one.startswith("_"))
+            judgments = ", ".join(one for one in known if one.startswith(_JUDGES))
+            said = did_you_mean(name, known) or f" its judgments are {judgments}"
+            raise AttributeError(f"attn has no attribute {name!r};{said}") from None
 
     @property
     def backend(self) -> Backend | None:
@@ -84,6 +97,7 @@ class AttentionCase(CaseTensors):
         self._looked_at.add("backend")
         return self._context.backend
 
+    @_suggests_arguments
     def check(
         self, fn: Callable[..., Any] | Backend | str, name: str | None = None, dequantized: Dequantizer | None = None
     ) -> Comparison:
@@ -112,6 +126,7 @@ class AttentionCase(CaseTensors):
         self._executor.leave(self._comparison)
         return self._comparison
 
+    @_suggests_arguments
     def check_invariants(
         self,
         fn: Callable[..., Any] | Backend | str,
@@ -146,6 +161,7 @@ class AttentionCase(CaseTensors):
         self._executor.leave(report)
         return report
 
+    @_suggests_arguments
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
     ) -> Latency:
@@ -186,6 +202,7 @@ class AttentionCase(CaseTensors):
         self._executor.leave(latency)
         return latency
 
+    @_suggests_arguments
     def assert_close(self, out: torch.Tensor) -> None:
         """Compare an output that the test computed from attn.q, attn.k and attn.v with the reference.
 
@@ -194,12 +211,15 @@ class AttentionCase(CaseTensors):
 
         Raises:
             AssertionError: out is wrong; the text is the diagnosis.
+            TypeError: out is a function.
         """
         __tracebackhide__ = True
         if not self._executor.is_here:
             raise ValueError(
                 "a test with ranks compares with attn.check(fn); leave out ranks to compare an output of one process"
             )
+        if callable(out):
+            raise TypeError("attn.assert_close takes out, a tensor; attn.check(fn) calls fn itself")
         conclude(self._context, OutputEvaluator(out, self._spec, self._reference))
 
     def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | str | None = None) -> list[Profile]:
