@@ -25,7 +25,7 @@ from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness import mismatch_text
-from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.comparison import Comparison, Hint
 from pytest_attn.correctness.judge import Kernel, Output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
@@ -122,7 +122,7 @@ class AttentionCase(CaseTensors):
         """
         __tracebackhide__ = True
         self._checked, self._comparison = self._subject(fn, name, dequantized), None
-        self._comparison = conclude(self._context, KernelEvaluator(self._checked, self._spec))
+        self._comparison = conclude(self._context, KernelEvaluator(self._checked, self._spec, lambda: self.unread))
         self._executor.leave(self._comparison)
         return self._comparison
 
@@ -301,9 +301,9 @@ def backend_of(case: AttentionCase) -> Backend:
 class KernelEvaluator(Evaluator[Comparison]):
     """Holds a subject against exact attention on every input distribution."""
 
-    def __init__(self, subject: Subject, spec: CheckSpec) -> None:
+    def __init__(self, subject: Subject, spec: CheckSpec, unread: Callable[[], Sequence[str]] = tuple) -> None:
         self.subject: Subject = subject
-        self._spec, self.workload = spec, spec.workload
+        self._spec, self.workload, self._unread = spec, spec.workload, unread
         self.doing, self.on = f"checking {subject.name}", spec.workload.id
 
     @property
@@ -322,6 +322,8 @@ class KernelEvaluator(Evaluator[Comparison]):
         peak = PeakMemory(spec.device)
         by = replace(context.judging(subject), comparing=peak, is_known=lambda found: bool(known(found)))
         comparison = judged(Kernel(subject, spec), by)
+        if subject.user_function is not None and executor.is_here:
+            comparison = _with_unread(comparison, self._unread())
         facts: Any = {
             "fields": {**figures_of(comparison), "memory": peak.bytes},
             "properties": z_property(comparison, subject),
@@ -417,6 +419,15 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
 
             thorough, deadline = session.settings.thorough, context.deadline(self.subject)
             return judge_invariants(self.subject, self._spec, session.references, names, None, thorough, deadline, begun)
+
+
+def _with_unread(comparison: Comparison, unread: Sequence[str]) -> Comparison:
+    """Say of a wrong result which tensors of the case the test has never asked for."""
+    mismatch = comparison.mismatch
+    if mismatch is None or not unread:
+        return comparison
+    words = f"{comparison.subject} never read {' nor '.join(f'attn.{name}' for name in unread)}"
+    return replace(comparison, mismatch=replace(mismatch, hints=(*mismatch.hints, Hint("", words, "unread"))))
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:

@@ -236,6 +236,12 @@ STORIES = {
         "failed",
         ["E*takes out, a tensor; attn.check(fn) calls fn itself"],
     ),
+    "lengths that nobody read": (
+        "attn.check(sdpa)",
+        "failed",
+        ["E*suggests   it equals attention that ignores kv_lens *", "E*unread     * never read attn.kv_lens"],
+        {"marker": "Workload(32, heads=2, kv_lens=(32, 9))"},
+    ),
     "a test that ends early": ("raise RuntimeError('early')", "failed", ["ended before a kernel was judged"]),
     "a device may be torch's own": ("attn.check(sdpa)", "passed", (), {"marker": '"smoke-full", device=torch.device("cpu")'}),
     **{
