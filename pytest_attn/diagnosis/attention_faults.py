@@ -258,6 +258,10 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
             words = "with kv_lens one too long: one key of padding is seen"
             yield AttentionFault("one-key-beyond-length", words, partial(_with_one_key_more, w))
     yield from _padding(w, drawn)
+    yield from _zeros_counted(w)
+
+
+def _zeros_counted(w: Workload) -> Iterator[AttentionFault]:
     if w.is_packed or w.kv_pages or w.band is None:
         return
     ends = tuple(kv_len for _, kv_len in sequence_lengths(w))
@@ -795,7 +799,7 @@ def _misread_slopes(w: Workload) -> Iterator[AttentionFault]:
     of_next = _with(w, "alibi_slopes", lambda slopes: slopes * 2 ** (8 / w.heads))
     yield AttentionFault("alibi-slope-of-next-power", words, of_next)
     if w.alibi is True and w.heads & (w.heads - 1):
-        words = "with the slopes of ALiBi's paper for heads that are no power of two (say alibi_slopes of the workload)"
+        words = "with the slopes of ALiBi's paper for a number of heads that is not a power of two"
         yield AttentionFault("alibi-slopes-of-paper", words, _with(w, "alibi_slopes", _slopes_of_paper))
     words = "whose ALiBi is scaled like the scores"
     yield AttentionFault("alibi-scaled", words, _with(w, "alibi_slopes", lambda slopes: slopes.double() * w.softmax_scale))

@@ -162,7 +162,7 @@ FAULTS = {
     "alibi-ignored": "ALiBi is ignored",
     "alibi-sign-flipped": "ALiBi has the wrong sign",
     "alibi-slope-of-next-power": "ALiBi's slopes are those of the next power",
-    "alibi-slopes-of-paper": "ALiBi's slopes are the paper's for heads that are no power of two",
+    "alibi-slopes-of-paper": "ALiBi's slopes are the paper's for a number of heads that is not a power of two",
     "alibi-scaled": "ALiBi is scaled like the scores",
     "alibi-slope-of-another-head": "ALiBi's slope of another head is taken",
     "alibi-slope-of-key-head": "ALiBi's slope of the key head is taken, not of the query head",
