@@ -13,7 +13,7 @@ from judging import CAUSAL, CROSS, FULL, causal, explicit, positions, with_gradi
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from pytest_attn import Window, Workload
+from pytest_attn import Pages, Window, Workload, draw_inputs
 from pytest_attn.diagnosis.faults import LENGTHS_MISREAD, TAIL_MISSING
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 
@@ -25,6 +25,12 @@ EMPTY = Workload(128, 64, heads=2, mask="causal-bottom-right")
 SQUARE = Workload(16, heads=16, batch=2, head_dim=32)
 DECODED = Workload(1, 300, heads=8, batch=4)
 SLOPED = FULL.replace(heads=4, alibi=True)
+WINDOW = Workload(128, heads=2, mask=Window(15, 15))
+THREE = Workload(64, heads=2, batch=3)
+PERIODIC, TWICE = ("keys-missing-with-a-period",), ("keys-counted-twice",)
+IN_PAGES = Workload(3, 112, batch=3, heads=2, kv_pages=Pages(16), kv_lens=(112, 40, 33))
+OF_ANOTHER = ("pages-of-another-sequence",)
+LONG = Workload(64, 512, heads=2)
 FLOAT32 = PARTLY.replace(dtype="float32")
 
 
@@ -195,7 +201,90 @@ def _losing_adds():
     return changed
 
 
+def _scored(change):
+    """Return attention whose scores, in float32, are what `change` makes of them and of rows and keys."""
+
+    def kernel(q, k, v):
+        score = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+        return (change(score, *positions(q.shape[2], k.shape[2])).softmax(-1).nan_to_num() @ v.float()).to(q.dtype)
+
+    return kernel
+
+
+def _within(left, right):
+    return _scored(lambda s, rows, keys: s.masked_fill((keys < rows - left) | (keys > rows + right), -math.inf))
+
+
+def _at_keys(chosen):
+    """Return attention to some keys: `chosen` makes their positions of how many there are, some of them twice."""
+    return lambda q, k, v: sdpa(q, k[:, :, chosen(k.shape[2])], v[:, :, chosen(k.shape[2])])
+
+
+def _viewed(x):
+    return x.transpose(1, 2).contiguous().view(x.shape)
+
+
+def _slopes_of_paper(s, rows, keys):
+    slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])
+    return s - slopes[:, None, None] * (rows - keys).abs()
+
+
+def _paged(changed):
+    """Return attention over pages of 16 by what `changed` makes of the page table and the lengths."""
+    inputs = draw_inputs(IN_PAGES)
+    table, lens = changed(inputs.page_table, inputs.kv_lens)
+
+    def kernel(q, k, v):
+        k, v = (pool[table.long()].flatten(1, 2).transpose(1, 2) for pool in (k, v))
+        return explicit(q, k, v, mask=torch.arange(k.shape[2]) < lens.view(-1, 1, 1, 1))
+
+    return kernel
+
+
 OF_OUT = (
+    Planted("mask added", _scored(lambda s, rows, keys: s + (keys <= rows)), PARTLY_CAUSAL, ("mask-added",)),
+    Planted(
+        "hidden is 0", _scored(lambda s, rows, keys: s.where(keys <= rows, 0.0)), PARTLY_CAUSAL, ("hidden-scores-finite",)
+    ),
+    Planted(
+        "full tiles",
+        _scored(lambda s, rows, keys: s.masked_fill((keys > rows) | (keys // 32 < rows // 32), -math.inf)),
+        PARTLY_CAUSAL,
+        ("full-tiles-missing",),
+    ),
+    Planted("half of each step", _at_keys(lambda n: torch.arange(n).view(-1, 64)[:, :32].flatten()), LONG, PERIODIC),
+    Planted("a period", _at_keys(lambda n: torch.arange(n)[torch.arange(n) % 7 != 3]), PARTLY, PERIODIC),
+    Planted("last chunk twice", _at_keys(lambda n: torch.cat([torch.arange(n), torch.arange(n - 64, n)])), LONG, TWICE),
+    Planted("keys from 100 on", _at_keys(lambda n: torch.arange(100)), PARTLY, ("keys-beyond-unseen",)),
+    Planted("keys from 150 on", _at_keys(lambda n: torch.arange(150)), DECODED, ("keys-beyond-unseen",)),
+    Planted("window, both short", _within(14, 14), WINDOW, ("window-both-one-too-short",)),
+    Planted("window, both long", _within(16, 16), WINDOW, ("window-both-one-too-long",)),
+    Planted("window, left alone", _within(15, 0), WINDOW, ("window-left-only",)),
+    Planted("window, halved", _within(7, 7), WINDOW, ("window-halved",)),
+    Planted("window on both sides", _within(15, 15), Workload(96, mask=Window(15, 0)), ("window-both-sided",)),
+    Planted("sign of alignment", _within(math.inf, -64), CROSS, ("alignment-sign-flipped",)),
+    Planted("entries exchanged", lambda q, k, v: sdpa(q, k[[1, 0, 2]], v[[1, 0, 2]]), THREE, ("batch-entries-exchanged",)),
+    Planted("out exchanged", lambda q, k, v: sdpa(q, k, v)[[1, 0, 2]], THREE, ("batch-entries-shifted",)),
+    Planted("v viewed", lambda q, k, v: sdpa(q, k, _viewed(v)), PARTLY, ("v-viewed-not-transposed",)),
+    Planted("k viewed", lambda q, k, v: sdpa(q, _viewed(k), v), PARTLY, ("k-viewed-not-transposed",)),
+    Planted("out viewed", lambda q, k, v: _viewed(sdpa(q, k, v)), PARTLY, ("out-viewed-not-transposed",)),
+    Planted(
+        "one key of padding",
+        _scored(lambda s, rows, keys: s.masked_fill(keys > torch.tensor([64, 20]).view(2, 1, 1, 1), -math.inf)),
+        Workload(64, heads=2, kv_lens=(64, 20)),
+        ("one-key-beyond-length",),
+    ),
+    Planted(
+        "softcap before the scale",
+        _scored(lambda s, rows, keys: (s * 8 / 5).tanh() * 5 / 8),
+        FULL.replace(softcap=5.0),
+        ("softcap-before-scale",),
+    ),
+    Planted("slopes of the paper", _scored(_slopes_of_paper), FULL.replace(heads=6, alibi=True), ("alibi-slopes-of-paper",)),
+    Planted("pages of the next sequence", _paged(lambda table, lens: (table.roll(-1, 0), lens)), IN_PAGES, OF_ANOTHER),
+    Planted(
+        "padding of pages", _paged(lambda table, lens: (table, (lens + 15) // 16 * 16)), IN_PAGES, ("padding-of-pages-seen",)
+    ),
     Planted("no mask", lambda q, k, v: sdpa(q, k, v, enable_gqa=True), CAUSAL, ("mask-ignored",)),
     Planted("causal, not asked for", lambda q, k, v: sdpa(q, k, v, is_causal=True), FULL, ("causal-not-asked-for",)),
     Planted("scale a little off", lambda q, k, v: explicit(q, k, v, scale=0.126), FULL, ("scale-wrong",)),
@@ -208,6 +297,7 @@ OF_OUT = (
     Planted("first key", lambda q, k, v: sdpa(q, k[:, :, 1:], v[:, :, 1:]), FULL, ("first-key-missing",)),
     Planted("tail tile", lambda q, k, v: sdpa(q, k[:, :, :64], v[:, :, :64]), FULL.replace(kv_len=97), ("tail-tile-missing",)),
     Planted("tail tile, causal", _without_last_part, PARTLY_CAUSAL, TAIL_MISSING),
+    Planted("keys from 256 on", lambda q, k, v: sdpa(q, k[:, :, :256], v[:, :, :256]), LONG, ("keys-beyond-unseen",)),
     Planted("zeros counted", _zero_padded, PARTLY, ("tail-zeros-counted",)),
     Planted("alignment", lambda q, k, v: sdpa(q, k, v, is_causal=True), CROSS, ("causal-other-alignment",)),
     Planted("one key too many", _one_key_too_many, CAUSAL, ("causal-shows-next-key",)),

@@ -143,6 +143,7 @@ class Registry:
         qualified name of that test. dequantized: what a callable that quantizes makes of q, k and v.
         Raises ValueError for an unknown backend, TypeError for what is none of the three, and for a name that is none.
         """
+        __tracebackhide__ = True
         if name is not None and not (isinstance(name, str) and name.strip() and "|" not in name):
             raise TypeError(f"name must be a text without '|', got {name!r}")
         if dequantized is not None and isinstance(target, str | Backend) and not self._names_function(target):
@@ -158,7 +159,8 @@ class Registry:
             said = f"pass {name}.apply if it is an autograd Function, otherwise an instance"
             raise TypeError(f"needs a callable of (q, k, v), got the class {name}; {said}")
         if not callable(target):
-            raise TypeError(f"needs a callable of (q, k, v), a backend or a backend's name, got {describe(target)}")
+            meant = "; pass the function, do not call it" if hasattr(target, "dtype") else ""
+            raise TypeError(f"needs a callable of (q, k, v), a backend or a backend's name, got {describe(target)}{meant}")
         subject = CallableSubject(target, name, declared, within)
         return subject if dequantized is None else subject.quantizing(dequantized)
 

@@ -13,6 +13,7 @@ import torch
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import eager_because
+from pytest_attn.backends.declaration import arguments_of
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.streams import leave_memory
 from pytest_attn.backends.subject import Dequantizer, Subject
@@ -24,7 +25,7 @@ from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness import mismatch_text
-from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.comparison import Comparison, Hint
 from pytest_attn.correctness.judge import Kernel, Output
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
@@ -36,13 +37,18 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import PeakMemory, direction_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.cover import enough_because
-from pytest_attn.session.guests import method_of
+from pytest_attn.session.guests import method_of, methods_of_guests
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
+from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
+from pytest_attn.workloads.fields import did_you_mean, suggests_arguments
 from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+#: with which the names of judgments begin
+_JUDGES = ("check", "measure", "assert")
+_suggests_arguments = suggests_arguments(lambda: [one.name for one in arguments_of(AttentionMark)])
 
 
 def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
@@ -80,7 +86,14 @@ class AttentionCase(CaseTensors):
 
     def __getattr__(self, name: str) -> Any:
         """Return a method that a guest adds, as `check_module` is one."""
-        return partial(method_of(name), self)
+        __tracebackhide__ = True
+        try:
+            return partial(method_of(name), self)
+        except AttributeError:
+            known = sorted(one for one in (*dir(type(self)), *methods_of_guests()) if not one.startswith("_"))
+            judgments = ", ".join(one for one in known if one.startswith(_JUDGES))
+            said = did_you_mean(name, known) or f" its judgments are {judgments}"
+            raise AttributeError(f"attn has no attribute {name!r};{said}") from None
 
     @property
     def backend(self) -> Backend | None:
@@ -88,6 +101,7 @@ class AttentionCase(CaseTensors):
         self._looked_at.add("backend")
         return self._context.backend
 
+    @_suggests_arguments
     def check(
         self, fn: Callable[..., Any] | Backend | str, name: str | None = None, dequantized: Dequantizer | None = None
     ) -> Comparison:
@@ -112,10 +126,11 @@ class AttentionCase(CaseTensors):
         """
         __tracebackhide__ = True
         self._checked, self._comparison = self._subject(fn, name, dequantized), None
-        self._comparison = conclude(self._context, KernelEvaluator(self._checked, self._spec))
+        self._comparison = conclude(self._context, KernelEvaluator(self._checked, self._spec, lambda: self.unread))
         self._executor.leave(self._comparison)
         return self._comparison
 
+    @_suggests_arguments
     def check_invariants(
         self,
         fn: Callable[..., Any] | Backend | str,
@@ -152,6 +167,7 @@ class AttentionCase(CaseTensors):
         self._executor.leave(report)
         return report
 
+    @_suggests_arguments
     def measure(
         self, fn: Callable[..., Any] | Backend | str, backward: bool | Literal["both"] = False, name: str | None = None
     ) -> Latency:
@@ -193,6 +209,7 @@ class AttentionCase(CaseTensors):
         self._executor.leave(latency)
         return latency
 
+    @_suggests_arguments
     def assert_close(self, out: torch.Tensor) -> None:
         """Compare an output that the test computed from attn.q, attn.k and attn.v with the reference.
 
@@ -201,12 +218,15 @@ class AttentionCase(CaseTensors):
 
         Raises:
             AssertionError: out is wrong; the text is the diagnosis.
+            TypeError: out is a function.
         """
         __tracebackhide__ = True
         if not self._executor.is_here:
             raise ValueError(
                 "a test with ranks compares with attn.check(fn); leave out ranks to compare an output of one process"
             )
+        if callable(out):
+            raise TypeError("attn.assert_close takes out, a tensor; attn.check(fn) calls fn itself")
         conclude(self._context, OutputEvaluator(out, self._spec, self._reference))
 
     def assert_launched(self, *words: str, fn: Callable[..., Any] | Backend | str | None = None) -> list[Profile]:
@@ -289,9 +309,9 @@ def backend_of(case: AttentionCase) -> Backend:
 class KernelEvaluator(Evaluator[Comparison]):
     """Holds a subject against exact attention on every input distribution."""
 
-    def __init__(self, subject: Subject, spec: CheckSpec) -> None:
+    def __init__(self, subject: Subject, spec: CheckSpec, unread: Callable[[], Sequence[str]] = tuple) -> None:
         self.subject: Subject = subject
-        self._spec, self.workload = spec, spec.workload
+        self._spec, self.workload, self._unread = spec, spec.workload, unread
         self.doing, self.on = f"checking {subject.name}", spec.workload.id
 
     @property
@@ -310,6 +330,8 @@ class KernelEvaluator(Evaluator[Comparison]):
         peak = PeakMemory(spec.device)
         by = replace(context.judging(subject), comparing=peak, is_known=lambda found: bool(known(found)))
         comparison = judged(Kernel(subject, spec), by)
+        if subject.user_function is not None and executor.is_here:
+            comparison = _with_unread(comparison, self._unread())
         facts: Any = {
             "fields": {**figures_of(comparison), "memory": peak.bytes},
             "properties": z_property(comparison, subject),
@@ -418,6 +440,15 @@ def _naming(gradient: str, spec: CheckSpec, context: CaseContext) -> CheckSpec:
     """Return the spec that asks for the gradient of a parameter by name: dsinks, dbias or dalibi."""
     name, drawn = gradient[1:], context.session.references.inputs_of(spec, spec.inputs[0])
     return replace(spec, parameters={**spec.parameters, name: getattr(drawn, PARAMETERS[name].tensor)})
+
+
+def _with_unread(comparison: Comparison, unread: Sequence[str]) -> Comparison:
+    """Say of a wrong result which tensors of the case the test has never asked for."""
+    mismatch = comparison.mismatch
+    if mismatch is None or not unread:
+        return comparison
+    words = f"{comparison.subject} never read {' nor '.join(f'attn.{name}' for name in unread)}"
+    return replace(comparison, mismatch=replace(mismatch, hints=(*mismatch.hints, Hint("", words, "unread"))))
 
 
 def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:

@@ -114,8 +114,15 @@ def _note(context: CaseContext, evaluator: Evaluator[Any], error: Exception) -> 
     given = ""
     if isinstance(evaluator.subject, Subject) and evaluator.subject.user_function:
         given = f", given layout {'thd' if context.workload.is_packed else context.mark.declared.layout}"
-    by = labeled("by", f"{evaluator.name} on {evaluator.on}{given}")
-    error.add_note("\n".join([by, labeled("reproduce", context.command())]))
+    lines = [labeled("by", f"{evaluator.name} on {evaluator.on}{given}")]
+    if context.machine.device == "cpu" and any(words in str(error) for words in _MISSES_CUDA):
+        here = "the tensors of this case are on the cpu: compute where q is, q.device"
+        lines.append(labeled("device", f"{here}; a test for GPUs alone has @pytest.mark.attention_requires(gpus=1)"))
+    error.add_note("\n".join([*lines, labeled("reproduce", context.command())]))
+
+
+#: what torch says of CUDA that is not there, and of tensors on two devices
+_MISSES_CUDA = ("not compiled with CUDA", "Found no NVIDIA driver", "No CUDA GPUs are available", "at least two devices")
 
 
 # -- record ------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class CaseContext:
 
         dequantized: what a callable that quantizes makes of q, k and v. Raises as `Registry.subject` does.
         """
+        __tracebackhide__ = True
         if self.backend is not None and (other := self.session.kernels.in_place_of(self.backend, spec)):
             return other
         test = getattr(getattr(self.item, "function", None), "__qualname__", "")

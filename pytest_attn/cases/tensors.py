@@ -44,6 +44,7 @@ class CaseTensors:
     def __init__(self, workload: Workload, mark: AttentionMark, session: AttentionSession, executor: Executor) -> None:
         self._workload, self._mark, self._session, self._executor = workload, mark, session, executor
         self._looked_at: set[str] = set()
+        self._read: set[str] = set()
 
     @property
     def workload(self) -> Workload:
@@ -55,6 +56,20 @@ class CaseTensors:
     def looked_at(self) -> frozenset[str]:
         """What of it the test has asked for, of all that it could compute or judge with by itself."""
         return frozenset((*self._looked_at, *(name for name in ("q", "k", "v", "reference") if name in vars(self))))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Tensors that its workload has and that nobody has asked for, nor for the workload, which says as much."""
+        w = self._workload
+        needed = {
+            "bias": bool(w.bias),
+            "sinks": bool(w.sinks),
+            "kv_lens": bool(w.kv_lens) and not w.packs_keys,
+            "page_table": w.kv_pages is not None,
+            "mask": w.plain_mask is not None and not w.has_positional_mask and not w.is_packed,
+        }
+        is_told = "workload" in self._looked_at
+        return () if is_told else tuple(name for name, is_needed in needed.items() if is_needed and name not in self._read)
 
     @property
     def device(self) -> torch.device:
@@ -112,6 +127,7 @@ class CaseTensors:
 
         None where all is visible, and for packed sequences, whose masks are per sequence.
         """
+        self._read |= {"mask", "kv_lens"}
         mask = None if self._workload.is_packed else boolean_mask(self._inputs)
         if mask is None:
             return None
@@ -138,7 +154,7 @@ class CaseTensors:
 
         The attention_mask of transformers; torch's key_padding_mask is its opposite.
         """
-        lengths = None if self._workload.is_packed else self._inputs.kv_lens
+        lengths = None if self._workload.is_packed else self.kv_lens
         if lengths is None:
             return None
         inside = torch.arange(self._workload.kv_len, device=lengths.device) < lengths[:, None]
@@ -147,11 +163,13 @@ class CaseTensors:
     @property
     def bias(self) -> torch.Tensor | None:
         """The additive bias, broadcastable to (batch, heads, q_len, kv_len), in the dtype of out, or its own."""
+        self._read.add("bias")
         return self._inputs.bias
 
     @property
     def sinks(self) -> torch.Tensor | None:
         """One logit per head, (heads,), in the workload's dtype."""
+        self._read.add("sinks")
         return self._inputs.sinks
 
     @property
@@ -172,11 +190,13 @@ class CaseTensors:
     @property
     def kv_lens(self) -> torch.Tensor | None:
         """How many keys each batch entry has, (batch,), int32, where padded or paged."""
+        self._read.add("kv_lens")
         return self._inputs.kv_lens
 
     @property
     def page_table(self) -> torch.Tensor | None:
         """Page numbers of each batch entry, (batch, pages per sequence), int32."""
+        self._read.add("page_table")
         return self._inputs.page_table
 
     def workspace(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -208,7 +228,7 @@ class CaseTensors:
     @property
     def kv_starts(self) -> torch.Tensor | None:
         """At which row of k each batch entry's keys begin, (batch,), int32, where they are padded on the left."""
-        lengths = self._inputs.kv_lens
+        lengths = self.kv_lens
         return self._workload.kv_len - lengths if lengths is not None and self._workload.pad == "left" else None
 
     def fused(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -222,6 +242,7 @@ class CaseTensors:
         makes a new cache. What the kernel writes into it is checked after the call: the new keys and values bit for bit at
         their slots, and nothing else. appends: False for a kernel that writes nothing. Raises ValueError without `cached`.
         """
+        self._read |= {"kv_lens", "page_table"}
         own = self._keys_and_values
         k, v = own[0] if k is None else k, own[1] if v is None else v
         return split_cache(self._inputs, k, v, self._spec.layout, appends)
@@ -301,8 +322,13 @@ class CaseTensors:
             own["v"] = own["k"][..., : self._workload.v_head_dim]
         return dataclasses.replace(shared, **own)
 
-    @cached_property
+    @property
     def _page_lists(self) -> PageLists | None:
+        self._read |= {"kv_lens", "page_table"}
+        return self._lists_of_pages
+
+    @cached_property
+    def _lists_of_pages(self) -> PageLists | None:
         return page_lists(self._inputs) if self._workload.kv_pages else None
 
     @cached_property

@@ -8,7 +8,6 @@ small error everywhere (RMS of z over a head).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +78,8 @@ class Hint(NamedTuple):
 
     fault: the identity of what went wrong, of `diagnosis/faults.py`; "" where the line names no fault. label: with which the
     line begins. That is "suggests", "strides" where the way in which tensors lay in memory makes the difference, "state" where
-    other calls do, "rerun" where equal calls differ, "ranks" or "left out".
+    other calls do, "rerun" where equal calls differ, "unread" where a tensor of the case was not asked for, "scope" where it
+    may be no attention, "ranks" or "left out".
     """
 
     fault: str
@@ -194,7 +194,7 @@ class Comparison:
 # -- where it is wrong -------------------------------------------------------------------------------------------------
 
 #: sizes of tiles, after the last full one of which a tail begins
-_TILES = (128, 64, 32, 16)
+_TILES = (128, 96, 80, 64, 48, 32, 16)
 
 
 def looked_at(name: str, tensor: torch.Tensor, expected: Expected, workload: Workload) -> torch.Tensor:
@@ -242,13 +242,17 @@ def describe_rows(members: Members, length: int) -> str:
     if len(rows) == 1:
         return f"only {rows[0]} {of}" + (" (the last)" if rows[0] == length - 1 else "")
     if looked_at == length and rows == tuple(range(rows[0], rows[-1] + 1)):
-        tails = (tile for tile in _TILES if length % tile and rows[-1] == length - 1 and rows[0] == length // tile * tile)
-        tail = "".join(f", the tail after the last full tile of {tile}" for tile in islice(tails, 1))
-        return f"{rows[0]} to {rows[-1]} {of}{tail}"
+        return f"{rows[0]} to {rows[-1]} {of}{_tail(rows[0], length) if rows[-1] == length - 1 else ''}"
     for tile in _TILES:
         if len({row % tile for row in rows}) == 1:
             return f"{len(rows)} {of}, every one at {rows[0] % tile} modulo {tile}"
     return f"{len(rows)} {of}, first {rows[0]}, last {rows[-1]}"
+
+
+def _tail(start: int, length: int) -> str:
+    """Return of which tiles rows up to the last are the tail; no size where several sizes have that tail."""
+    tiles = [tile for tile in _TILES if length % tile and start == length // tile * tile]
+    return "" if not tiles else ", the tail" + (f" after the last full tile of {tiles[0]}" if len(tiles) == 1 else "")
 
 
 def residual_over_budget(residual: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:

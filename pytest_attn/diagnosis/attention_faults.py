@@ -28,9 +28,37 @@ def attention_faults(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     yield from ignored_options(w)
     for fault, words, mask in near_misses(w, drawn):
         yield AttentionFault(fault, words, of_workload(w, mask=mask))
+    yield from _hidden_scores(w, drawn)
     yield from misread_tensors(w, drawn)
     yield from misread_options(w, drawn)
     yield from misplaced_options(w, drawn)
+
+
+def _hidden_at(low: float, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    return scores.where(visible, low)
+
+
+#: finite numbers that hidden scores are set to
+_LOW = (0.0, -1.0, -10.0, -100.0)
+
+
+def _hidden_scores(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    """Yield scores that a mask, or padding, ought to hide and that it leaves finite."""
+    is_padded = drawn.kv_lens is not None and not w.kv_pages and min(w.kv_lens or (w.kv_len,)) < w.kv_len
+    if w.mask is None and not is_padded:
+        return
+
+    def with_hidden(step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], inputs: Inputs) -> Other:
+        visible = (inputs.mask_mod() if is_padded else None) or seen_by(inputs, w)
+        other, padded = _with_padding_seen(w, inputs) if is_padded else (inputs, w)
+        changed = modified_by(w, lambda s, *index: step(s, visible(*index)))
+        return other, padded.replace(mask=None, score_mod=changed)
+
+    words = "whose mask is added to the scores as 1 and 0, and hides nothing: 0 and -inf are added"
+    yield AttentionFault("mask-added", words, partial(with_hidden, lambda s, seen: s + seen))
+    for low in _LOW:
+        words = f"whose hidden scores are {low:g}, not -inf"
+        yield AttentionFault("hidden-scores-finite", words, partial(with_hidden, partial(_hidden_at, low)))
 
 
 #: sizes of tiles that kernels have, the largest first
@@ -50,6 +78,40 @@ def near_misses(w: Workload, drawn: Inputs) -> Iterator[NearMiss]:
         if mask.band is not None:
             yield from _tiles(mask.band, w, over)
     yield from _ends(visible, over)
+    yield from _both_sides(w, over)
+
+
+def _both_sides(w: Workload, over: Sequences) -> Iterator[NearMiss]:
+    """Yield other ends of a window, and a causal mask whose lengths are subtracted the wrong way round."""
+    band = w.band
+    if w.plain_mask is None or band is None:
+        return
+    if not band.top_left and not over.are_square:
+        words = "with the wrong sign of an alignment: rows stand at i + q_len - kv_len, not i + kv_len - q_len"
+        yield NearMiss("alignment-sign-flipped", words, _with_flipped_alignment(band, over))
+    if band.left is None or band.right is None:
+        return
+    if band.right:
+        for much, by in (("short", -1), ("long", 1)):
+            words = f"whose window is one key too {much} on both sides"
+            yield NearMiss(
+                f"window-both-one-too-{much}", words, in_band(Band(band.left + by, band.right + by, band.top_left), over)
+            )
+        yield NearMiss("window-left-only", "whose window has its left side alone", in_band(band._replace(right=0), over))
+        yield NearMiss("window-right-only", "whose window has its right side alone", in_band(band._replace(left=0), over))
+        half = Band(band.left // 2, band.right // 2, band.top_left)
+        yield NearMiss("window-halved", "whose window is half as long on each side", in_band(half, over))
+    elif band.left:
+        words = "whose window is as long on the right as on the left"
+        yield NearMiss("window-both-sided", words, in_band(band._replace(right=band.left), over))
+
+
+def _with_flipped_alignment(band: Band, over: Sequences) -> MaskMod:
+    inside = in_band(band._replace(top_left=True), over)
+    q_lens, kv_lens = over.q_lens, over.kv_lens
+    assert q_lens is not None
+    assert kv_lens is not None
+    return lambda b, h, q, kv: inside(b, h, q - (kv_lens[b] - q_lens[b]), kv)
 
 
 def seen_by(inputs: Inputs, w: Workload) -> MaskMod:
@@ -83,6 +145,13 @@ def _tiles(band: Band, w: Workload, over: Sequences) -> Iterator[NearMiss]:
 
         return mask_mod
 
+    def is_full(at: tuple[torch.Tensor, ...], tile: int) -> torch.Tensor:
+        """Return whether all rows of q's tile see all keys of kv's."""
+        b, h, q, kv = at
+        rows, keys = q // tile * tile, kv // tile * tile
+        ends = (rows + tile - 1).minimum(q_lens[b] - 1), (keys + tile - 1).minimum(kv_lens[b] - 1)
+        return inside(b, h, rows, ends[1]) & inside(b, h, ends[0], keys)
+
     for tile in TILES:
         if w.q_len > tile:
             text, local = f"whose mask counts rows within tiles of {tile}", _with_local_rows(inside, tile)
@@ -106,6 +175,8 @@ def _tiles(band: Band, w: Workload, over: Sequences) -> Iterator[NearMiss]:
             )
             text = f"without the last tile of {tile} keys that a row sees"
             yield NearMiss("last-visible-tile-missing", text, tiled(tile, lambda at, first, last, _: inside(*at) & (last < 0)))
+            text = f"without the tiles of {tile} keys that all rows of a tile see: only those at an edge are visited"
+            yield NearMiss("full-tiles-missing", text, tiled(tile, lambda at, *_, tile=tile: inside(*at) & ~is_full(at, tile)))
             if band.left is not None:
                 text = f"without the tile of {tile} keys in which the window begins"
                 yield NearMiss(
@@ -183,7 +254,14 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         words = f"with kv_lens one too short{or_window}: the newest key is not seen"
         one_less = _with(w, "kv_lens", lambda lens: (lens - 1).clamp(min=0))
         yield AttentionFault("newest-key-missing", words, one_less)
+        if min(w.kv_lens or (w.kv_len,)) < w.kv_len:
+            words = "with kv_lens one too long: one key of padding is seen"
+            yield AttentionFault("one-key-beyond-length", words, partial(_with_one_key_more, w))
     yield from _padding(w, drawn)
+    yield from _zeros_counted(w)
+
+
+def _zeros_counted(w: Workload) -> Iterator[AttentionFault]:
     if w.is_packed or w.kv_pages or w.band is None:
         return
     ends = tuple(kv_len for _, kv_len in sequence_lengths(w))
@@ -195,6 +273,12 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         if filled != ends:
             words = f"that counts the zeros {zeros}: they are not masked"
             yield AttentionFault("tail-zeros-counted", words, partial(_filled_with_zeros, w, filled))
+
+
+def _with_one_key_more(w: Workload, inputs: Inputs) -> Other:
+    lens = tuple(min(length + 1, w.kv_len) for length in w.kv_lens or ())
+    assert inputs.kv_lens is not None
+    return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens)), w.replace(kv_lens=lens)
 
 
 def _with_padding_seen(w: Workload, inputs: Inputs) -> Other:
@@ -300,6 +384,16 @@ def _with_key_heads(w: Workload, order: tuple[int, ...], inputs: Inputs) -> Othe
     return dataclasses.replace(inputs, k=k, v=v), w.replace(kv_heads=w.heads)
 
 
+#: batch entries of which each two are tried in each other's place
+_FEW_ENTRIES = 4
+
+
+def _exchanged(one: int, other: int, t: torch.Tensor) -> torch.Tensor:
+    order = list(range(len(t)))
+    order[one], order[other] = other, one
+    return t[order]
+
+
 def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
     """Yield keys and values of other batch entries."""
     if w.batch == 1 or w.is_packed or w.kv_pages:
@@ -311,6 +405,9 @@ def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
     def first(t: torch.Tensor) -> torch.Tensor:
         return t[:1].expand_as(t)
 
+    for one, other in itertools.combinations(range(w.batch), 2) if 2 < w.batch <= _FEW_ENTRIES else ():
+        words = f"with k and v of batch entries {one} and {other} exchanged"
+        yield fault("batch-entries-exchanged", words, "kv", partial(_exchanged, one, other))
     yield fault("keys-of-first-batch-entry", "with the keys of the first batch entry for all", "k", first)
     yield fault("values-of-first-batch-entry", "with the values of the first batch entry for all", "v", first)
     yield fault("kv-of-first-batch-entry", "with k and v of the first batch entry for all", "kv", first)
@@ -345,6 +442,8 @@ def _other_extents(
         yield "keys-at-offsets-of-queries", words, q_starts, q_lens
     words = "whose packed sequences read from their second key to the first of the next"
     yield "keys-begin-late", words, [start + 1 for start in starts[:-1]] + starts[-1:], kv_lens
+    words = "whose packed sequences read from the last key of the one before: cu_seqlens is one too small"
+    yield "keys-begin-early", words, [max(start - 1, 0) for start in starts], kv_lens
     if w.group > 1:
         words = "that finds packed keys with the stride of the queries, which have more heads"
         yield "keys-with-stride-of-queries", words, [start * w.group for start in starts], kv_lens
@@ -365,6 +464,13 @@ def _with_extents(w: Workload, starts: Sequence[int], lengths: Sequence[int], in
     where = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     index = (torch.cat(where) % len(inputs.k)).to(inputs.k.device)
     return dataclasses.replace(inputs, k=inputs.k[index], v=inputs.v[index]), w.replace(kv_lens=tuple(lengths), kv_len=None)
+
+
+def _with_whole_pages(w: Workload, inputs: Inputs) -> Other:
+    size = w.kv_pages.size if w.kv_pages else 1
+    lens = tuple(min(-(-n // size) * size, w.kv_len) for n in w.kv_lens or ())
+    assert inputs.kv_lens is not None
+    return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens)), w.replace(kv_lens=lens)
 
 
 def _pages(w: Workload) -> Iterator[AttentionFault]:
@@ -401,6 +507,12 @@ def _pages(w: Workload) -> Iterator[AttentionFault]:
     if w.batch > 1:
         of_first = _with(w, "page_table", lambda t: t[:1].expand_as(t))
         yield AttentionFault("pages-of-first-sequence", "with the pages of the first sequence for all", of_first)
+        for whose, shift in (("next", -1), ("previous", 1)) if w.batch > 2 else (("next", -1),):
+            of_other = _with(w, "page_table", partial(torch.roll, shifts=shift, dims=0))
+            yield AttentionFault("pages-of-another-sequence", f"with the pages of the {whose} sequence", of_other)
+    if w.kv_lens and any(n % size and -(-n // size) * size <= w.kv_len for n in w.kv_lens):
+        words = f"that sees the padding of pages: keys up to the end of the last page of {size}"
+        yield AttentionFault("padding-of-pages-seen", words, partial(_with_whole_pages, w))
     words = "that takes a sequence's pages to follow each other: only the first is looked up"
     yield AttentionFault("pages-taken-in-order", words, of_tensors(w, in_order))
     words = "that finds a row of the page table by the pages in use, not by its stride"
@@ -435,13 +547,36 @@ def _contents_in_rows(w: Workload) -> Iterator[AttentionFault]:
     if w.v_head_dim != w.head_dim:
         words = "that reads rows of v head_dim apart, as those of k"
         yield AttentionFault("v-with-head-dim-of-k", words, _with(w, "v", partial(_far_rows, w)))
+    shape = (w.batch, w.kv_heads, w.kv_len)
+    viewed = (("v", "v-viewed-not-transposed"), ("k", "k-viewed-not-transposed"))
+    for name, fault in viewed if w.kv_heads > 1 and not w.v_in_k else ():
+        for layout, read in (
+            ("(batch, seqlen, heads, dim)", _read_as_rows_first),
+            ("(batch, heads, seqlen, dim)", _read_as_heads_first),
+        ):
+            words = f"whose {name} is viewed as {layout}, where a transpose belongs: heads and rows are mixed up"
+            yield AttentionFault(fault, words, _with(w, name, partial(read, shape)))
     if w.kv_heads == w.kv_len > 1:
         swapped = _with(w, "k", lambda k: k.transpose(1, 2).contiguous())
         yield AttentionFault("k-heads-and-rows-swapped", "with heads and rows of k swapped", swapped)
     for bits in (8, 15, 16):
         if w.kv_len > 1 << bits:
+            words = f"without the keys from {1 << bits} on"
+            yield AttentionFault("keys-beyond-unseen", words, partial(_without_keys_from, w, 1 << bits))
             words = f"whose key positions wrap round at {1 << bits}"
             yield AttentionFault("key-positions-wrap", words, partial(_wrapped, w, 1 << bits))
+
+
+def _read_as_rows_first(shape: tuple[int, int, int], t: torch.Tensor) -> torch.Tensor:
+    """Read memory (batch, heads, rows, dim) as (batch, rows, heads, dim), heads-first."""
+    batch, heads, rows = shape
+    return t.reshape(batch, rows, heads, -1).transpose(1, 2)
+
+
+def _read_as_heads_first(shape: tuple[int, int, int], t: torch.Tensor) -> torch.Tensor:
+    """Read memory (batch, rows, heads, dim) as (batch, heads, rows, dim)."""
+    batch, heads, rows = shape
+    return t.transpose(1, 2).reshape(batch, heads, rows, -1)
 
 
 def _shortened(whole: int, q: torch.Tensor) -> torch.Tensor:
@@ -453,6 +588,12 @@ def _far_rows(w: Workload, v: torch.Tensor) -> torch.Tensor:
     *rows, dim = v.shape
     at = torch.arange(math.prod(rows), device=v.device).view(*rows, 1) * w.head_dim + torch.arange(dim, device=v.device)
     return v.flatten()[at % v.numel()]
+
+
+def _without_keys_from(w: Workload, end: int, inputs: Inputs) -> Other:
+    visible = seen_by(inputs, w)
+    shown: MaskMod = lambda b, h, q, kv: visible(b, h, q, kv) & (kv < end)  # noqa: E731
+    return inputs, w.replace(mask=shown)
 
 
 def _wrapped(w: Workload, reach: int, inputs: Inputs) -> Other:
@@ -657,10 +798,22 @@ def _misread_slopes(w: Workload) -> Iterator[AttentionFault]:
     words = "whose ALiBi slopes are 2 ** (-8 h / heads), not 2 ** (-8 (h + 1) / heads)"
     of_next = _with(w, "alibi_slopes", lambda slopes: slopes * 2 ** (8 / w.heads))
     yield AttentionFault("alibi-slope-of-next-power", words, of_next)
+    if w.alibi is True and w.heads & (w.heads - 1):
+        words = "with the slopes of ALiBi's paper for a number of heads that is not a power of two"
+        yield AttentionFault("alibi-slopes-of-paper", words, _with(w, "alibi_slopes", _slopes_of_paper))
     words = "whose ALiBi is scaled like the scores"
     yield AttentionFault("alibi-scaled", words, _with(w, "alibi_slopes", lambda slopes: slopes.double() * w.softmax_scale))
     identities = "alibi-slope-of-another-head", "alibi-slope-of-key-head"
     yield from _of_another_head(w, "alibi_slopes", "ALiBi's slope", *identities)
+
+
+def _slopes_of_paper(slopes: torch.Tensor) -> torch.Tensor:
+    """Return those of the next smaller power of two, and every other one of twice as many (Press et al., 2022)."""
+    heads = slopes.shape[-1]
+    power = 1 << heads.bit_length() - 1
+    first = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    more = [2.0 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
+    return slopes.new_tensor(first + more)
 
 
 def _of_another_head(w: Workload, tensor: str, words: str, fault: str, fault_of_key_head: str) -> Iterator[AttentionFault]:
@@ -723,8 +876,13 @@ def _misplaced_softcap(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         return
     if not w.alibi and (w.bias is None or w.bias_before_softcap):
         words = "whose softcap cuts scores off at -cap and cap, without tanh"
-        cut = _then(w, lambda s, *index: s.clamp(-cap, cap))
+        cut = modified_by(w, lambda s, *index: s.clamp(-cap, cap))
         yield AttentionFault("softcap-cuts-off", words, of_workload(w, softcap=None, score_mod=cut))
+    if not w.alibi and not w.bias:
+        words = "with the softcap before the scale: it caps q . k, not scale * q . k"
+        scale = w.softmax_scale
+        before = modified_by(w, lambda s, *index: scale * cap * (s / scale / cap).tanh())
+        yield AttentionFault("softcap-before-scale", words, of_workload(w, softcap=None, score_mod=before))
     words = "whose softcap is not multiplied back: tanh(s / cap)"
     yield AttentionFault("softcap-not-multiplied-back", words, partial(_with_softcap_as_factor_1, w))
     if w.bias and w.bias_before_softcap:
@@ -736,11 +894,11 @@ def _misplaced_softcap(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     if w.mask is not None:
         visible = seen_by(drawn, w)
         words = "with the softcap after the mask: hidden scores are -cap, not -inf"
-        after = _then(w, lambda s, *index: s.where(visible(*index), -cap))
+        after = modified_by(w, lambda s, *index: s.where(visible(*index), -cap))
         yield AttentionFault("softcap-after-mask", words, of_workload(w, mask=None, score_mod=after))
 
 
-def _then(w: Workload, step: ScoreMod) -> ScoreMod:
+def modified_by(w: Workload, step: ScoreMod) -> ScoreMod:
     """Return what modifies scores by a step, after softcap, bias and ALiBi, and then by the workload's score_mod."""
     mod = w.score_mod
 
@@ -765,7 +923,7 @@ def _with_softcap_as_factor_1(w: Workload, inputs: Inputs) -> Other:
             return ((s + bias(index)) / cap).tanh()
         return (s / cap).tanh() + bias(index)
 
-    return inputs, w.replace(score_mod=_then(w, capped), softcap=None, bias=None)
+    return inputs, w.replace(score_mod=modified_by(w, capped), softcap=None, bias=None)
 
 
 def _with_alibi(w: Workload, distance: Callable[..., torch.Tensor], inputs: Inputs) -> Other:
@@ -776,7 +934,7 @@ def _with_alibi(w: Workload, distance: Callable[..., torch.Tensor], inputs: Inpu
     def biased(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return s - slopes_of(slopes.to(h.device).double(), b, h) * distance(b, q, kv)
 
-    return inputs, w.replace(score_mod=_then(w, biased), alibi=False)
+    return inputs, w.replace(score_mod=modified_by(w, biased), alibi=False)
 
 
 def _score_mod_within_tile(mod: ScoreMod, tile: int) -> ScoreMod:
@@ -795,7 +953,7 @@ def roundings(profile: Precision, w: Workload, smaller: str = "") -> Iterator[Ca
     dtype = getattr(torch, smaller or w.out_dtype)
     rounded = partial(_rounded, dtype)
     if profile.rounds_scores:
-        once = _then(w, lambda s, *index: rounded(s))
+        once = modified_by(w, lambda s, *index: rounded(s))
         yield of_workload(w, score_mod=once)
         if not (w.softcap or w.bias or w.alibi or w.score_mod):
             of_products = partial(_scaled_after, dtype, w.softmax_scale)

@@ -44,7 +44,8 @@ from pytest_attn.diagnosis.backward_faults import (
     with_rounded_dp,
     wrong_slope_of_cap,
 )
-from pytest_attn.diagnosis.faults import PRECISION
+from pytest_attn.diagnosis.counted_keys import faults_of_counts
+from pytest_attn.diagnosis.faults import PRECISION, is_of_rounding
 from pytest_attn.diagnosis.forward_faults import (
     FEW_ROWS,
     MANY_ROWS,
@@ -199,7 +200,7 @@ def diagnose(
     with few_threads(evidence.workload):
         location, hints = _explanation(mismatch.row, evidence, case)
     if mismatch.hints:  # what strides or other calls change does not come from rounding
-        hints = [hint for hint in hints if not hint.fault.startswith(PRECISION)]
+        hints = [hint for hint in hints if not is_of_rounding(hint.fault)]
     hints += mismatch.hints
     if case.time.left_out:
         left_out = f"not all of these were tried: {', '.join(case.time.left_out)}"
@@ -232,7 +233,8 @@ def _explanation(row: TensorComparison, evidence: Evidence, case: Case) -> tuple
         return location, _without_keys(got, bad, reference, name)
     if not bool(got.any()):
         return location, [Hint("all-zeros", f"{name} is all zeros")]
-    return location, _of_tensor(row, got, bad, reference, case) or _traces(got, bad, name, expected.rows)
+    found = _of_tensor(row, got, bad, reference, case) or _traces(got, bad, name, expected.rows)
+    return location, found or (_out_of_scope(got, bad, reference) if name == "out" else [])
 
 
 def _of_tensor(row: TensorComparison, got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
@@ -258,7 +260,8 @@ def _best(
     """Return the hypothesis that fits best what is seen first, of those that explain what is seen on every distribution."""
     tried = [(one, explains(one, first)) for one in time.each(what, hypotheses)]
     fitting = [(one, fit) for one, fit in tried if fit is not None]
-    for one, fit in time.each(what, sorted(fitting, key=lambda found: found[1].rank)):
+    by_rank = sorted(fitting, key=lambda found: float(f"{found[1].rank:.3g}"))  # of those that amount to the same the first
+    for one, fit in time.each(what, by_rank):
         if all(explains(one, seen) for seen in every()):
             return one, fit
     return None
@@ -273,6 +276,7 @@ def _of_out(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: Ca
     return (
         _other_attention(few, many, case)
         or _other_places(got, reference, case)
+        or _of_counted_keys(bad, reference, many, case)
         or _of_running_sums(bad, reference, case)
         or _of_factors(got, bad, reference, case)
         or scale_or_profile(many, case)
@@ -302,6 +306,18 @@ def _other_places(got: torch.Tensor, reference: Reference, case: Case) -> list[H
     if not is_sampled:
         moves += heads_as_rows(case.workload, case.limits[0])
     return _hints(_first(case.time.each("other places of rows", moves), every))
+
+
+def _of_counted_keys(bad: torch.Tensor, reference: Reference, many: RowsOfOut, case: Case) -> list[Hint]:
+    what = "keys that count never or twice"
+    region = next(regions_of(reference, "dq", bad), None)
+    if region is None or case.time.is_over(what):
+        return []
+    got = next(got for got, of in case.of("out") if of is reference)
+    seen = OnlineRows.of(got, reference, region, bad)
+    faults = (on_rows(fault, case.limits[0]) for fault in faults_of_counts(case.workload, seen))
+    found = _best(faults, _in_all_rows(many), lambda: _spread_rows(case), what, case.time)
+    return [Hint(found[0].fault, f"{found[0].words} (z {found[1].z:.1f} there)")] if found else []
 
 
 def _of_factors(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
@@ -512,6 +528,23 @@ def _traces(got: torch.Tensor, bad: torch.Tensor, name: str, sampled: torch.Tens
         )
         found.append(Hint("offset-wraps", words))
     return found
+
+
+#: by which part of their size means of v by other weights are off, and no rows of another place, and of which part of the rows
+_FAR, _RANDOM, _MOST_ROWS = 0.1, 0.6, 0.95
+
+
+def _out_of_scope(got: torch.Tensor, bad: torch.Tensor, reference: Reference) -> list[Hint]:
+    """Say that another function than softmax attention is not judged here, where all rows are far from exact attention."""
+    exact = reference.tensors["out"].value
+    off = float((got.double().to(exact.device) - exact).norm() / exact.norm()) if bool(exact.any()) else 0.0
+    if not _FAR < off < _RANDOM or float(bad.double().mean()) < _MOST_ROWS:
+        return []
+    words = (
+        f"no known cause fits, and out is off by {off:.0%} in all rows: if it has no softmax, or approximates attention by"
+        " design (FAVOR+, linear or ReLU attention), it is out of scope"
+    )
+    return [Hint("", words, "scope")]
 
 
 def _reach(got: torch.Tensor, bad: torch.Tensor) -> int:

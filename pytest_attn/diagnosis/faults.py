@@ -16,6 +16,8 @@ OTHER_ALIGNMENT = ("causal-other-alignment", "window-other-alignment", "aligned-
 TAIL_MISSING = ("tail-tile-missing", "last-tile-missing", "last-visible-tile-missing", "last-key-missing")
 LENGTHS_MISREAD = ("kv-lens-ignored", "kv-len-of-first-batch-entry")
 EMPTY_ROWS = ("empty-rows", "empty-rows-nan", "empty-rows-mean-of-v")
+#: what is fitted to a result, and so fits much
+FITTED = ("denominator-off", "out-scaled", "gradient-scaled", "scale-wrong", "scores-rounded", "sinks-rounded")
 #: what is only observed, and is so with any fault
 OBSERVATIONS = ("not-finite", "all-zeros", "zeros-there", "calls-differ", *EMPTY_ROWS)
 
@@ -39,6 +41,16 @@ FAULTS = {
     "window-right-one-too-short": "a window is one key too short on the right",
     "window-right-ignored": "a window is open on the right",
     "window-shifted": "a window stands one key too early or too late",
+    "window-both-one-too-short": "a window is one key too short on both sides",
+    "window-both-one-too-long": "a window is one key too long on both sides",
+    "window-both-sided": "a window is as long on the right as on the left",
+    "window-left-only": "a window has its left side alone",
+    "window-right-only": "a window has its right side alone",
+    "window-halved": "a window is half as long on each side",
+    "alignment-sign-flipped": "lengths are subtracted the wrong way round where rows are aligned to keys",
+    "full-tiles-missing": "tiles that all rows of a tile see are left out",
+    "mask-added": "a boolean mask is added to the scores",
+    "hidden-scores-finite": "hidden scores are set to a finite number",
     "window-other-alignment": "a window is aligned to the first key, not to the last",
     "first-window-tile-missing": "the tile of keys in which a window begins is left out",
     "aligned-as-longest-sequence": "all sequences are aligned as the longest one",
@@ -61,19 +73,27 @@ FAULTS = {
     "new-keys-unread": "the new keys beside a cache are not read",
     "newest-key-missing": "lengths of keys are one too short",
     "kv-lens-ignored": "lengths of keys are ignored, and padding is seen",
+    "one-key-beyond-length": "one key beyond a length is seen",
     "kv-len-of-first-batch-entry": "the length of the first batch entry is taken for all",
     "sequences-see-each-other": "packed sequences see each other",
     "tail-reads-next-sequence": "packed sequences see the next one's keys",
     "keys-at-offsets-of-queries": "packed keys are found by the cumulated lengths of the queries",
+    "keys-begin-early": "packed sequences read from the last key of the one before",
     "keys-begin-late": "packed sequences read from their second key to the first of the next",
     "keys-with-stride-of-queries": "packed keys are found with the stride of the queries, which have more heads",
     "sequence-without-queries-left-out": "sequences without queries are left out of the queries' list only",
     "last-page-skipped": "the last page is left out where it is not full",
     "page-table-unread": "the page table is not read",
     "pages-of-first-sequence": "the pages of the first sequence are read for all",
+    "pages-of-another-sequence": "the pages of another sequence are read",
+    "padding-of-pages-seen": "keys up to the end of a sequence's last page are seen",
     "pages-taken-in-order": "the pages of a sequence are taken to follow each other",
     "page-table-stride-ignored": "a row of the page table is found by the pages in use, not by its stride",
     "page-of-another-size": "pages are taken to be twice as long as they are",
+    "keys-unseen": "some keys are not seen",
+    "keys-missing-with-a-period": "some of each number of keys are not seen",
+    "keys-counted-twice": "some keys count twice",
+    "keys-beyond-unseen": "keys beyond some number are not seen",
     "key-positions-wrap": "positions of keys wrap round",
     # heads and batch entries
     "heads-interleaved": "query head h uses key head h % kv_heads",
@@ -90,10 +110,14 @@ FAULTS = {
     "kv-of-next-batch-entry": "k and v of the next batch entry are read",
     "kv-of-previous-batch-entry": "k and v of the batch entry before are read",
     "batch-reversed": "k and v are read with the batch in reverse",
+    "batch-entries-exchanged": "k and v of two batch entries are exchanged",
     "batch-entries-shifted": "batch entries of out are swapped",
     "heads-and-rows-swapped": "out has its heads and rows swapped",
     "batch-and-heads-swapped": "out has its batch entries and heads swapped",
     "heads-taken-for-rows": "heads are taken for rows, as q, k and v have another layout",
+    "k-viewed-not-transposed": "k is viewed in another layout, not transposed",
+    "v-viewed-not-transposed": "v is viewed in another layout, not transposed",
+    "out-viewed-not-transposed": "out is viewed in another layout, not transposed",
     "k-heads-and-rows-swapped": "k is read with its heads and rows swapped",
     # q, k and v
     "scores-without-effect": "the scores have no effect",
@@ -127,6 +151,7 @@ FAULTS = {
     "softcap-ignored": "softcap is ignored",
     "softcap-cuts-off": "softcap cuts scores off, without tanh",
     "softcap-not-multiplied-back": "softcap is not multiplied back",
+    "softcap-before-scale": "softcap comes before the scale",
     "softcap-before-bias": "softcap comes before the bias, not after",
     "softcap-after-bias": "softcap comes after the bias, not before",
     "softcap-after-mask": "softcap comes after the mask",
@@ -137,6 +162,7 @@ FAULTS = {
     "alibi-ignored": "ALiBi is ignored",
     "alibi-sign-flipped": "ALiBi has the wrong sign",
     "alibi-slope-of-next-power": "ALiBi's slopes are those of the next power",
+    "alibi-slopes-of-paper": "ALiBi's slopes are the paper's for a number of heads that is not a power of two",
     "alibi-scaled": "ALiBi is scaled like the scores",
     "alibi-slope-of-another-head": "ALiBi's slope of another head is taken",
     "alibi-slope-of-key-head": "ALiBi's slope of the key head is taken, not of the query head",
@@ -274,6 +300,11 @@ FAULTS = {
 def is_known(fault: str) -> bool:
     """Return whether an identity is one of a fault, of one in P computed again, or of a precision profile."""
     return fault.removeprefix(RECOMPUTED) in FAULTS or fault.startswith(PRECISION)
+
+
+def is_of_rounding(fault: str) -> bool:
+    """Return whether a fault is a profile, or a rounding or factor that was fitted: the same in each call."""
+    return fault.startswith(PRECISION) or fault in FITTED
 
 
 def recomputed(faults: Iterable[str]) -> tuple[str, ...]:

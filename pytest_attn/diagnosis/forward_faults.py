@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -94,12 +95,37 @@ def misplaced_rows(shape: torch.Size, is_sampled: bool, limits: Limits) -> Itera
     for shift in range(1, min(batch, 8)):
         words = f"batch entry b holds what belongs to batch entry b - {shift}: batch entries are swapped"
         yield fault("batch-entries-shifted", words, partial(torch.roll, shifts=shift, dims=0))
+    for one, other in itertools.combinations(range(batch), 2) if 2 < batch <= _FEW_ENTRIES else ():
+        order = list(range(batch))
+        order[one], order[other] = other, one
+        words = f"batch entries {one} and {other} of out are exchanged"
+        yield fault("batch-entries-shifted", words, partial(_in_order, order))
+    if not is_sampled and heads > 1 and rows > 1:
+        for words, move in (
+            ("(batch, heads, rows, dim) viewed as (batch, rows, heads, dim)", lambda t: t.transpose(1, 2).reshape(t.shape)),
+            ("(batch, rows, heads, dim) viewed as (batch, heads, rows, dim)", _viewed_as_heads_first),
+        ):
+            words = f"out is {words}, where a transpose belongs"
+            yield fault("out-viewed-not-transposed", words, move)
     if not is_sampled and heads == rows > 1:
         words = "out has its heads and rows swapped, which no shape shows where these are equal"
         yield fault("heads-and-rows-swapped", words, lambda t: t.transpose(1, 2))
     if not is_sampled and batch == heads > 1:
         words = "out has its batch entries and heads swapped, which no shape shows where these are equal"
         yield fault("batch-and-heads-swapped", words, lambda t: t.transpose(0, 1))
+
+
+#: batch entries of which each two are tried in each other's place
+_FEW_ENTRIES = 4
+
+
+def _in_order(order: list[int], t: torch.Tensor) -> torch.Tensor:
+    return t[order]
+
+
+def _viewed_as_heads_first(t: torch.Tensor) -> torch.Tensor:
+    batch, heads, rows, _ = t.shape
+    return t.reshape(batch, rows, heads, -1).transpose(1, 2)
 
 
 def heads_as_rows(w: Workload, limits: Limits) -> Iterator[FaultHypothesis[RowsOfOut]]:

@@ -11,6 +11,8 @@ from pytest_attn.reports.lines import aligned, count, duration, some, z_figure
 from pytest_attn.reports.records import Record, verdict_of
 from pytest_attn.reports.verdict import LONG_SUMS, Cause, Tone, Verdict
 
+#: subject of the record of a test that ended before it named one
+_NO_SUBJECT = "-"
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 
 
@@ -231,7 +233,8 @@ def closing(records: Sequence[Record]) -> Line:
 
 
 def _kernels(records: Sequence[Record]) -> str:
-    kernels, workloads = ({r[of] for r in records if r["verdict"] != Verdict.SKIPPED} for of in ("subject", "workload"))
+    ran = [r for r in records if r["verdict"] != Verdict.SKIPPED and r["subject"] != _NO_SUBJECT]
+    kernels, workloads = ({r[of] for r in ran} for of in ("subject", "workload"))
     return f"; {count(len(kernels), 'kernel')} on {count(len(workloads), 'workload')}" if kernels else ""
 
 
@@ -243,14 +246,19 @@ def _largest_z(records: Sequence[Record]) -> str:
     return f", largest passing z {worst['z_element']:.1f} ({worst['subject']}, {worst['tensor']}, {worst['workload']})"
 
 
+#: said of cases whose tests raised before they had a kernel judged
+_ENDED = "ended before a kernel was judged"
+
+
 def counted_cases(records: Sequence[Record]) -> str:
     """Say how many cases were judged, of which some have several judgments, and how many were declined or skipped."""
     cases: dict[str, set[str]] = {}
     for r in records:
-        cases.setdefault(r["test"], set()).add("judged" if r["verdict"] != Verdict.SKIPPED else r["cause"])
-    judged = sum("judged" in found for found in cases.values())
-    declined = sum(Cause.DECLINED in found and "judged" not in found for found in cases.values())
-    others = {"declined": declined, "skipped": len(cases) - judged - declined}
+        asked = _ENDED if r["subject"] == _NO_SUBJECT else "judged"
+        cases.setdefault(r["test"], set()).add(asked if r["verdict"] != Verdict.SKIPPED else r["cause"])
+    first = [next((how for how in ("judged", _ENDED, Cause.DECLINED) if how in found), "skipped") for found in cases.values()]
+    judged = first.count("judged")
+    others = {_ENDED: first.count(_ENDED), "declined": first.count(Cause.DECLINED), "skipped": first.count("skipped")}
     said = f"; {count(judged, 'case')} judged" if judged else ""
     return said + "".join(f", {number} {how}" for how, number in others.items() if number)
 

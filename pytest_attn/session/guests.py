@@ -75,4 +75,9 @@ def method_of(name: str) -> Any:
     for guest in guests():
         if method := guest.methods.get(name):
             return resolve_name(method)
-    raise AttributeError(f"attn has no attribute {name!r}")
+    raise AttributeError(name)
+
+
+def methods_of_guests() -> list[str]:
+    """Return the names of all methods of `attn` that guests add."""
+    return [name for guest in guests() for name in guest.methods]

@@ -232,7 +232,7 @@ def size(text: str) -> int:
 def recording_reason(text: str) -> str:
     """Return why baselines are recorded; what looks like a test or an option was meant as one."""
     if not text.strip() or text.startswith("-"):
-        raise ValueError(f'must be a reason such as "first recording", got {text!r}')
+        raise ValueError(f'must be followed by a reason, as in --attn-update-baselines="first recording", got {text!r}')
     if "::" in text or os.path.exists(text):
         raise ValueError(f'must be a reason such as "first recording", got the test {text!r}')
     return text.strip()

@@ -203,6 +203,7 @@ class Settings:
         "Record the latencies of all selected cases that are right, in ten new processes, with this reason",
         "REASON",
         option_types.recording_reason,
+        alone="",
     )
     given: dict[str, str] = field(default_factory=dict)
     #: the files of --attn-output, by what each is
@@ -233,6 +234,8 @@ class Settings:
                 raise pytest.UsageError(f"{origin}: {error}") from None
             if one.default is not None and text != one.default:
                 given[one.stem] = str(text)
+            elif origin == one.flag and one.name in _SAY_NOTHING_AT_0 and config.getini(one.dest) == text:
+                raise pytest.UsageError(f"{origin}: {_SAY_NOTHING_AT_0[one.name]}, got {text}; leave it out, or say a number")
         if values.get("isolated") and "backends" not in given:
             values["backends"] = option_types.names(values["isolated"])
             given["backends"] = values["isolated"]
@@ -269,6 +272,9 @@ class Settings:
             raise pytest.UsageError("--attn-fuzz: draws workloads for the test's own kernels; leave out --attn-mutants")
         if self.is_ranked:
             self._refuse_beside_ranks(config)
+        if self.mutants and (self.latency == "require" or self.update_baselines is not None):
+            flag = "--attn-latency=require" if self.latency == "require" else "--attn-update-baselines"
+            raise pytest.UsageError(f"{flag}: needs times, and --attn-mutants takes none; leave one of them out")
         if self.update_baselines is not None:
             if self.latency == "off":
                 raise pytest.UsageError("--attn-update-baselines: needs times; leave out --attn-latency=off")
@@ -288,6 +294,13 @@ class Settings:
                 raise pytest.UsageError("--attn-tune: configurations have no baselines; say --attn-latency=auto")
             if config.getoption("attn_backends") is not None:
                 raise pytest.UsageError("--attn-tune: chooses the backends itself; leave out --attn-backends")
+
+
+#: options that turn nothing off at their default, unless an ini file has turned it on
+_SAY_NOTHING_AT_0 = {
+    "fuzz": "must be a number of workloads to draw, as --attn-fuzz=20",
+    "threads": "must be a number of threads to time with, as --attn-threads=1",
+}
 
 
 def add_options(parser: pytest.Parser) -> None:

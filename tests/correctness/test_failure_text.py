@@ -36,6 +36,7 @@ def test_the_failure_names_worst_element_levels_place_and_figures():
     ("spoil", "place"),
     [
         (lambda out: out[:, :, 128:], "rows 128 to 199 of 200, the tail after the last full tile of 128"),
+        (lambda out: out[:, :, 192:], "rows 192 to 199 of 200, the tail; all 2 heads"),
         (lambda out: out[:, :, 63::64], "rows 3 of 200, every one at 63 modulo 64"),
         (lambda out: out[:, :, 10:20], "rows 10 to 19 of 200"),
     ],

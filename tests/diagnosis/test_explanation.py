@@ -301,6 +301,29 @@ def test_dropout_that_was_left_on_is_told_from_a_wrong_kernel():
     assert "calls-differ" not in faults(lambda q, k, v: sdpa(q, k, v) * 2, Workload(128, heads=2, head_dim=64))
 
 
+def test_a_kernel_without_a_softmax_is_told_that_it_may_be_out_of_scope():
+    def of_relu(q, k, v):
+        weights = (q.float() @ k.float().mT).relu()
+        return (weights @ v.float() / (weights.sum(-1, keepdim=True) + 1e-6)).to(q.dtype)
+
+    comparison = judged(of_relu, CheckSpec(Workload(96, heads=2), CPU))
+    (hint,) = comparison.mismatch.hints
+    assert (hint.fault, hint.label) == ("", "scope")
+    assert "FAVOR+, linear or ReLU attention), it is out of scope" in hint.words
+
+
+@pytest.mark.parametrize(("every", "by"), [(1, 0.02), (2, 0.01), (2, 0.02)])
+def test_a_disturbance_of_some_calls_is_no_rounding(every, by):
+    calls, noise = itertools.count(1), torch.Generator().manual_seed(0)
+
+    def disturbed(q, k, v):
+        out = sdpa(q.float(), k.float(), v.float())
+        factors = 1 + by * torch.rand(out[..., :1].shape, generator=noise)
+        return (out if next(calls) % every else out * factors).to(q.dtype)
+
+    assert faults(disturbed, Workload(128, heads=2)) == ("calls-differ",)
+
+
 def test_what_takes_too_long_to_confirm_is_not_suggested(monkeypatch):
     def eager(q, k, v):
         return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v

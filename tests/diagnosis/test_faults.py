@@ -98,7 +98,8 @@ HONEST_OTHERWISE = {
 def test_another_fault_is_given_no_name(name):
     comparison = judged(HONEST_OTHERWISE[name], CheckSpec(FULL, CPU))
     assert not comparison.passed
-    assert comparison.mismatch.hints == ()
+    assert comparison.faults == ()
+    assert {hint.label for hint in comparison.mismatch.hints} <= {"scope"}
 
 
 def test_a_factor_of_rows_that_rounding_cannot_make_asks_for_the_keys_of_the_denominator():

@@ -135,6 +135,15 @@ def test_a_fixture_without_a_marker_is_a_collection_error(run, pytester):
     assert f"::test_kernel: uses attn but has no marker; add for example {example}" in result.stdout.str()
 
 
+def test_a_marker_that_is_misspelt_is_named(pytester):
+    pytester.makepyfile("import pytest\n@pytest.mark.atention('smoke-full')\ndef test_it(attn): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-W", "ignore")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*::test_it: uses attn but has no marker attention, only atention; say for example @pytest.mark.attention(*"]
+    )
+
+
 def test_fixtures_and_parameters_of_the_users_own_may_have_our_names(pytester):
     pytester.makeconftest("import pytest\n@pytest.fixture\ndef qkv(): return 'mine'")
     pytester.makepyfile(
@@ -201,6 +210,39 @@ def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test, pytes
 
 
 STORIES = {
+    "a tolerance": (
+        "attn.check(sdpa, rtol=1e-2)",
+        "failed",
+        ["E*attn.check has no argument 'rtol'; each element has a budget of its own: precision= says *; it takes fn, name,"],
+    ),
+    "an argument of the marker": (
+        "attn.check(sdpa, backward=True)",
+        "failed",
+        ["E*attn.check has no argument 'backward'; the marker takes it: @pytest.mark.attention(..., backward=...); it takes"],
+    ),
+    "a word that is misspelt": ("attn.chek(sdpa)", "failed", ["E*attn has no attribute 'chek'; did you mean check?"]),
+    "no word of ours": (
+        "attn.xyz(sdpa)",
+        "failed",
+        ["E*attn has no attribute 'xyz'; its judgments are assert_close, *check_m"],
+    ),
+    "a tensor, not a function": (
+        "attn.check(sdpa(attn.q, attn.k, attn.v))",
+        "failed",
+        ["E*got a bfloat16 tensor of shape (1, 2, 32, 32); pass the function, do not call it"],
+    ),
+    "a function, not a tensor": (
+        "attn.assert_close(sdpa)",
+        "failed",
+        ["E*takes out, a tensor; attn.check(fn) calls fn itself"],
+    ),
+    "lengths that nobody read": (
+        "attn.check(sdpa)",
+        "failed",
+        ["E*suggests   it equals attention that ignores kv_lens *", "E*unread     * never read attn.kv_lens"],
+        {"marker": "Workload(32, heads=2, kv_lens=(32, 9))"},
+    ),
+    "a test that ends early": ("raise RuntimeError('early')", "failed", ["ended before a kernel was judged"]),
     "a device may be torch's own": ("attn.check(sdpa)", "passed", (), {"marker": '"smoke-full", device=torch.device("cpu")'}),
     **{
         f"{judgment} of one that raises": (
@@ -212,6 +254,16 @@ STORIES = {
         for judgment in ("check", "check_invariants", "measure")
     },
 }
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 exceptions have no notes")
+@pytest.mark.parametrize(
+    "said", ["Torch not compiled with CUDA enabled", "Expected all tensors, but found at least two devices"]
+)
+def test_cuda_that_a_test_on_a_cpu_asks_for_is_answered_with_what_to_type(run, kernel_test, said):
+    kernel_test("attn.check(moved)", before=f"def moved(q, k, v):\n    raise AssertionError({said!r})\n")
+    said = "E *device     the tensors of this case are on the cpu: compute where q is, q.device; *attention_requires(gpus=1)"
+    run().stdout.fnmatch_lines([said])
 
 
 def test_whatever_is_asked_what_cannot_be_judged_is_named_and_shown_alone(tell):

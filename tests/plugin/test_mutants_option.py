@@ -199,7 +199,9 @@ def test_it_is_said_that_a_mutant_did_not_run_and_that_time_was_over(pytester):
     result = run(pytester, weak(SHORT, body="assert attn.q.isfinite().all()"), *chosen)
     result.stdout.fnmatch_lines(["survived *: *. It did not run: call attn.check, check_invariants or measure."])
     result = run(pytester, weak(SHORT), *chosen, "--attn-diagnosis-timeout=0.000001")
-    result.stdout.fnmatch_lines(["survived *: *. Not found in 0 s of --attn-diagnosis-timeout=1e-06."])
+    result.stdout.fnmatch_lines(
+        ["survived *: *. Not found with 1 change in *.? s, its part of --attn-diagnosis-timeout=1e-06."]
+    )
 
 
 def test_a_kernel_without_a_fault_and_a_change_that_no_kernel_passes_are_not_found(monkeypatch):
@@ -221,9 +223,9 @@ def test_a_survivor_that_nothing_finds_leaves_time_for_the_next(monkeypatch):
     spec = CheckSpec(Workload(16, head_dim=16, name="tiny"), torch.device("cpu"))
     search = survivors.Search(40, builtin_catalog(), 1 << 28)
     assert [search.found_with(mutant, spec) for _ in range(4)] == [
-        "Not found in 20 s of --attn-diagnosis-timeout=40",
-        "Not found in 10 s of --attn-diagnosis-timeout=40",
-        "Not found in 5 s of --attn-diagnosis-timeout=40",
-        "Not found in 5 s of --attn-diagnosis-timeout=40",
+        "Not found with 4 changes in 20.0 s, its part of --attn-diagnosis-timeout=40",
+        "Not found with 2 changes in 10.0 s, its part of --attn-diagnosis-timeout=40",
+        "Not found with 1 change in 5.0 s, its part of --attn-diagnosis-timeout=40",
+        "Not found with 1 change in 5.0 s, its part of --attn-diagnosis-timeout=40",
     ]
     assert search.found_with(mutant, spec) == "Not looked for, for want of --attn-diagnosis-timeout=40"

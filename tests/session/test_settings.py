@@ -228,6 +228,11 @@ REFUSED = {
     "--attn-save-failures=": "--attn-save-failures: must be a folder, such as failures, got ''",
     "--attn-save-failures=a.py::test_b": "--attn-save-failures: must be a folder, such as failures, got 'a.py::test_b'",
     "--attn-seed=-1": "--attn-seed: must be a whole number >= 0, or random, got '-1'",
+    "--attn-fuzz=0": "--attn-fuzz: must be a number of workloads to draw, as --attn-fuzz=20, got 0; leave it out",
+    "--attn-threads=0": "--attn-threads: must be a number of threads to time with, as --attn-threads=1, got 0",
+    "--attn-mutants --attn-latency=require": "--attn-latency=require: needs times, and --attn-mutants takes none",
+    "--attn-mutants --attn-update-baselines=first": "--attn-update-baselines: needs times, and --attn-mutants takes none",
+    "--attn-update-baselines": '--attn-update-baselines: must be followed by a reason, as in --attn-update-baselines="first',
     "--attn-threads=-1": "--attn-threads: must be a whole number of threads",
     "--attn-timeout=soon": "--attn-timeout: must be a number of seconds >= 0 (0 waits forever), got 'soon'",
     "--attn-tune=flex --attn-latency=off": "--attn-tune: needs times",
@@ -235,7 +240,7 @@ REFUSED = {
     "--attn-tune=flex --attn-latency=require": "--attn-tune: configurations have no baselines; say --attn-latency=auto",
     "--attn-tune=flex --attn-backends=math": "--attn-tune: chooses the backends itself; leave out --attn-backends",
     "--attn-tune=tiled,fast": "--attn-tune: must be the name of one backend, got 'tiled,fast'",
-    "--attn-update-baselines=": "--attn-update-baselines: must be a reason",
+    "--attn-update-baselines=": "--attn-update-baselines: must be followed by a reason",
     "--attn-update-baselines=a.py::test_b": 'must be a reason such as "first recording", got the test',
     "--attn-update-baselines=first --attn-latency=off": "--attn-update-baselines: needs times",
     "--attn-update-baselines=first -n 2": "--attn-update-baselines: records in processes of its own, one at a time; leave out",
@@ -251,6 +256,11 @@ def test_what_an_option_cannot_be_or_not_beside_another_is_a_usage_error(pyteste
         Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", *arguments.split()))
     assert REFUSED[arguments] in str(refused.value)
     assert str(refused.value).startswith(("--attn-", "attn_"))
+
+
+def test_0_turns_off_what_an_ini_file_has_turned_on(pytester):
+    pytester.makeini("[pytest]\nattn_fuzz = 5")
+    assert Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", "--attn-fuzz=0")).fuzz == 0
 
 
 @pytest.mark.parametrize("arguments", [("--attn-rank",), ("--attn-rank-to=best",), ("--attn-tune=flex",)])

@@ -13,6 +13,7 @@ from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants.kernel import KernelBackend, honest_backend
 from pytest_attn.guests.mutants.mutant import Mutant
 from pytest_attn.invariants.all_invariants import judge_invariants
+from pytest_attn.reports.lines import count
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.masks import Window
 from pytest_attn.workloads.workload import Workload
@@ -129,8 +130,9 @@ class Search:
         for change in changes(mutant, spec, self._catalog):
             begun = time.monotonic()
             if self._seconds and spent >= share:
-                said = f"Not found in {spent:.0f} s of" if tried else "Not looked for, for want of"
-                return f"{said} --attn-diagnosis-timeout={self._seconds:g}"
+                spending = f"Not found with {count(tried, 'change')} in {spent:.1f} s, its part"
+                said = spending if tried else "Not looked for, for want"
+                return f"{said} of --attn-diagnosis-timeout={self._seconds:g}"
             said = self._finder(mutant.backend, change)
             is_found = bool(said) and not self._finder(honest_backend, change)
             took = time.monotonic() - begun
