@@ -269,6 +269,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     """Count a listing without tests as a success, and a run as none that was to judge and has judged nothing."""
     attention = session_of(session.config)
     attention.has_ended = True
+    if not hasattr(session.config, "workerinput"):
+        attention.results.settle(bool(attention.settings.outputs))
     if hasattr(session.config, "workeroutput"):
         collected = attention.collected
         session.config.workeroutput["attn_chosen"] = (collected.chosen, collected.unchosen)
@@ -333,7 +335,7 @@ def pytest_runtest_makereport(
     """Put the records of a case on its report, on which they reach the controller under xdist."""
     report = yield
     session = session_of(item.config)
-    if session.has_attention_tests:
+    if is_case(item) or is_marked(item):
         from pytest_attn.cases.records import attach_records
 
         attach_records(item, call, report)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_attn.backends.contexts import RAN_EAGERLY
 from pytest_attn.reports.lines import aligned, count, duration, some, z_figure
-from pytest_attn.reports.records import Record, verdict_of
+from pytest_attn.reports.records import RUN, Record, failures, is_judged, verdict_of
 from pytest_attn.reports.verdict import LONG_SUMS, Cause, Tone, Verdict
 
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
@@ -28,7 +28,7 @@ _MARKUP = {Tone.BAD: _RED, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": Tr
 #: in a closing sentence, what is right first
 _COUNTED = (
     *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.MISMATCH, Verdict.BROKEN, Verdict.NO_RESULT),
-    *(Verdict.RAISED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED),
+    *(Verdict.RAISED, Verdict.FAILED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED),
 )  # pytest counts skips, those without a judgment too: one number, not two
 
 
@@ -136,7 +136,9 @@ def _problems(records: Sequence[Record]) -> Iterator[Line]:
     for r in records:
         case = f"{r['subject']} on {r['workload']}{' backward' if r['backward'] else ''}"
         verdict = verdict_of(r)
-        if verdict is Verdict.UNEXPECTED:
+        if not is_judged(r):
+            yield f"{r['verdict']:12}  {' '.join(filter(None, (r['test'], r['phase'])))}: {r['reason']}", _RED
+        elif verdict is Verdict.UNEXPECTED:
             yield f"unexpected    {case} passed: known defect {r['reason']}", {"yellow": True}
         elif verdict is not None and (verdict.is_wrong or verdict.is_doubtful):
             yield f"{r['verdict']:12}  {case}: {r['reason']}", _MARKUP[verdict.tone]
@@ -221,15 +223,24 @@ def _next(records: Sequence[Record], are_saved: bool) -> str:
 
 def closing(records: Sequence[Record]) -> Line:
     """Return the sentence that says how it all went, of checks and invariants."""
-    counts = Counter(_as_counted(r) for r in records)
+    counts = Counter(_as_counted(r) for r in records if r["phase"] != RUN)
     text = ", ".join(f"{counts[v]:,} {v.counted}" for v in _COUNTED if counts[v]) or "nothing was judged"
     tones = {verdict.tone for verdict in counts if verdict is not None}
     tone = next((tone for tone in (Tone.BAD, Tone.GOOD) if tone in tones), Tone.NONE)
     return f"{text}{_kernels(records)}{_largest_z(records)}", _MARKUP[tone]
 
 
+def ending(records: Sequence[Record]) -> Iterator[str]:
+    """Yield in sentences how many tests failed, as pytest counts them, and whether the run was stopped; nothing else."""
+    for stopped in (r for r in records if r["phase"] == RUN):
+        yield f"The run was stopped: {stopped['reason']}."
+    if failed := failures(records):
+        yield f"{count(failed, 'test')} failed."
+
+
 def _kernels(records: Sequence[Record]) -> str:
-    kernels, workloads = ({r[of] for r in records if r["verdict"] != Verdict.SKIPPED} for of in ("subject", "workload"))
+    ran = [r for r in records if is_judged(r) and r["verdict"] != Verdict.SKIPPED]
+    kernels, workloads = ({r[of] for r in ran} for of in ("subject", "workload"))
     return f"; {count(len(kernels), 'kernel')} on {count(len(workloads), 'workload')}" if kernels else ""
 
 
@@ -244,7 +255,7 @@ def _largest_z(records: Sequence[Record]) -> str:
 def counted_cases(records: Sequence[Record]) -> str:
     """Say how many cases were judged, of which some have several judgments, and how many were declined or skipped."""
     cases: dict[str, set[str]] = {}
-    for r in records:
+    for r in filter(is_judged, records):
         cases.setdefault(r["test"], set()).add("judged" if r["verdict"] != Verdict.SKIPPED else r["cause"])
     judged = sum("judged" in found for found in cases.values())
     declined = sum(Cause.DECLINED in found and "judged" not in found for found in cases.values())

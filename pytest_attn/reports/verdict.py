@@ -57,6 +57,7 @@ class Verdict(str, Enum):
     BROKEN = "broken", "invariant broken", "with a broken invariant", Tone.BAD, "✗", "error"
     NO_RESULT = "no result", "no result", "without a result", Tone.BAD, "!", "error"  # it hung, or its process ended
     RAISED = "raised", "raised", "", Tone.BAD, "!", "error"
+    FAILED = "failed", "failed outside of a judgment", "", Tone.BAD, "!", "error"
     REGRESSED = "regressed", "regressed", "", Tone.BAD, "▼", "error"
     UNCONFIRMED = "unconfirmed", "slower, not confirmed", "slower and not confirmed", Tone.BAD, "▼", "error"
     UNRECORDED = "unrecorded", "not recorded", "", Tone.BAD, "!", "error"

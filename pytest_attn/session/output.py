@@ -16,7 +16,7 @@ from pytest_attn.reports.lines import count, room
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
-from pytest_attn.reports.records import Record, RecordWriter, verdict_of
+from pytest_attn.reports.records import Record, RecordWriter, is_wrong
 from pytest_attn.reports.terminal import Line, listing, mutation_summary, profile_tables, slowest_compilations, summary
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.collection import unmet_because
@@ -127,7 +127,7 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     # configurations have no baselines: how they stand is what --attn-tune prints
     timed = [r for r in records if r["latency"] is not None and not (settings.tune and split(r["subject"])[1])]
     is_quiet = verbosity < 0
-    if any(map(_is_wrong, judged)) if is_quiet else judged:
+    if any(map(is_wrong, judged)) if is_quiet else judged:
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
     if any(map(is_notable, timed)) if is_quiet else timed:
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
@@ -135,11 +135,6 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     for line in filter(None, said):
         reporter.write_line(line)
     _print_compilations(judged, reporter)
-
-
-def _is_wrong(record: Record) -> bool:
-    verdict = verdict_of(record)
-    return verdict is not None and verdict.is_wrong
 
 
 def _print_compilations(judged: Sequence[Record], reporter: Any) -> None:

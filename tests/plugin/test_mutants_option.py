@@ -9,10 +9,10 @@ from left_out import IS_ALL
 
 from pytest_attn import Workload
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.guests.mutants import survivors
 from pytest_attn.guests.mutants.kernel import Kernel
 from pytest_attn.guests.mutants.mutant import Mutant
 from pytest_attn.reports.records import read_records
-from pytest_attn.session import survivors
 from pytest_attn.workloads.catalog import builtin_catalog
 
 TEST = """
