@@ -10,7 +10,7 @@ from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import count, duration_in_column, labeled, together
 from pytest_attn.reports.records import Record, is_judged, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
-from pytest_attn.reports.terminal import ending, mutation_score, survivors, untested
+from pytest_attn.reports.terminal import ending, inapplicable, mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: GitHub takes a summary of at most 1 MiB
@@ -96,7 +96,7 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _rest(records: Sequence[Record]) -> Iterator[str]:
+def _rest(records: Sequence[object]) -> Iterator[str]:
     yield ""
     if len(records) > _MOST_ROWS:
         yield from (f"... and {len(records) - _MOST_ROWS} more", "")
@@ -109,9 +109,11 @@ def _change(record: Record) -> float | None:
 
 
 def _unseen(records: Sequence[Record]) -> Iterator[str]:
-    lines = [f"- {_text(line)}" for line in untested(records)]
-    if lines:
-        yield from ("### Untested", "", *lines, "")
+    for title, found in (("Untested", untested(records)), ("Invariants that did not apply", inapplicable(records))):
+        lines = [f"- {_text(line)}" for line in found]
+        if lines:
+            yield from (f"### {title}", "", *lines[:_MOST_ROWS], "")
+            yield from _rest(lines)
 
 
 def _mutants(records: Sequence[Record]) -> Iterator[str]:

@@ -98,6 +98,9 @@ class Record(TypedDict):
         "of a check that passed, what it could not see: softcap, window, sinks, bias, alibi or score_mod, if exact attention"
         " without it is also within every limit; long sums in a half precision, with fewer than 2,048 keys",
     ]
+    inapplicable: Annotated[
+        Sequence[dict[str, Any]], "of invariants, those that were asked and did not apply: invariant, reason"
+    ]
     is_sampled: Annotated[bool, "whether only some rows and keys of a long workload were compared"]
     sampled: Annotated[
         dict[str, Any], "if only some were: rows and keys, each with how many were compared, and of how many; else empty"
@@ -195,9 +198,12 @@ def latency_of(record: Record) -> dict[str, Any]:
 def verdict_of(record: Record) -> Verdict | None:
     """Return the verdict of a record as a report shows it; None if it is newer than this version.
 
-    JSON's "passed" stands for several: an approximate kernel, a time, and a known defect that did not show.
+    JSON's "passed" stands for several: an approximate kernel, a time, and a known defect that did not show; "held" for some of
+    the invariants as well.
     """
     verdict = Verdict.named(record["verdict"])
+    if verdict is Verdict.HELD and record["inapplicable"]:
+        return Verdict.HELD_IN_PART
     if verdict is not Verdict.PASSED:
         return verdict
     if record["question"] == "latency":

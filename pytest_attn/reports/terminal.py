@@ -27,8 +27,8 @@ _RED = {"red": True}
 _MARKUP = {Tone.BAD: _RED, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
 #: in a closing sentence, what is right first
 _COUNTED = (
-    *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.MISMATCH, Verdict.BROKEN, Verdict.NO_RESULT),
-    *(Verdict.RAISED, Verdict.FAILED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED),
+    *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.HELD_IN_PART, Verdict.MISMATCH, Verdict.BROKEN),
+    *(Verdict.NO_RESULT, Verdict.RAISED, Verdict.FAILED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED),
 )  # pytest counts skips, those without a judgment too: one number, not two
 
 
@@ -44,6 +44,8 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     if verbose:
         yield from _compilations(records)
     yield from _not_run(records)
+    if verbose:
+        yield from ((f"not applied   {line}", {}) for line in inapplicable(records))
     yield from ((f"untested      {line}", {}) for line in untested(records, with_sums=verbose))
     for why, number in Counter(r["unsaved"] for r in records if r["unsaved"]).items():
         yield f"not saved     {count(number, 'failure')}: {why}", {"yellow": True}
@@ -197,6 +199,17 @@ def untested(records: Sequence[Record], with_sums: bool = True) -> Iterator[str]
             yield f"{option} of {some(list(names), 3)}: results without it are within every limit"
     if with_sums:
         yield from _untested_sums(records)
+
+
+def inapplicable(records: Sequence[Record]) -> Iterator[str]:
+    """Say which invariants did not apply, why, and to what."""
+    cases: dict[tuple[str, str], dict[str, None]] = {}
+    for r in records:
+        for one in r["inapplicable"]:
+            named = f"{r['subject']} on {r['workload']}"
+            cases.setdefault((one["invariant"], one["reason"]), {})[named] = None
+    for (invariant, reason), names in cases.items():
+        yield f"{invariant} of {some(list(names), 3)}: {reason}"
 
 
 def _untested_sums(records: Sequence[Record]) -> Iterator[str]:

@@ -68,6 +68,7 @@ class Verdict(str, Enum):
     PASSED = "passed", "right", "", Tone.GOOD, "✓"
     APPROXIMATE = "approximate", "right as approximate", "", Tone.GOOD, "≈"  # as shown
     HELD = "held", "invariants hold", "with all invariants", Tone.GOOD, "✓"
+    HELD_IN_PART = "held in part", "invariants hold that apply", "with all invariants that apply", Tone.GOOD, "✓"  # as shown
     FAST = "fast", "as fast as recorded", "", Tone.GOOD, "✓"  # as shown
     RECORDED = "recorded", "recorded", "", Tone.PLAIN, "○"
     NO_BASELINE = "no baseline", "no baseline", "without a baseline", Tone.PLAIN, "○"

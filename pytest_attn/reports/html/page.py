@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from pytest_attn.reports.lines import count
 from pytest_attn.reports.records import RUN, Record, is_judged, name_of, verdict_of
-from pytest_attn.reports.terminal import ending, mutation_score, survivors, untested
+from pytest_attn.reports.terminal import ending, inapplicable, mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Tone, Verdict
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -351,6 +351,7 @@ def facts_in_words(machine: MachineRecords) -> list[tuple[str, str]]:
         ("Python", facts.get("python", "")),
         ("pytest-attn", facts.get("pytest_attn", "")),
         ("Untested", "; ".join(untested(machine.records))),
+        ("Did not apply", "; ".join(inapplicable(machine.records))),
         ("Faulty kernels", mutation_score(machine.records)),
         ("Survived", " ".join(survivors(machine.records))),
         ("Libraries", ", ".join(f"{library} {version}" for library, version in _libraries(machine.records))),
