@@ -106,7 +106,10 @@ def main() -> int:
         for w in small:
             has_gradients = not w.has_no_gradient_because
             takes = not eager.obstacle(w, machine_of(device), has_gradients)
-            for name, kernel in (("triton", triton_kernel(w) if device.type == "cuda" else None), ("eager", eager if takes else None)):
+            for name, kernel in (
+                ("triton", triton_kernel(w) if device.type == "cuda" else None),
+                ("eager", eager if takes else None),
+            ):
                 if kernel is None:
                     continue
                 backward = name == "eager" and has_gradients

@@ -283,7 +283,16 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
         attention.unjudged_because = unjudged_because(attention, session.config)
         if attention.unjudged_because and attention.settings.unjudged == "error":
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    return (yield)
+    try:
+        return (yield)
+    except KeyboardInterrupt:
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
+        return None
+    finally:
+        if attention.settings.outputs or attention.unwritten:
+            from pytest_attn.session.output import finish_outputs
+
+            finish_outputs(attention, session)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -363,18 +372,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         from pytest_attn.session.output import report_ranking
 
         report_ranking(session, config, terminalreporter)
-    if session.settings.summary or (session.results.records and os.environ.get("GITHUB_ACTIONS") == "true"):
-        from pytest_attn.session.output import write_summaries
+    if session.settings.outputs or (session.results.records and os.environ.get("GITHUB_ACTIONS") == "true"):
+        from pytest_attn.session.output import write_outputs
 
-        write_summaries(session, terminalreporter)
-    if session.settings.support and session.results.records:
-        from pytest_attn.session.output import write_support
-
-        write_support(session, session.settings.support, terminalreporter)
-    if session.settings.report and not session.settings.list_only:
-        from pytest_attn.session.output import write_report
-
-        write_report(session, session.settings.report, terminalreporter)
+        write_outputs(session, terminalreporter)
 
 
 # -- fixtures ------------------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: Bas
     return new_record(
         **facts,
         test=id_from_root(item),
-        question="check",
+        question=getattr(context, "question", "check"),
         verdict=Verdict.RAISED.value,
         reason=reason,
         explanation=[line for line in noted if line["label"] != "reproduce"],

@@ -176,16 +176,14 @@ class Results:
         known: dict[str, Any] = {"workload": "-", "subject": "-", "question": TEST, "verdict": "failed"}
         self._take([new_record(**{**known, **one}) for one in beside])
 
-    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
-        """Finish the .jsonl file of --attn-output."""
-        if self._lines is not None:
-            self._lines.write(self._held)
+    def close(self, exitstatus: int) -> RecordWriter | None:
+        """Finish the .jsonl file of --attn-output, once; return what wrote it, None where there is none left to finish."""
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.write(self._held)
             if self._manifest is not None:
-                self._lines.write_lines([self._manifest.closing_line(int(exitstatus), len(self.records))])
-            if self._lines.problem:
-                terminalreporter.write_line(self._lines.problem, red=True)
-            else:
-                terminalreporter.write_line(f"--attn-output: written to {self._lines.path}")
+                lines.write_lines([self._manifest.closing_line(exitstatus, len(self.records))])
+        return lines
 
 
 #: seconds after the gate was opened within which a process finds the device as warm as the one before has left it
@@ -253,6 +251,9 @@ class AttentionSession:
         self.has_ended = False
         #: why a run that has judged nothing must not look like a pass, "" where it may
         self.unjudged_because = ""
+        #: the files that could not be written
+        self.unwritten: list[str] = []
+        self.has_written = False  # the others
         #: what becomes of each test, None where no .jsonl file asks
         self.manifest: Manifest | None = None
         if self.settings.timeout:
