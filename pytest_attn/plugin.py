@@ -143,6 +143,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parametrize(metafunc, session_of(metafunc.config))
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-run-parallel decides there, too
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Have pytest-run-parallel run a test with a case in one thread: what a kernel leaves changed is the whole process's."""
+    if hasattr(item.config.option, "parallel_threads") and (is_case(item) or is_marked(item)):
+        item.add_marker(pytest.mark.thread_unsafe(reason="attention kernels are judged in one thread"))
+
+
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Use the short ids of workloads and backends wherever tests parametrize with them."""
     if type(val).__module__.startswith("pytest_attn."):

@@ -34,8 +34,8 @@ def mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
 class CaseContext:
     """One workload in one test, with one backend where the test takes one.
 
-    executor: where what the test hands over runs. asked, question: the subject of the last judgment, and what was asked of
-    it. is_judged: whether anything was judged, or was tried to be.
+    executor: where what the test hands over runs. asked, question: of the last judgment, its subject and its
+    question. is_judged: whether anything was judged, or was tried to be.
     """
 
     def __init__(

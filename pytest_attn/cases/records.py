@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from pytest_attn.backends.raised import message_of
 from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.correctness.comparison import Comparison
@@ -159,17 +160,9 @@ def _look_after(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.T
     """Find out whether a failed test has left its device unusable, or whether others take its memory."""
     session = session_of(item.config)
     session.cuda.look_after(item.nodeid)
-    if call.excinfo is not None and "out of memory" in _text_of(call.excinfo.value) and session.sharers > 1:
+    if call.excinfo is not None and "out of memory" in message_of(call.excinfo.value) and session.sharers > 1:
         said = f"{session.sharers} workers share this device; fewer leave more memory to each: -n"
         report.sections.append(("attn", said))
-
-
-def _text_of(error: BaseException) -> str:
-    """Return what an exception says; "" where that raises itself."""
-    try:
-        return str(error)
-    except Exception:
-        return ""
 
 
 def _named(parameter: CaseParameter | None) -> dict[str, str]:
@@ -185,15 +178,15 @@ def _failure(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.Test
     parameter, error = parameter_of(item), call.excinfo.value if call.excinfo else None
     is_stage = report.when in ("setup", "call") and REFUSED not in item.stash
     if is_stage and not is_judged and parameter is not None and error is not None:
-        return [_raised(item, parameter, raised_words(type(error).__name__, _text_of(error)), error)]
+        return [_raised(item, parameter, raised_words(type(error).__name__, message_of(error)), error)]
     if not session_of(item.config).kernels.are_tested:
         return []  # of a mutant, which the test has found
     if error is None:
         reason = str(report.longrepr).partition("\n")[0].strip()
     elif isinstance(error, pytest.fail.Exception):
-        reason = _text_of(error).partition("\n")[0]
+        reason = message_of(error).partition("\n")[0]
     else:
-        reason = raised_words(type(error).__name__, _text_of(error))
+        reason = raised_words(type(error).__name__, message_of(error))
     command = f"pytest {shlex.quote(id_from_root(item))}"
     named: Any = {**_named(parameter), "test": id_from_root(item), "reason": reason, "command": command}
     return [new_record(**named, question=TEST, verdict=Verdict.FAILED.value)]

@@ -67,7 +67,7 @@ def _write_job(records: Sequence[Record], reporter: Any) -> None:
 
 
 class _Stderr:
-    """What is told where pytest has no terminal reporter."""
+    """Where lines go if pytest has no terminal reporter."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
