@@ -92,7 +92,8 @@ def long_workloads(device: torch.device) -> None:
             print(f"{name:16} {backend_name:16} {seconds:6.2f} s, {size}", flush=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the ratios, and where it is asked for what long workloads take."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--long", action="store_true", help="long workloads too (CUDA)")
@@ -102,3 +103,7 @@ if __name__ == "__main__":
     ratios(where)
     if chosen.long:
         long_workloads(where)
+
+
+if __name__ == "__main__":
+    main()

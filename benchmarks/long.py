@@ -34,7 +34,7 @@ from pytest_attn.correctness.call import CONTIGUOUS, call_kernel
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.latency.work import measured_peak
+from pytest_attn.latency.work import PeakMemory
 from pytest_attn.workloads import positions
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -203,7 +203,7 @@ def run(case: Case, device: torch.device) -> None:
     spec = CheckSpec(w, device, case.backward, declared=Declaration(precision=precision))
     say(f"{w.id} {'forward and backward' if case.backward else 'forward'}: begins")
     clock, cache = Clock(device), ReferenceCache()
-    with instrumented(clock), measured_peak(device) as peak, clock.phase("rest"):
+    with instrumented(clock), PeakMemory(device) as peak, clock.phase("rest"):
         subject = spec.subject(Registry(), timed_kernel(flash(w), clock), "flash")
         comparison = judge.judge(subject, spec, cache)
     counts = "; ".join(f"{some:,} of {every:,} {name}" for name, (some, every) in comparison.sampled.items()) or "all rows"
@@ -246,7 +246,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
         "draw": (specs, "draw_inputs"),
         "reference": (specs, "compute_reference"),
         "calls and copies": (judge, "call_kernel"),
-        "compare": (judge, "compare_tensor"),
+        "compare": (judge, "compare_all"),
     }
     originals = {name: getattr(module, attribute) for name, (module, attribute) in names.items()}
 

@@ -30,7 +30,6 @@ from rules import RULES
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import machine_of
-from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
@@ -131,7 +130,7 @@ class Others:
     def _truth(self, case: Case, distribution: str) -> tuple[Inputs, Tensors, Tensors]:
         if (case, distribution) not in self._truths:
             workload, backward = case.workload, case.backward
-            reference = CACHE.get(workload, distribution, 0, CPU, precision_named("flash"), backward)
+            reference = CACHE.reference_of(CheckSpec(workload, CPU, backward, (distribution,)))
             names = ("out", "dq", "dk", "dv") if backward else ("out",)
             exact = {name: _native(reference.tensors[name].value, workload) for name in names}
             inputs = draw_inputs(workload, distribution, 0, CPU)

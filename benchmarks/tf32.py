@@ -1,6 +1,6 @@
 """How far float32 kernels with tf32 products are from exact attention, under the profiles tf32 and flash, on a GPU.
 
-    python benchmarks/tf32.py
+    python benchmarks/tf32.py [--groups smoke,edges,features] [--device cuda]
 
 A Triton kernel with tl.dot's default precision (forward), and torch's own products with allow_tf32 (forward and backward),
 on the groups smoke, edges and features in float32 and every distribution of inputs. Exits with 1 where one fails under tf32.
@@ -8,6 +8,7 @@ on the groups smoke, edges and features in float32 and every distribution of inp
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,6 @@ from pytest_attn.workloads.distributions import DISTRIBUTIONS
 from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload
 
-DEVICE = torch.device("cuda", 0)
 TILE = 64
 
 try:
@@ -86,24 +86,34 @@ def triton_kernel(w: Workload) -> Callable[..., Any] | None:
 
 def main() -> int:
     """Print the largest z of each kernel, tensor and profile."""
-    if not torch.cuda.is_available():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", default="smoke,edges,features")
+    parser.add_argument("--device", default="cuda", help="a CPU has no tf32, and no Triton: a try of this script alone")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
         print("needs a CUDA device")
         return 2
     torch.backends.cuda.matmul.allow_tf32 = True
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {getattr(triton, '__version__', 'none')}")
+    name = machine_of(device).name
+    print(f"{name}, torch {torch.__version__}, triton {getattr(triton, '__version__', 'none')}")
     catalog = builtin_catalog()
-    small = [w.replace(dtype="float32") for group in ("smoke", "edges", "features") for w in catalog.select(group)]
+    small = [w.replace(dtype="float32") for group in options.groups.split(",") for w in catalog.select(group)]
     worst: dict[tuple[str, str, str], list[float]] = {}
     cases, failed = 0, []
     for profile in ("tf32", "flash"):
         references, eager = ReferenceCache(), torch_with_tf32(profile)
         for w in small:
-            takes = not eager.obstacle(w, machine_of(DEVICE), not w.kv_pages)
-            for name, kernel in (("triton", triton_kernel(w)), ("eager", eager if takes else None)):
+            has_gradients = not w.has_no_gradient_because
+            takes = not eager.obstacle(w, machine_of(device), has_gradients)
+            for name, kernel in (
+                ("triton", triton_kernel(w) if device.type == "cuda" else None),
+                ("eager", eager if takes else None),
+            ):
                 if kernel is None:
                     continue
-                backward = name == "eager" and not w.kv_pages
-                spec = CheckSpec(w, DEVICE, backward, tuple(DISTRIBUTIONS), Declaration(precision=profile))
+                backward = name == "eager" and has_gradients
+                spec = CheckSpec(w, device, backward, tuple(DISTRIBUTIONS), Declaration(precision=profile))
                 found = judge(spec.subject(Registry(), kernel, None if kernel is eager else name), spec, references)
                 for row in found.tensors:
                     levels = worst.setdefault((profile, name, row.name), [0.0] * 3)

@@ -143,6 +143,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parametrize(metafunc, session_of(metafunc.config))
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-run-parallel decides there, too
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Have pytest-run-parallel run a test with a case in one thread: what a kernel leaves changed is the whole process's."""
+    if hasattr(item.config.option, "parallel_threads") and (is_case(item) or is_marked(item)):
+        item.add_marker(pytest.mark.thread_unsafe(reason="attention kernels are judged in one thread"))
+
+
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Use the short ids of workloads and backends wherever tests parametrize with them."""
     if type(val).__module__.startswith("pytest_attn."):
@@ -269,6 +276,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     """Count a listing without tests as a success, and a run as none that was to judge and has judged nothing."""
     attention = session_of(session.config)
     attention.has_ended = True
+    if not hasattr(session.config, "workerinput"):
+        attention.results.settle(bool(attention.settings.outputs))
     if hasattr(session.config, "workeroutput"):
         collected = attention.collected
         session.config.workeroutput["attn_chosen"] = (collected.chosen, collected.unchosen)
@@ -281,7 +290,16 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
         attention.unjudged_because = unjudged_because(attention, session.config)
         if attention.unjudged_because and attention.settings.unjudged == "error":
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    return (yield)
+    try:
+        return (yield)
+    except KeyboardInterrupt:
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
+        return None
+    finally:
+        if attention.settings.outputs or attention.unwritten:
+            from pytest_attn.session.output import finish_outputs
+
+            finish_outputs(attention, session)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -333,7 +351,7 @@ def pytest_runtest_makereport(
     """Put the records of a case on its report, on which they reach the controller under xdist."""
     report = yield
     session = session_of(item.config)
-    if session.has_attention_tests:
+    if is_case(item) or is_marked(item):
         from pytest_attn.cases.records import attach_records
 
         attach_records(item, call, report)
@@ -361,18 +379,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         from pytest_attn.session.output import report_ranking
 
         report_ranking(session, config, terminalreporter)
-    if session.settings.summary or (session.results.records and os.environ.get("GITHUB_ACTIONS") == "true"):
-        from pytest_attn.session.output import write_summaries
+    if session.settings.outputs or (session.results.records and os.environ.get("GITHUB_ACTIONS") == "true"):
+        from pytest_attn.session.output import write_outputs
 
-        write_summaries(session, terminalreporter)
-    if session.settings.support and session.results.records:
-        from pytest_attn.session.output import write_support
-
-        write_support(session, session.settings.support, terminalreporter)
-    if session.settings.report and not session.settings.list_only:
-        from pytest_attn.session.output import write_report
-
-        write_report(session, session.settings.report, terminalreporter)
+        write_outputs(session, terminalreporter)
 
 
 # -- fixtures ------------------------------------------------------------------------------------------------------------

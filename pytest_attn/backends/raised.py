@@ -19,6 +19,14 @@ _FAULTS_OF = ("torch", "triton")
 _NO_KERNEL = "No viable backend for scaled_dot_product_attention"
 
 
+def message_of(error: BaseException) -> str:
+    """Return what an exception says; "" where that raises another one."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def declined_because(error: BaseException) -> str | None:
     """Return the text with which a function declines a case, None where the exception is a fault.
 
@@ -27,7 +35,7 @@ def declined_because(error: BaseException) -> str | None:
     """
     if refused := refused_by_torch(error):
         return refused
-    text = str(error).strip()
+    text = message_of(error).strip()
     if not isinstance(error, NotImplementedError) or not text or not _is_raised_by_its_author(error.__traceback__):
         return None
     return text.splitlines()[0]
@@ -102,7 +110,7 @@ def ending_no_test(name: str, calls: bool = True) -> Iterator[None]:
     except BaseException as error:
         if (what := _ending(error, calls)) is None:
             raise
-        said = str(error).strip().splitlines()
+        said = message_of(error).strip().splitlines()
         fault = EndsTestError(_fault(name, f"raised {what}{f' ({said[0]})' if said else ''}"), _where(error))
         raise fault.with_traceback(error.__traceback__) from None
 

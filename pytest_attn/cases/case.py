@@ -404,11 +404,14 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         if not report.applied:
             reasons = "; ".join(f"{finding.invariant} {finding.evidence}" for finding in report.findings)
             return Judgment.refused(self.subject, f"none of the requested invariants applies: {reasons}")
+        fields = {"inapplicable": report.inapplicable}
         if report.passed:
-            return Judgment(Verdict.HELD, report, "; ".join(filter(None, (*report.notes, eager_because()))))
+            said = "; ".join(filter(None, (*report.notes, eager_because())))
+            return Judgment(Verdict.HELD, report, said, fields=fields)
         broken = tuple(sorted({finding.invariant for finding in report.broken}))
         return Judgment(
             Verdict.BROKEN,
+            fields=fields,
             reason=", ".join(broken),
             text=describe_invariants(report),
             known_defects=_described(_breaking(context.defects_of(self.subject), report.broken)),

@@ -34,7 +34,7 @@ def conclude(context: CaseContext, evaluator: Evaluator[Result]) -> Result:
     its text and the command that repeats it.
     """
     __tracebackhide__ = True
-    context.is_judged = True
+    context.is_judged, context.question = True, evaluator.question
     _require_contained(context, evaluator)
     found = _judged(context, evaluator)
     if context.session.settings.declines == "fail" and context.session.kernels.are_tested:

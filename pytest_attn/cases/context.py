@@ -34,8 +34,8 @@ def mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
 class CaseContext:
     """One workload in one test, with one backend where the test takes one.
 
-    executor: where what the test hands over runs. asked: the subject of the last judgment. is_judged: whether anything was
-    judged, or was tried to be.
+    executor: where what the test hands over runs. asked, question: of the last judgment, its subject and its
+    question. is_judged: whether anything was judged, or was tried to be.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CaseContext:
         self.workload, name = parameter.workload, parameter.backend
         self.backend: Backend | None = session.kernels.backend_named(name) if name else None
         self.asked: Subject | None = None
-        self.is_judged = False
+        self.is_judged, self.question = False, "check"
         self._callables: dict[str, list[Callable[..., object]]] = {}
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError
+from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError, message_of
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator
@@ -481,7 +481,7 @@ class LatencyEvaluator(Evaluator[Latency]):
                 reason = f"right, but not timed: {refusal}"
                 return Judgment.refused(self.subject, reason, Cause.DECLINED, fields={"question": "check"})
             raised: Any = {"text": str(error)} if isinstance(error, RemoteRaisedError) else {"error": error}
-            return self._found(Verdict.RAISED, raised_words(type(error).__name__, str(error)), **raised)
+            return self._found(Verdict.RAISED, raised_words(type(error).__name__, message_of(error)), **raised)
         decision = latency.decision
         if not mode.reports or decision is None:
             return Judgment(Verdict.MEASURED, latency, is_recorded=False)

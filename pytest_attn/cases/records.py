@@ -9,11 +9,12 @@ from typing import Any, get_args
 
 import pytest
 
+from pytest_attn.backends.raised import message_of
 from pytest_attn.backends.subject import CallableSubject, Subject
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.reports.lines import raised_words, taken_apart, z_figure
-from pytest_attn.reports.records import Record, changed, new_record
+from pytest_attn.reports.records import TEST, Record, changed, is_wrong, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import NoTorchError
 from pytest_attn.session.kinds import CaseParameter, device_of, id_from_root, kind_of, parameter_of, typed_name
@@ -128,33 +129,67 @@ def _machine(session: AttentionSession, device: str | None) -> dict[str, Any]:
 
 
 #: what a test may await, with pytest.raises or an xfail mark
-_AWAITED = (Verdict.MISMATCH, Verdict.BROKEN, Verdict.NO_RESULT)
+_AWAITED = (Verdict.MISMATCH, Verdict.BROKEN, Verdict.NO_RESULT, Verdict.RAISED, Verdict.REGRESSED, Verdict.UNCONFIRMED)
 
 
 def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Move the item's records to its report; a test that raised without a judgment gets one."""
-    records, parameter = item.stash.get(RECORDS, []), parameter_of(item)
+    """Move the item's records to its report; a failure that none of them tells gets one of its own.
+
+    The report of a test's set-up says which case begins: nothing else is known of one whose process is killed.
+    """
     if report.failed:
-        session = session_of(item.config)
-        session.cuda.look_after(item.nodeid)
-        if call.excinfo is not None and "out of memory" in str(call.excinfo.value) and session.sharers > 1:
-            report.sections.append(
-                ("attn", f"{session.sharers} workers share this device; fewer leave more memory to each: -n")
-            )
-    is_stage = report.when in ("setup", "call")
-    is_kernels = REFUSED not in item.stash
-    if is_stage and is_kernels and report.failed and not records and call.excinfo is not None and parameter is not None:
-        reason = raised_words(call.excinfo.typename, str(call.excinfo.value))
-        records = [_raised(item, parameter, reason, call.excinfo.value)]
-    if not records:
-        return
+        _look_after(item, call, report)
+    if report.when == "setup" and report.passed:
+        report.attn_begins = {"test": id_from_root(item), **_named(parameter_of(item))}  # type: ignore[attr-defined]
+    records = item.stash.get(RECORDS, [])
     item.stash[RECORDS] = []
-    report.attn = [_finished(record, item, report) for record in records]  # type: ignore[attr-defined]
+    finished = [_finished(record, item, report) for record in records]
+    if report.failed and not any(map(is_wrong, finished)):
+        finished += [_finished(record, item, report) for record in _failure(item, call, report, bool(records))]
+    if not finished:
+        return
+    report.attn = finished  # type: ignore[attr-defined]
     doubts = [record["reason"] for record in records if record["verdict"] == Verdict.INCONCLUSIVE]
     if doubts and report.when == "call" and report.passed:
         path, line, _ = item.location
         report.outcome = "skipped"  # what could not be decided must not look like a pass
         report.longrepr = (path, (line or 0) + 1, f"Skipped: inconclusive latency: {doubts[0]}")
+
+
+def _look_after(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Find out whether a failed test has left its device unusable, or whether others take its memory."""
+    session = session_of(item.config)
+    session.cuda.look_after(item.nodeid)
+    if call.excinfo is not None and "out of memory" in message_of(call.excinfo.value) and session.sharers > 1:
+        said = f"{session.sharers} workers share this device; fewer leave more memory to each: -n"
+        report.sections.append(("attn", said))
+
+
+def _named(parameter: CaseParameter | None) -> dict[str, str]:
+    """Return the fields of a record that say which case it is, as far as that is known before it is made."""
+    if parameter is None:
+        return {"workload": "-", "subject": "-"}
+    workload = parameter.workload
+    return {"workload": workload.id, "name": workload.name or "", "subject": parameter.backend or "-"}
+
+
+def _failure(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport, is_judged: bool) -> list[Record]:
+    """Return the record of a failure that no judgment has left: its kernel's, or the test's own."""
+    parameter, error = parameter_of(item), call.excinfo.value if call.excinfo else None
+    is_stage = report.when in ("setup", "call") and REFUSED not in item.stash
+    if is_stage and not is_judged and parameter is not None and error is not None:
+        return [_raised(item, parameter, raised_words(type(error).__name__, message_of(error)), error)]
+    if not session_of(item.config).kernels.are_tested:
+        return []  # of a mutant, which the test has found
+    if error is None:
+        reason = str(report.longrepr).partition("\n")[0].strip()
+    elif isinstance(error, pytest.fail.Exception):
+        reason = message_of(error).partition("\n")[0]
+    else:
+        reason = raised_words(type(error).__name__, message_of(error))
+    command = f"pytest {shell_word(id_from_root(item))}"
+    named: Any = {**_named(parameter), "test": id_from_root(item), "reason": reason, "command": command}
+    return [new_record(**named, question=TEST, verdict=Verdict.FAILED.value)]
 
 
 def _finished(record: Record, item: pytest.Item, report: pytest.TestReport) -> Record:
@@ -163,7 +198,8 @@ def _finished(record: Record, item: pytest.Item, report: pytest.TestReport) -> R
     verdict = Verdict.EXPECTED.value if is_awaited and record["verdict"] in _AWAITED else record["verdict"]
     date = datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds")
     line = (item.location[1] or 0) + 1
-    return {**record, "verdict": verdict, "date": date, "seconds": round(report.duration, 4), "line": line}
+    seconds, phase = round(report.duration, 4), report.when or ""
+    return {**record, "verdict": verdict, "date": date, "seconds": seconds, "line": line, "phase": phase}
 
 
 def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: BaseException) -> Record:
@@ -184,7 +220,7 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: Bas
     return new_record(
         **facts,
         test=id_from_root(item),
-        question="check",
+        question=getattr(context, "question", "check"),
         verdict=Verdict.RAISED.value,
         reason=reason,
         explanation=[line for line in noted if line["label"] != "reproduce"],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.gradients import gradients_of, nodes_behind
+from pytest_attn.backends.raised import message_of
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
@@ -112,7 +113,7 @@ _ENDS_CONTEXT = (
 
 def is_cuda_error(error: Exception) -> bool:
     """Return whether an exception says, in CUDA's, HIP's or Triton's words, that a kernel ended the process's context."""
-    said = str(error)
+    said = message_of(error)
     return any(name in said for name in ("CUDA", "HIP")) and any(words in said for words in _ENDS_CONTEXT)
 
 
@@ -129,7 +130,7 @@ def refusals() -> Iterator[None]:
     except _REFUSALS as error:
         if is_cuda_error(error):
             raise
-        raise RefusedError(str(error) or type(error).__name__) from error
+        raise RefusedError(message_of(error) or type(error).__name__) from error
 
 
 def swapped(tensor: Tensor) -> Tensor:

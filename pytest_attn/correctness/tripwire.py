@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
+import locale
 import operator
 import os
 import re
@@ -111,11 +112,21 @@ def _switches(kind: str) -> dict[str, Switch]:
     }
     named = {f"torch's {name}": one for name, one in switches.items()}
     return named | {
+        "the working directory": Switch(_working_directory, os.chdir),
+        "the locale": Switch(lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
         "Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
         "Python's profile function": Switch(sys.getprofile, _set_profile),
         "Python's trace function": Switch(_trace_function, sys.settrace),
         "Python's monitoring tools": Switch(_monitoring_tools, _free_monitoring_tools),
     }
+
+
+def _working_directory() -> str:
+    """Return it; "." where it is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return "."
 
 
 def _set_profile(profile: Any) -> None:

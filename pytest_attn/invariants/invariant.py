@@ -17,7 +17,7 @@ from torch import Tensor
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.gradients import gradients_of
 from pytest_attn.backends.machine import current, machine_of
-from pytest_attn.backends.raised import EndsTestError
+from pytest_attn.backends.raised import EndsTestError, message_of
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
@@ -402,11 +402,11 @@ def on(words: str) -> Iterator[None]:
 
 def what_was_raised(error: Exception) -> str:
     """Return an exception in words, without CUDA's advice to debug it."""
-    text = str(error)
+    text = message_of(error)
     if isinstance(error, EndsTestError):
         return text
     said = text.splitlines()[0] if is_cuda_error(error) else text
-    return f"the kernel raised {type(error).__name__}: {said}"
+    return f"the kernel raised {type(error).__name__}: {said}".removesuffix(": ")
 
 
 class Need(NamedTuple):

@@ -52,6 +52,12 @@ class InvariantReport:
         return tuple(finding for finding in self.findings if finding.outcome != "not applicable")
 
     @property
+    def inapplicable(self) -> tuple[dict[str, str], ...]:
+        """The invariants that could not be tried, each with the reason."""
+        left_out = (finding for finding in self.findings if finding.outcome == "not applicable")
+        return tuple({"invariant": finding.invariant, "reason": finding.evidence} for finding in left_out)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes of invariants that hold, or could not be run."""
         told = (one for one in self.findings if one.outcome == "passed" or one.evidence.startswith("not run"))

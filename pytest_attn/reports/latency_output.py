@@ -14,7 +14,7 @@ _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}
 #: in the closing sentence, in this order
 _COUNTED = (
     *(Verdict.FAST, Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.NO_BASELINE, Verdict.UNCONFIRMED, Verdict.RECORDED),
-    *(Verdict.UNRECORDED, Verdict.UNTIMED, Verdict.MISMATCH, Verdict.NO_RESULT, Verdict.RAISED),
+    *(Verdict.UNRECORDED, Verdict.UNTIMED, Verdict.MISMATCH, Verdict.NO_RESULT, Verdict.RAISED, Verdict.EXPECTED),
 )
 _COUNTED_AS = {Verdict.RAISED: "cannot be timed", Verdict.MISMATCH: "wrong when timed"}
 _MOST_ROWS = 40

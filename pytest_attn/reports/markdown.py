@@ -8,9 +8,9 @@ from itertools import chain
 from pytest_attn.reports.latency_output import closing as closing_of_latencies
 from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import count, duration_in_column, labeled, together
-from pytest_attn.reports.records import Record, latency_of, verdict_of
+from pytest_attn.reports.records import Record, is_judged, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
-from pytest_attn.reports.terminal import mutation_score, survivors, untested
+from pytest_attn.reports.terminal import ending, inapplicable, mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.workloads.functions import printable, printable_lines
 
@@ -36,6 +36,8 @@ def markdown_summary(records: Sequence[Record]) -> str:
 
 
 def _sentences(records: Sequence[Record]) -> Iterator[str]:
+    for said in ending(records):
+        yield from (_text(said), "")
     judged = [r for r in records if r["question"] != "latency"]
     timed = [r for r in records if r["question"] == "latency"]
     if judged:
@@ -56,15 +58,10 @@ def _table(title: str, records: Sequence[Record]) -> Iterator[str]:
         "| --- | --- | --- | --- | --- | --- |",
     )
     for r in records[:_MOST_ROWS]:
-        cells = (
-            r["verdict"],
-            _code(r["subject"]),
-            _code(r["workload"]),
-            r["direction"],
-            _text(r["reason"]),
-            _code(r["command"]),
-        )
-        yield _row(*cells)
+        named = (_code(r["subject"]), _code(r["workload"]), r["direction"])
+        if not is_judged(r):
+            named = ("-", _code(r["test"]), r["phase"])
+        yield _row(r["verdict"], *named, _text(r["reason"]), _code(r["command"]))
     yield from _rest(records)
     for r in [r for r in records if r["explanation"]][:_MOST_IN_FULL]:
         yield from (*_fenced(f"{_said(r)}\n{printable_lines(labeled('reproduce', r['command']))}"), "")
@@ -100,7 +97,7 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _rest(records: Sequence[Record]) -> Iterator[str]:
+def _rest(records: Sequence[object]) -> Iterator[str]:
     yield ""
     if len(records) > _MOST_ROWS:
         yield from (f"... and {len(records) - _MOST_ROWS} more", "")
@@ -113,9 +110,11 @@ def _change(record: Record) -> float | None:
 
 
 def _unseen(records: Sequence[Record]) -> Iterator[str]:
-    lines = [f"- {_text(line)}" for line in untested(records)]
-    if lines:
-        yield from ("### Untested", "", *lines, "")
+    for title, found in (("Untested", untested(records)), ("Invariants that did not apply", inapplicable(records))):
+        lines = [f"- {_text(line)}" for line in found]
+        if lines:
+            yield from (f"### {title}", "", *lines[:_MOST_ROWS], "")
+            yield from _rest(lines)
 
 
 def _mutants(records: Sequence[Record]) -> Iterator[str]:
@@ -232,7 +231,8 @@ def workflow_commands(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _annotation(level: str, record: Record) -> str:
-    title = printable(f"{record['verdict']}: {record['subject']} on {record['workload']}", 0)
+    named = f"{record['subject']} on {record['workload']}" if is_judged(record) else record["test"]
+    title = printable(f"{record['verdict']}: {named}", 0)
     said = f"{_said(record)}\n  reproduce" if record["explanation"] else record["reason"]  # the command is easily copied
     text = "\n".join(part for part in (said, record["command"]) if part) or record["verdict"]
     place = {"file": printable(record["test"].partition("::")[0], 0), "line": str(record["line"] or 1), "title": title}

@@ -13,7 +13,7 @@ from pytest_attn.reports.files import write_atomically, written_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
 from pytest_attn.reports.lines import count, some
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.records import read_line
+from pytest_attn.reports.records import failures, read_line
 from pytest_attn.reports.runs import LAST_FAILED, Run, RunFacts, collected_by, read_runs
 
 _WORDS = "Join the files of a run that was divided, once every test that was collected has run in exactly one of them."
@@ -57,7 +57,9 @@ def run_merge(given: argparse.Namespace) -> int:
     except OSError as error:
         given.error(f"cannot write {given.out}: {error.strerror or error}")
     tests, records = len(_union(run.facts["ran"] for run in runs if run.facts)), sum(run.records for run in runs)
+    failed = failures(record for run in runs for line in run.lines if (record := read_line(line, given.out)))
     counts = f"{count(len(runs), 'run')}, {count(tests, 'test')}, {count(records, 'record')}"
+    counts += f", {count(failed, 'test')} failed" if failed else ""
     print(f"{'not whole: ' * bool(found)}{counts}: written to {given.out}")
     return int(bool(found))
 

@@ -18,6 +18,10 @@ from pytest_attn.reports.verdict import Cause, Verdict
 SCHEMA = 1
 #: the field of a line that closes a run, and is not a record itself
 RUN = "run"
+#: the question of a test that failed, and not by a judgment
+TEST = "test"
+#: phases in which pytest counts no failure
+_NOT_COUNTED = ("rerun", RUN)
 
 
 class Record(TypedDict):
@@ -31,12 +35,17 @@ class Record(TypedDict):
     date: Annotated[str, "when the test was done: ISO 8601, UTC"]
     test: Annotated[str, "pytest's id of the test"]
     line: Annotated[int, "of the test in its file, counted from 1"]
-    question: Annotated[str, "what was asked: check, invariants or latency"]
+    phase: Annotated[
+        str,
+        "of the test, as pytest counts failures: setup, call or teardown; rerun if the test was run again after it; collect of"
+        " a file that could not be collected; run of a run that was stopped",
+    ]
+    question: Annotated[str, "what was asked: check, invariants or latency; test, of a failure outside of any judgment"]
     verdict: Annotated[
         str,
         "of a check: passed, mismatch, no result, known defect, expected, skipped, raised; of invariants: held, broken, no"
         " result, known defect, expected, skipped, raised; of a latency: passed, mismatch, regressed, inconclusive, no"
-        " baseline, recorded, unrecorded, unconfirmed, untimed, no result, raised",
+        " baseline, recorded, unrecorded, unconfirmed, untimed, no result, raised; of a test: failed, no result",
     ]
     reason: Annotated[str, "why a case was skipped or failed, or what its known defect is, in one line"]
     explanation: Annotated[
@@ -90,6 +99,9 @@ class Record(TypedDict):
         "of a check that passed, what it could not see: softcap, window, sinks, bias, alibi or score_mod, if exact attention"
         " without it is also within every limit; long sums in a half precision, with fewer than 2,048 keys; gradients of"
         " sinks, bias or alibi that were not compared, with why: dsinks: ...",
+    ]
+    inapplicable: Annotated[
+        Sequence[dict[str, Any]], "of invariants, those that were asked and did not apply: invariant, reason"
     ]
     is_sampled: Annotated[bool, "whether only some rows and keys of a long workload were compared"]
     sampled: Annotated[
@@ -188,9 +200,12 @@ def latency_of(record: Record) -> dict[str, Any]:
 def verdict_of(record: Record) -> Verdict | None:
     """Return the verdict of a record as a report shows it; None if it is newer than this version.
 
-    JSON's "passed" stands for several: an approximate kernel, a time, and a known defect that did not show.
+    JSON's "passed" stands for several: an approximate kernel, a time, and a known defect that did not show; "held" for some of
+    the invariants as well.
     """
     verdict = Verdict.named(record["verdict"])
+    if verdict is Verdict.HELD and record["inapplicable"]:
+        return Verdict.HELD_IN_PART
     if verdict is not Verdict.PASSED:
         return verdict
     if record["question"] == "latency":
@@ -198,6 +213,23 @@ def verdict_of(record: Record) -> Verdict | None:
     if record["cause"] == Cause.DEFECT_NOT_SHOWN:
         return Verdict.UNEXPECTED
     return Verdict.APPROXIMATE if record["is_approximate"] else Verdict.PASSED
+
+
+def is_wrong(record: Record) -> bool:
+    """Whether a record ends a run with a failure, as far as this version knows its verdict."""
+    verdict = verdict_of(record)
+    return verdict is not None and verdict.is_wrong
+
+
+def is_judged(record: Record) -> bool:
+    """Whether a record is of a judgment, and not of a test that failed outside of one."""
+    return record["question"] != TEST
+
+
+def failures(records: Iterable[Record]) -> int:
+    """Return how many tests failed, as pytest counts them: one whose teardown fails, too, is a failure and an error."""
+    failed = (r for r in records if is_wrong(r) and r["verdict"] != Verdict.UNRECORDED and r["phase"] not in _NOT_COUNTED)
+    return len({(r["test"], r["phase"], r["date"]) for r in failed})
 
 
 class RecordWriter:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_attn.backends.contexts import RAN_EAGERLY
 from pytest_attn.reports.lines import aligned, count, duration, some, z_figure
-from pytest_attn.reports.records import Record, verdict_of
+from pytest_attn.reports.records import RUN, Record, failures, is_judged, verdict_of
 from pytest_attn.reports.verdict import LONG_SUMS, Cause, Tone, Verdict
 
 #: subject of the record of a test that ended before it named one
@@ -29,8 +29,8 @@ _RED = {"red": True}
 _MARKUP = {Tone.BAD: _RED, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
 #: in a closing sentence, what is right first
 _COUNTED = (
-    *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.MISMATCH, Verdict.BROKEN, Verdict.NO_RESULT),
-    *(Verdict.RAISED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED),
+    *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.HELD_IN_PART, Verdict.MISMATCH, Verdict.BROKEN),
+    *(Verdict.NO_RESULT, Verdict.RAISED, Verdict.FAILED, Verdict.KNOWN_DEFECT, Verdict.EXPECTED),
 )  # pytest counts skips, those without a judgment too: one number, not two
 
 
@@ -46,6 +46,8 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     if verbose:
         yield from _compilations(records)
     yield from _not_run(records)
+    if verbose:
+        yield from ((f"not applied   {line}", {}) for line in inapplicable(records))
     yield from ((f"untested      {line}", {}) for line in untested(records))
     for why, number in Counter(r["unsaved"] for r in records if r["unsaved"]).items():
         yield f"not saved     {count(number, 'failure')}: {why}", {"yellow": True}
@@ -138,7 +140,9 @@ def _problems(records: Sequence[Record]) -> Iterator[Line]:
     for r in records:
         case = f"{r['subject']} on {r['workload']}{' backward' if r['backward'] else ''}"
         verdict = verdict_of(r)
-        if verdict is Verdict.UNEXPECTED:
+        if not is_judged(r):
+            yield f"{r['verdict']:12}  {' '.join(filter(None, (r['test'], r['phase'])))}: {r['reason']}", _RED
+        elif verdict is Verdict.UNEXPECTED:
             yield f"unexpected    {case} passed: known defect {r['reason']}", {"yellow": True}
         elif verdict is not None and (verdict.is_wrong or verdict.is_doubtful):
             yield f"{r['verdict']:12}  {case}: {r['reason']}", _MARKUP[verdict.tone]
@@ -201,6 +205,17 @@ def untested(records: Sequence[Record]) -> Iterator[str]:
     yield from _untested_sums(records)
 
 
+def inapplicable(records: Sequence[Record]) -> Iterator[str]:
+    """Say which invariants did not apply, why, and to what."""
+    cases: dict[tuple[str, str], dict[str, None]] = {}
+    for r in records:
+        for one in r["inapplicable"]:
+            named = f"{r['subject']} on {r['workload']}"
+            cases.setdefault((one["invariant"], one["reason"]), {})[named] = None
+    for (invariant, reason), names in cases.items():
+        yield f"{invariant} of {some(list(names), 3)}: {reason}"
+
+
 def _untested_sums(records: Sequence[Record]) -> Iterator[str]:
     """Say of which kernels every workload is too short to show a fault in sums of a low precision."""
     judged: dict[str, list[Record]] = {}
@@ -225,15 +240,23 @@ def _next(records: Sequence[Record], are_saved: bool) -> str:
 
 def closing(records: Sequence[Record]) -> Line:
     """Return the sentence that says how it all went, of checks and invariants."""
-    counts = Counter(_as_counted(r) for r in records)
+    counts = Counter(_as_counted(r) for r in records if r["phase"] != RUN)
     text = ", ".join(f"{counts[v]:,} {v.counted}" for v in _COUNTED if counts[v]) or "nothing was judged"
     tones = {verdict.tone for verdict in counts if verdict is not None}
     tone = next((tone for tone in (Tone.BAD, Tone.GOOD) if tone in tones), Tone.NONE)
     return f"{text}{_kernels(records)}{_largest_z(records)}", _MARKUP[tone]
 
 
+def ending(records: Sequence[Record]) -> Iterator[str]:
+    """Yield in sentences how many tests failed, as pytest counts them, and whether the run was stopped; nothing else."""
+    for stopped in (r for r in records if r["phase"] == RUN):
+        yield f"The run was stopped: {stopped['reason']}."
+    if failed := failures(records):
+        yield f"{count(failed, 'test')} failed."
+
+
 def _kernels(records: Sequence[Record]) -> str:
-    ran = [r for r in records if r["verdict"] != Verdict.SKIPPED and r["subject"] != _NO_SUBJECT]
+    ran = [r for r in records if is_judged(r) and r["verdict"] != Verdict.SKIPPED and r["subject"] != _NO_SUBJECT]
     kernels, workloads = ({r[of] for r in ran} for of in ("subject", "workload"))
     return f"; {count(len(kernels), 'kernel')} on {count(len(workloads), 'workload')}" if kernels else ""
 
@@ -253,7 +276,7 @@ _ENDED = "ended before a kernel was judged"
 def counted_cases(records: Sequence[Record]) -> str:
     """Say how many cases were judged, of which some have several judgments, and how many were declined or skipped."""
     cases: dict[str, set[str]] = {}
-    for r in records:
+    for r in filter(is_judged, records):
         asked = _ENDED if r["subject"] == _NO_SUBJECT else "judged"
         cases.setdefault(r["test"], set()).add(asked if r["verdict"] != Verdict.SKIPPED else r["cause"])
     first = [next((how for how in ("judged", _ENDED, Cause.DECLINED) if how in found), "skipped") for found in cases.values()]

@@ -57,6 +57,7 @@ class Verdict(str, Enum):
     BROKEN = "broken", "invariant broken", "with a broken invariant", Tone.BAD, "✗", "error"
     NO_RESULT = "no result", "no result", "without a result", Tone.BAD, "!", "error"  # it hung, or its process ended
     RAISED = "raised", "raised", "", Tone.BAD, "!", "error"
+    FAILED = "failed", "failed outside of a judgment", "", Tone.BAD, "!", "error"
     REGRESSED = "regressed", "regressed", "", Tone.BAD, "▼", "error"
     UNCONFIRMED = "unconfirmed", "slower, not confirmed", "slower and not confirmed", Tone.BAD, "▼", "error"
     UNRECORDED = "unrecorded", "not recorded", "", Tone.BAD, "!", "error"
@@ -67,6 +68,7 @@ class Verdict(str, Enum):
     PASSED = "passed", "right", "", Tone.GOOD, "✓"
     APPROXIMATE = "approximate", "right as approximate", "", Tone.GOOD, "≈"  # as shown
     HELD = "held", "invariants hold", "with all invariants", Tone.GOOD, "✓"
+    HELD_IN_PART = "held in part", "invariants hold that apply", "with all invariants that apply", Tone.GOOD, "✓"  # as shown
     FAST = "fast", "as fast as recorded", "", Tone.GOOD, "✓"  # as shown
     RECORDED = "recorded", "recorded", "", Tone.PLAIN, "○"
     NO_BASELINE = "no baseline", "no baseline", "without a baseline", Tone.PLAIN, "○"

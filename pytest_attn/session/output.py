@@ -3,6 +3,9 @@
 import contextlib
 import datetime
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +19,7 @@ from pytest_attn.reports.lines import count, room
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
-from pytest_attn.reports.records import Record, RecordWriter, verdict_of
+from pytest_attn.reports.records import Record, RecordWriter, is_wrong
 from pytest_attn.reports.terminal import Line, listing, mutation_summary, profile_tables, slowest_compilations, summary
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.collection import unmet_because
@@ -38,20 +41,75 @@ def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:
         session.results.write_to(RecordWriter(session.settings.json, session.settings.json_samples), session.manifest)
 
 
-def write_summaries(session: AttentionSession, reporter: Any) -> None:
-    """Write the .md file of --attn-output; in a job of GitHub Actions also its annotations, and its summary."""
-    in_a_job = os.environ.get("GITHUB_ACTIONS") == "true"
-    if session.settings.summary:
-        write_whole("--attn-output", session.settings.summary, lambda: markdown_summary(session.results.records), reporter)
-    if in_a_job and session.results.records:
-        for command in workflow_commands(session.results.records):
-            reporter.write_line(command)
-        if path := os.environ.get("GITHUB_STEP_SUMMARY"):
-            try:
-                with open(path, "a", encoding="utf-8", errors=files.ESCAPED) as file:
-                    file.write(markdown_summary(session.results.records))
-            except OSError as error:
-                reporter.write_line(f"GITHUB_STEP_SUMMARY: cannot write {path}: {error}", red=True)
+def write_outputs(session: AttentionSession, reporter: Any) -> None:
+    """Write the files of --attn-output, once; in a job of GitHub Actions also its annotations, and its summary."""
+    if session.has_written or hasattr(reporter.config, "workerinput"):
+        return
+    settings, records = session.settings, session.results.records
+    if settings.summary:
+        write_whole(session, settings.summary, lambda: markdown_summary(records), reporter)
+    if records and os.environ.get("GITHUB_ACTIONS") == "true":
+        _write_job(records, reporter)
+    if settings.support and records:
+        write_support(session, settings.support, reporter)
+    if settings.report and not settings.list_only:
+        write_report(session, settings.report, reporter)
+    session.has_written = True
+
+
+def _write_job(records: Sequence[Record], reporter: Any) -> None:
+    """Write the annotations of a job of GitHub Actions, and its summary."""
+    for command in workflow_commands(records):
+        reporter.write_line(command)
+    if path := os.environ.get("GITHUB_STEP_SUMMARY"):
+        try:
+            with open(path, "a", encoding="utf-8", errors=files.ESCAPED) as file:
+                file.write(markdown_summary(records))
+        except OSError as error:
+            reporter.write_line(f"GITHUB_STEP_SUMMARY: cannot write {path}: {error}", red=True)
+
+
+class _Stderr:
+    """Where lines go if pytest has no terminal reporter."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def write_line(self, text: str, **markup: bool) -> None:
+        """Write what is wrong."""
+        if markup.get("red"):
+            print(text, file=sys.stderr)
+
+
+def finish_outputs(session: AttentionSession, run: pytest.Session) -> None:
+    """Write what is not written yet, as without a terminal, and end with another status than 0 where that fails.
+
+    Where an interrupt has stopped it, only the records are finished.
+    """
+    reporter = run.config.pluginmanager.get_plugin("terminalreporter") or _Stderr(run.config)
+    with _uninterrupted():
+        if run.exitstatus != pytest.ExitCode.INTERRUPTED:
+            write_outputs(session, reporter)
+        if lines := session.results.close(int(run.exitstatus)):
+            if lines.problem:
+                session.unwritten.append(lines.path)
+            said = lines.problem or f"--attn-output: written to {lines.path}"
+            reporter.write_line(said, **({"red": True} if lines.problem else {}))
+    if session.unwritten and run.exitstatus == pytest.ExitCode.OK:
+        run.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Finish a file before an interrupt ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def place_of(session: AttentionSession) -> Callable[[Any], tuple[int, str]]:
@@ -85,7 +143,7 @@ def write_support(session: AttentionSession, path: str, reporter: Any) -> None:
     versions = [f"{backend.name} {status_of(backend, machine)[1]}" for backend in backends]
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     title = f"Run on {today} on {machine.name}, torch {machine.torch_version}: {', '.join(versions)}."
-    write_whole("--attn-output", path, lambda: support_page(records, groups, title), reporter)
+    write_whole(session, path, lambda: support_page(records, groups, title), reporter)
 
 
 def require_report_libraries() -> None:
@@ -106,15 +164,18 @@ def write_report(session: AttentionSession, path: str, reporter: Any) -> None:
 
             return report_page(records)
 
-    write_whole("--attn-output", path, drawn, reporter)
+    write_whole(session, path, drawn, reporter)
 
 
-def write_whole(flag: str, path: str, text: Callable[[], str], reporter: Any) -> None:
-    """Write a file atomically; say that it is written, or why not, and go on."""
+def write_whole(
+    session: AttentionSession, path: str, text: Callable[[], str], reporter: Any, flag: str = "--attn-output"
+) -> None:
+    """Write a file atomically; say that it is written, or why not, and go on: the run will not end with 0."""
     try:
         files.write_atomically(path, text())
         reporter.write_line(f"{flag}: written to {path}")
     except OSError as error:
+        session.unwritten.append(path)
         reporter.write_line(f"{flag}: cannot write {path}: {error}", red=True)
 
 
@@ -130,7 +191,7 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     # configurations have no baselines: how they stand is what --attn-tune prints
     timed = [r for r in records if r["latency"] is not None and not (settings.tune and split(r["subject"])[1])]
     is_quiet = verbosity < 0
-    if any(map(_is_wrong, judged)) if is_quiet else judged:
+    if any(map(is_wrong, judged)) if is_quiet else judged:
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
     if any(map(is_notable, timed)) if is_quiet else timed:
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
@@ -146,11 +207,6 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     for line in filter(None, said):
         reporter.write_line(line)
     _print_compilations(judged, reporter)
-
-
-def _is_wrong(record: Record) -> bool:
-    verdict = verdict_of(record)
-    return verdict is not None and verdict.is_wrong
 
 
 def _print_compilations(judged: Sequence[Record], reporter: Any) -> None:
@@ -268,8 +324,8 @@ def report_ranking(session: AttentionSession, config: pytest.Config, reporter: A
     if not ranking.timed:
         reporter.write_line(f"--attn-rank-to: nothing to write to {stem}.json and {stem}.py", yellow=True)
         return
-    write_whole("--attn-rank-to", f"{stem}.json", lambda: to_json(ranking), reporter)
-    write_whole("--attn-rank-to", f"{stem}.py", lambda: to_python(ranking), reporter)
+    write_whole(session, f"{stem}.json", lambda: to_json(ranking), reporter, "--attn-rank-to")
+    write_whole(session, f"{stem}.py", lambda: to_python(ranking), reporter, "--attn-rank-to")
 
 
 def _print(ranking: Ranking, session: AttentionSession, config: pytest.Config, reporter: Any) -> None:

@@ -46,7 +46,7 @@ class Progress:
         self._phases: list[_Phase] = []  # the innermost last
         self._lock = Lock()
         self._stderr: int | None = None
-        if not is_child and config.option.verbose >= 0:
+        if not is_child and getattr(config.option, "verbose", 0) >= 0:
             with suppress(OSError):  # a process without stderr
                 self._stderr = os.dup(2)
                 config.add_cleanup(self.close)

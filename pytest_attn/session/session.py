@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
@@ -105,6 +105,8 @@ class Results:
         self._lines: RecordWriter | None = None
         self._manifest: Manifest | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
+        self._begun: dict[str, dict[str, str] | None] = {}  # by id of a test that runs: its case, None where it has none
+        self._beside: list[dict[str, str]] = []  # what ended tests, or the run, from outside
 
     def write_to(self, lines: RecordWriter, manifest: Manifest) -> None:
         """Also write each record to a .jsonl file, as it comes, and last what the run collected and ran."""
@@ -126,27 +128,69 @@ class Results:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what a report carries."""
         records = getattr(report, "attn", ())
+        if str(report.outcome) == "rerun":  # of pytest-rerunfailures
+            records = [{**one, "phase": "rerun"} for one in records if one["question"] != "test"]
+        if report.when == "setup" and report.passed:
+            self._begun[report.nodeid] = getattr(report, "attn_begins", None)
+        elif report.when == "teardown":
+            self._begun.pop(report.nodeid, None)
+        elif report.when not in ("setup", "call") and report.failed:
+            self._note_killed(report)
+        self._take(records)
+
+    def _take(self, records: Sequence[Record]) -> None:
         self.records.extend(records)
         for one in records:
             if one["verdict"] != "skipped":
                 backend = one["subject"] if one["tags"].get("family") != "callable" else ""
-                self.taken.setdefault((report.nodeid.partition("[")[0], backend), set()).add(report.nodeid)
+                self.taken.setdefault((one["test"].partition("[")[0], backend), set()).add(one["test"])
         if records and self._lines is not None:
             from pytest_attn.reports.verdict import Verdict
 
             self._held += [one for one in records if one["verdict"] == Verdict.RECORDED]
             self._lines.write(one for one in records if one["verdict"] != Verdict.RECORDED)
 
-    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
-        """Finish the .jsonl file of --attn-output."""
-        if self._lines is not None:
-            self._lines.write(self._held)
+    def _note_killed(self, report: pytest.TestReport) -> None:
+        """Note a test whose worker of xdist has ended; one that was not set up yet may be of a kernel, too."""
+        case = self._begun.pop(report.nodeid, {"test": report.nodeid, "workload": "-", "subject": "-"})
+        said = str(report.longrepr).partition("\n")[0]
+        if case is not None:
+            self._beside.append({**case, "reason": said, "verdict": "no result", "phase": "call"})
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a file that cannot be collected: nobody knows its tests."""
+        if report.failed:
+            reason = "could not be collected, so its tests are not known; pytest's output says why"
+            self._beside.append({"test": report.nodeid, "reason": reason, "phase": "collect"})
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Note that the run was stopped."""
+        from pytest_attn.reports.lines import raised_words
+
+        self._beside.append({"reason": raised_words(excinfo.typename, str(excinfo.value)), "phase": "run"})
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Note that the run broke down."""
+        self._beside.append({"reason": f"INTERNALERROR of pytest ({excinfo.typename})", "phase": "run"})
+
+    def settle(self, is_asked: bool) -> None:
+        """Make records of what ended tests or the run from outside, where attention was judged or files are asked for."""
+        beside, self._beside = self._beside, []
+        if not beside or not (self.records or is_asked):
+            return
+        from pytest_attn.reports.records import TEST, new_record
+
+        known: dict[str, Any] = {"workload": "-", "subject": "-", "question": TEST, "verdict": "failed"}
+        self._take([new_record(**{**known, **one}) for one in beside])
+
+    def close(self, exitstatus: int) -> RecordWriter | None:
+        """Finish the .jsonl file of --attn-output, once; return what wrote it, None where there is none left to finish."""
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.write(self._held)
             if self._manifest is not None:
-                self._lines.write_lines([self._manifest.closing_line(int(exitstatus), len(self.records))])
-            if self._lines.problem:
-                terminalreporter.write_line(self._lines.problem, red=True)
-            else:
-                terminalreporter.write_line(f"--attn-output: written to {self._lines.path}")
+                lines.write_lines([self._manifest.closing_line(exitstatus, len(self.records))])
+        return lines
 
 
 #: seconds after the gate was opened within which a process finds the device as warm as the one before has left it
@@ -214,6 +258,9 @@ class AttentionSession:
         self.has_ended = False
         #: why a run that has judged nothing must not look like a pass, "" where it may
         self.unjudged_because = ""
+        #: the files that could not be written
+        self.unwritten: list[str] = []
+        self.has_written = False  # the others
         #: what becomes of each test, None where no .jsonl file asks
         self.manifest: Manifest | None = None
         if self.settings.timeout:

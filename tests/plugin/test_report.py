@@ -30,7 +30,7 @@ def test_wrong(attn):
     result.assert_outcomes(passed=2, failed=1, skipped=1)
     data = data_of(pytester.path / "page.html")
     assert [machine["sentence"] for machine in data["machines"]] == [
-        "1 of 4 judgments went wrong: 1 wrong. The rest: 2 right, 1 skipped."
+        "1 test failed. 1 of 4 judgments went wrong: 1 wrong. The rest: 2 right, 1 skipped."
     ]
     names = [subject["name"] for subject in data["subjects"]]
     assert [name for name in names if "lambda" not in name] == ["math", "sdpa", "flash3"], "the order of the registry"

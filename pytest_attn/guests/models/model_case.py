@@ -324,7 +324,8 @@ class ModelInvariantEvaluator(Evaluator[InvariantReport]):
         reason = ", ".join(finding.invariant for finding in report.broken) or "; ".join(report.notes)
         verdict, width = Verdict.HELD if report.passed else Verdict.BROKEN, INVARIANT_WIDTH
         text, evidence = describe_invariants(report), "" if report.passed else _NOT_SAVED
-        return Judgment(verdict, report, reason, text=text, evidence=evidence, width=width)
+        fields = {"inapplicable": report.inapplicable}
+        return Judgment(verdict, report, reason, text=text, evidence=evidence, width=width, fields=fields)
 
 
 def _workload_of(name: str, found: ModelComparison | None) -> Workload:

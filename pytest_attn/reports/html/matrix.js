@@ -80,7 +80,7 @@ function inRank(entries, order) {
   return [...entries].sort(([a], [b]) => place(a) - place(b));
 }
 
-const SHORT = { "invariant broken": "broken", "slower, not confirmed": "slower", "wrong as expected": "expected", "right despite a known defect": "right?", "right as approximate": "right", "invariants hold": "holds", "as fast as recorded": "fast" };
+const SHORT = { "invariant broken": "broken", "slower, not confirmed": "slower", "wrong as expected": "expected", "right despite a known defect": "right?", "right as approximate": "right", "invariants hold": "holds", "invariants hold that apply": "holds", "as fast as recorded": "fast" };
 
 function cell(backend, row, found, cells) {
   if (!found) return el("td", { class: "empty", "aria-label": `${backend} on ${row}: not run` });

@@ -19,8 +19,8 @@ from string import Template
 from typing import Any, NamedTuple
 
 from pytest_attn.reports.lines import count
-from pytest_attn.reports.records import Record, name_of, verdict_of
-from pytest_attn.reports.terminal import mutation_score, survivors, untested
+from pytest_attn.reports.records import RUN, Record, is_judged, name_of, verdict_of
+from pytest_attn.reports.terminal import ending, inapplicable, mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Tone, Verdict
 from pytest_attn.workloads.functions import printable_lines
 
@@ -293,21 +293,25 @@ def _identity(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 def sentence(records: Sequence[Record]) -> str:
     """Say how the run went, what is wrong first."""
-    counts = Counter(shown_verdict(record) for record in records)
-    wrong, doubtful = (_counted(counts, tone) for tone in ("bad", "doubt"))
-    fine = _counted(counts, "good", "plain", "none")
     if not records:
         return "No attention test ran."
-    total = count(len(records), "judgment")
+    judged = [record for record in records if is_judged(record)]
+    counts = Counter(shown_verdict(record) for record in judged)
+    wrong, doubtful = (_counted(counts, tone) for tone in ("bad", "doubt"))
+    fine = _counted(counts, "good", "plain", "none")
+    said = list(ending(records))
     if wrong:
-        start = f"{_wrong(records):,} of {total} went wrong: {wrong}."
-    elif not _counted(counts, "good", "doubt"):
+        said.append(f"{_wrong(judged):,} of {count(len(judged), 'judgment')} went wrong: {wrong}.")
+    if beside := sum(not is_judged(record) and record["phase"] != RUN for record in records):
+        said.append(f"{beside:,} {Verdict.FAILED.counted}.")
+    is_fine = not said
+    if is_fine and not _counted(counts, "good", "doubt"):
         return f"Nothing was found right or wrong: {fine}."
-    else:
-        start = "Nothing went wrong."
-    parts = [f"To look at: {doubtful}." if doubtful else "", f"The rest: {fine}." if wrong and fine else ""]
-    parts += [f"{fine[0].upper()}{fine[1:]}." if fine and not wrong else ""]
-    return " ".join(part for part in (start, *parts) if part)
+    said += ["Nothing went wrong."] if is_fine else []
+    said += [f"To look at: {doubtful}."] if doubtful else []
+    if fine:
+        said.append(f"{fine[0].upper()}{fine[1:]}." if is_fine else f"The rest: {fine}.")
+    return " ".join(said)
 
 
 def why(records: Sequence[Record]) -> str:
@@ -323,7 +327,8 @@ def why(records: Sequence[Record]) -> str:
         return order.index(record["verdict"]), not _suggested(record), -often, -(record["z_element"] or 0)
 
     first = min(wrong, key=place)  # as in the list of what is wrong: of those as grave, what most cases have, then z
-    return f"{first['subject']} on {first['workload']}: {'; '.join([first['reason'], *_suggested(first)[:1]])}"
+    named = f"{first['subject']} on {first['workload']}" if is_judged(first) else first["test"] or "the run"
+    return f"{named}: {'; '.join([first['reason'], *_suggested(first)[:1]])}"
 
 
 def _suggested(record: Record) -> list[str]:
@@ -357,6 +362,7 @@ def facts_in_words(machine: MachineRecords) -> list[tuple[str, str]]:
         ("Python", facts.get("python", "")),
         ("pytest-attn", facts.get("pytest_attn", "")),
         ("Untested", "; ".join(untested(machine.records))),
+        ("Did not apply", "; ".join(inapplicable(machine.records))),
         ("Faulty kernels", mutation_score(machine.records)),
         ("Survived", " ".join(survivors(machine.records))),
         ("Libraries", ", ".join(f"{library} {version}" for library, version in _libraries(machine.records))),

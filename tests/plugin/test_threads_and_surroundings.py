@@ -1,0 +1,73 @@
+"""A kernel that changes its surroundings is told by name; a test is judged in one thread; an error keeps its type."""
+
+import os
+
+import pytest
+
+IN_THREADS = """
+import functools, threading
+import pytest
+
+def pytest_addoption(parser): parser.addoption("--parallel-threads", dest="parallel_threads", type=int, default=1)
+
+def pytest_configure(config): config.addinivalue_line("markers", "thread_unsafe(reason): in one thread")
+
+def pytest_itemcollected(item):
+    number = item.config.option.parallel_threads
+    if number == 1 or item.get_closest_marker("thread_unsafe"): return
+    test = item.obj
+
+    @functools.wraps(test)
+    def in_threads(**arguments):
+        threads = [threading.Thread(target=test, kwargs=arguments) for _ in range(number)]
+        [one.start() for one in threads]
+        [one.join() for one in threads]
+    item.obj = in_threads
+"""
+TEST = """
+import os, threading
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+class Silent(Exception):
+    def __str__(self): raise ValueError("no words")
+
+@pytest.mark.attention("smoke-full")
+def test_kernel(attn):
+    def mine(q, k, v):
+        {body}
+    {ask}
+"""
+
+
+def run(pytester, body, *options, ask="attn.check(mine)"):
+    pytester.makepyfile(TEST.format(body=body, ask=ask))
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+
+
+def test_in_one_thread(pytester):
+    pytester.makeconftest(IN_THREADS)
+    body = "assert threading.current_thread() is threading.main_thread(); return sdpa(q, k, v)"
+    run(pytester, body, "--parallel-threads=2").assert_outcomes(passed=1)
+
+
+def test_the_working_directory_is_put_back(pytester):
+    before = os.getcwd()
+    result = run(pytester, "os.chdir('/'); return sdpa(q, k, v)")
+    result.stdout.fnmatch_lines(["*the callable left the working directory at /; it was *"])
+    assert os.getcwd() == before
+
+
+def test_a_nested_result(pytester):
+    result = run(pytester, "return torch.nested.as_nested_tensor(list(sdpa(q, k, v)))")
+    result.assert_outcomes(failed=1)
+    assert "nested" in result.stdout.str()
+    assert "Internal error" not in result.stdout.str()
+
+
+@pytest.mark.parametrize("ask", ["attn.check(mine)", "attn.check_invariants(mine)"])
+def test_an_error_without_words_keeps_its_type(pytester, ask):
+    result = run(pytester, "raise Silent", "--attn-output=run.jsonl", ask=ask)
+    result.assert_outcomes(failed=1)
+    assert '"reason":"Silent"' in (pytester.path / "run.jsonl").read_text()
