@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-#: for surrogates, as of paths that are no UTF-8, which UTF-8 cannot say: in JSON their escape reads as what they were
+#: for surrogates, as of paths in another encoding, which UTF-8 cannot say: in JSON their escape reads as what they were
 ESCAPED = "backslashreplace"
 #: seconds that a process waits for another one that writes
 _PATIENCE = 60.0
@@ -119,7 +119,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def parse_json(text: str) -> Any:
-    """Return what a JSON text says. Raises ValueError for what is no strict JSON, or is none that anybody would write.
+    """Return what a JSON text says. Raises ValueError for what is not strict JSON, or is none that anybody would write.
 
     That is NaN, a number that is infinite or has more than 40 digits, a key that an object has twice, and 33 levels.
     """
