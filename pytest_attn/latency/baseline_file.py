@@ -337,7 +337,7 @@ _TIME = {"type": "number", "minimum": 0.1, "maximum": 1e15}
 _TIMES = {"type": "array", "minItems": 1, "maxItems": 1000, "items": _TIME}
 _DATE = {"type": "string", "pattern": r"^\d{4}-\d\d-\d\d", "description": "a date, as 2026-11-22"}
 _PAST = {"type": "array", "minItems": 3, "maxItems": 3, "prefixItems": [_DATE, _TIME, _TEXT]}
-#: description of a case, and of the file, in JSON Schema: what is read is held against it, and what is written
+#: description of a case, and of the file, in JSON Schema: for what is read, and for what is written
 CASE = _object(
     {
         **dict.fromkeys(("shape", "reason", "version", "check", "conditions"), _TEXT),

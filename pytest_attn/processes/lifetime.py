@@ -146,7 +146,7 @@ class ProcessFolder(tempfile.TemporaryDirectory[str]):
 
 def remove_left(base: Path) -> None:
     """Remove the folders in a folder that processes of this user have left behind which were killed."""
-    if sys.platform == "win32":  # where a folder in use cannot be told from one that is left
+    if sys.platform == "win32":  # where folders in use and those left look alike
         return
     for held in base.glob(f"{_PREFIX}*/{_HELD}"):
         with suppress(OSError):

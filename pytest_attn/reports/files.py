@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-#: for surrogates, as of paths that are no UTF-8, which UTF-8 cannot say: in JSON their escape reads as what they were
+#: for surrogates, as of paths in another encoding, which UTF-8 cannot say: in JSON their escape reads as what they were
 ESCAPED = "backslashreplace"
 #: seconds that a process waits for another one that writes
 _PATIENCE = 60.0
@@ -102,8 +102,8 @@ def _copy_permissions(source: Path, target: Path) -> None:
 # -- JSON of others: read strictly, and held against a description ------------------------------------------------------------
 
 #: part of JSON Schema: type (one, or several), enum, pattern, minimum, maximum, minItems, maxItems, items, prefixItems,
-#: properties, required, minProperties, additionalProperties (a description, or False); description is what a message says
-#: that was expected
+#: properties, required, dependentRequired, if with then of required, minProperties, additionalProperties (a description, or
+#: False); description is what a message says that was expected
 Description = Mapping[str, Any]
 #: characters of a number, and containers within one another, beyond which a text is none of ours
 _DIGITS, _DEPTH = 40, 32
@@ -119,7 +119,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def parse_json(text: str) -> Any:
-    """Return what a JSON text says. Raises ValueError for what is no strict JSON, or is none that anybody would write.
+    """Return what a JSON text says. Raises ValueError for what is not strict JSON, or is none that anybody would write.
 
     That is NaN, a number that is infinite or has more than 40 digits, a key that an object has twice, and 33 levels.
     """
@@ -181,14 +181,17 @@ def first_fault(value: Any, description: Description, field: str = "") -> str:
 
 def _fault_in_object(value: Mapping[str, Any], description: Description, field: str) -> str:
     within = f"{field}." if field else ""
-    known, others = description.get("properties", {}), description.get("additionalProperties", {})
-    for name in description.get("required", ()):
+    known, unknown = description.get("properties", {}), description.get("additionalProperties", {})
+    needed = [other for name, others in description.get("dependentRequired", {}).items() if name in value for other in others]
+    if "if" in description and _is_of(value, description["if"]):
+        needed += description["then"]["required"]
+    for name in (*description.get("required", ()), *needed):
         if name not in value:
             return f"{within}{name}: found nothing, expected {_expected(known.get(name, {}))}"
     for name, one in value.items():
-        if name not in known and others is False:
+        if name not in known and unknown is False:
             return f"{within}{_shown(name)[1:-1]}: found a field that is unknown, expected {', '.join(known)}"
-        if fault := first_fault(one, known.get(name, others), f"{within}{_shown(name)[1:-1]}"):
+        if fault := first_fault(one, known.get(name, unknown), f"{within}{_shown(name)[1:-1]}"):
             return fault
     return ""
 

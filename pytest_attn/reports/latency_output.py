@@ -82,7 +82,7 @@ def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
         record["verdict"],
         record["subject"],
         record["workload"],
-        latency["direction"],
+        latency.get("direction", record["direction"]),
         timed_as(latency["mode"], latency["calls"], latency["l2"]),
     )
     return (*row, duration_in_column(latency["cupti"]) if latency.get("cupti") else "-") if _extra(shown) else row

@@ -131,7 +131,8 @@ def _mutants(records: Sequence[Record]) -> Iterator[str]:
 
 def _machines(records: Sequence[Record]) -> Iterator[str]:
     machines = (r["machine"] for r in records if r["machine"])
-    yield from dict.fromkeys(_text(f"{one['name']} ({one['device']}), torch {one['torch']}") for one in machines)
+    said = (f"{one.get('name', 'unknown')} ({one.get('device', '')}), torch {one.get('torch', '')}" for one in machines)
+    yield from dict.fromkeys(map(_text, said))
 
 
 def _text(text: str) -> str:

@@ -9,10 +9,12 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
-from pytest_attn.reports.files import ESCAPED
+from pytest_attn.reports.files import ESCAPED, first_fault, parse_json
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.workloads.functions import printable
 
 #: of the lines; a reader takes those of its own and older schemas
 SCHEMA = 1
@@ -296,8 +298,8 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
     where: of the line, for the ValueError that any other line raises.
     """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         if is_cut:
             return None
         raise ValueError(
@@ -309,7 +311,7 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
     _require_fields(record, where)
     known = record
     if any(word in line for word in _QUOTED):  # most lines hold none, and looking at each value takes longest
-        known = {key: value if key in _TEXTS else _numbers(value) for key, value in record.items()}
+        known = {key: value if key in _TEXTS else _numbers(value, _WITHIN.get(key, {})) for key, value in record.items()}
     return cast(Record, {**_empty(known), **known})
 
 
@@ -325,7 +327,115 @@ def _require_fields(record: Mapping[str, Any], where: str) -> None:
         if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
             found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
             raise ValueError(f"{where}: has {found}, expected {kind}; is it a line of a .jsonl file that --attn-output wrote?")
+    if fault := first_fault({name: record[name] for name in _WITHIN if name in record}, _DESCRIBED):
+        raise ValueError(f"{where}: {printable(fault, 0)}; is it a line of a .jsonl file that --attn-output wrote?")
 
+
+def _object(required: Mapping[str, Any] = MappingProxyType({}), **optional: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
+
+
+def _or_empty(required: Mapping[str, Any], **optional: Any) -> dict[str, Any]:
+    """Return the description of an object that has nothing, or all that is required."""
+    return {**_object(**required, **optional), "if": {"minProperties": 1}, "then": {"required": list(required)}}
+
+
+def _array(items: Mapping[str, Any], length: int | None = None) -> dict[str, Any]:
+    return {"type": "array", "items": items, **({"minItems": length, "maxItems": length} if length else {})}
+
+
+def _or_null(description: Mapping[str, Any]) -> dict[str, Any]:
+    names = description["type"]
+    return {**description, "type": [*([names] if isinstance(names, str) else names), "null"]}
+
+
+_TEXT, _TRUTH, _COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+_NUMBER = {
+    "type": ["number", "string"],
+    "pattern": "^(NaN|-?Infinity)$",
+    "description": 'a number, "NaN", "Infinity" or "-Infinity"',
+}
+_NUMBERS, _BY_NAME = _array(_NUMBER), {"type": "object", "additionalProperties": _NUMBER}
+_WORK = {"type": "object", "additionalProperties": {"type": "number"}}
+_LEVELS = dict.fromkeys(("z_element", "z_row", "z_head"), _or_null(_NUMBER))
+_WORDS_OF_LAUNCHES = dict.fromkeys(("framework", "category", "architecture", "operation"), _or_null(_TEXT))
+#: what is within the fields that hold more than one value, as far as reports read it: a part of JSON Schema
+_WITHIN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("z_element", "z_row", "z_head", "compile_seconds"), _or_null(_NUMBER)),
+    "seconds": _NUMBER,
+    "explanation": _array(_object({"label": _TEXT, "text": _TEXT})),
+    **dict.fromkeys(("aliases", "faults", "untested", "notes"), _array(_TEXT)),
+    "shape": _or_empty(
+        {"dtype": _TEXT, "flops": _WORK, "bytes": _WORK},
+        id=_TEXT,
+        mask=_TEXT,
+        **dict.fromkeys(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim"), _COUNT),
+    ),
+    "tags": {"type": "object", "additionalProperties": _TEXT},
+    "tensors": _array(
+        _object(
+            {"name": _TEXT, "distribution": _TEXT, "passed": _TRUTH},
+            **dict.fromkeys(
+                ("absmax", "mean_abs", "mse", "relative_l2", "cosine", "found", "exact", "budget"), _or_null(_NUMBER)
+            ),
+            **_LEVELS,
+            worst=_or_null(_array({"type": "integer"})),
+        )
+    ),
+    "sampled": {"type": "object", "additionalProperties": _array(_COUNT, 2)},
+    "mutant": _or_empty(
+        {**dict.fromkeys(("name", "kind", "summary", "found_with"), _TEXT), "killed": _TRUTH}, condition=_TEXT
+    ),
+    "calls": _array(
+        _object(
+            {"module": _TEXT, "function": _TEXT, "workload": _TEXT, "passed": _TRUTH, "tensor": _TEXT, **_LEVELS},
+            kernel=_or_null(_TEXT),
+        )
+    ),
+    "compiled": _or_null(
+        _object(
+            {
+                **dict.fromkeys(("graphs", "breaks", "recompiled"), _COUNT),
+                "ratios": _BY_NAME,
+                "kernels": _array(_TEXT),
+                "unknown": _TEXT,
+            }
+        )
+    ),
+    "ratios": _BY_NAME,
+    "profiles": _array(
+        _object(
+            {
+                "direction": _TEXT,
+                "launches": _array(
+                    _object({"calls": _COUNT, "seconds": _NUMBER, **_WORDS_OF_LAUNCHES}, symbol=_or_null(_TEXT))
+                ),
+                **dict.fromkeys(("flops", "seconds"), _NUMBER),
+                **dict.fromkeys(("peak_memory", "roofline"), _or_null(_NUMBER)),
+            }
+        )
+    ),
+    "latency": _or_null(
+        {"dependentRequired": {"p50": ["interval", "mode", "l2", "calls"]}}
+        | _object(
+            p50=_or_null(_NUMBER),
+            interval=_array(_NUMBER, 3),
+            mode=_TEXT,
+            l2=_TEXT,
+            direction=_TEXT,
+            key=_TEXT,
+            calls=_COUNT,
+            disturbances=_array(_TEXT),
+            notes=_array(_TEXT),
+            decision=_or_null(_object(change=_or_null(_NUMBER), runs=_NUMBERS, detectable=_or_null(_NUMBER))),
+            baseline=_or_null(_object(p50=_NUMBERS, date=_TEXT, reason=_TEXT, history={"type": "array"})),
+        )
+    ),
+    "machine": _object(
+        **dict.fromkeys(("name", "device", "kind", "architecture", "torch", "python", "pytest_attn"), _TEXT), memory=_NUMBER
+    ),
+}
+_DESCRIBED = {"type": "object", "properties": _WITHIN}
 
 #: without which a record says nothing
 _REQUIRED = frozenset(("question", "verdict", "workload", "subject"))
@@ -348,10 +458,11 @@ def named_numbers(value: Any) -> Any:
     return [named_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _numbers(value: Any) -> Any:
-    """Turn these names into numbers again."""
+def _numbers(value: Any, described: Mapping[str, Any]) -> Any:
+    """Turn these names into numbers again, but where a text is described."""
     if isinstance(value, str):
-        return _WORDS.get(value, value)
+        return value if described.get("type") in ("string", ["string", "null"]) else _WORDS.get(value, value)
     if isinstance(value, dict):
-        return {key: _numbers(one) for key, one in value.items()}
-    return [_numbers(one) for one in value] if isinstance(value, list) else value
+        known, others = described.get("properties", {}), described.get("additionalProperties", {})
+        return {key: _numbers(one, known.get(key, others)) for key, one in value.items()}
+    return [_numbers(one, described.get("items", {})) for one in value] if isinstance(value, list) else value

@@ -360,7 +360,11 @@ def _operations(profile: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _figures(launches: Sequence[Mapping[str, Any]], total: float) -> tuple[str, str, str]:
     seconds = _seconds(launches)
-    return str(sum(launch["calls"] for launch in launches)), duration(seconds, _MILLISECONDS_FROM), f"{seconds / total:.1%}"
+    return (
+        str(sum(launch["calls"] for launch in launches)),
+        duration(seconds, _MILLISECONDS_FROM),
+        f"{seconds / total:.1%}" if total else "-",
+    )
 
 
 def _seconds(launches: Sequence[Mapping[str, Any]]) -> float:

@@ -85,7 +85,7 @@ def shell_word(text: str) -> str:
 
 
 def _bytes_of(text: str) -> bytes:
-    """Return the bytes of a word: a surrogate that stands for a byte is that byte, as in a path that is no UTF-8."""
+    """Return the bytes of a word: a surrogate that stands for a byte is that byte, as in a path of another encoding."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -33,7 +33,8 @@ RECORD = {
     "z_head": 1.25,
     "latency": None,
 }
-TIMED = {**RECORD, "question": "latency", "verdict": "passed", "latency": {"p50": 4e-4, "samples": [4e-4, -math.inf]}}
+TAKEN = {"interval": [4e-4, 4e-4, 0.95], "mode": "graph", "l2": "cold", "calls": 1}
+TIMED = {**RECORD, "question": "latency", "verdict": "passed", "latency": {"p50": 4e-4, **TAKEN, "samples": [4e-4, -math.inf]}}
 
 
 def written(tmp_path, *records, **options):

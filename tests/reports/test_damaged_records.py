@@ -1,0 +1,110 @@
+"""Records of another hand: read, and every report made of them, or refused in one line that says where."""
+
+import json
+import random
+
+import pytest
+from fakes.records import BACKENDS, check, profile_of, timing, workloads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_attn.reports.html.page import payload
+from pytest_attn.reports.latency_output import latency_summary
+from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
+from pytest_attn.reports.ranking import rank
+from pytest_attn.reports.ranking_output import rank_summary
+from pytest_attn.reports.records import read_line, to_line
+from pytest_attn.reports.terminal import mutation_summary, profile_tables, summary
+
+DRAW, FLUX = random.Random(1), next(workloads(1))
+PROFILE = profile_of(FLUX, BACKENDS[0], "forward")
+CALL = {
+    "module": "layer.1",
+    "function": "sdpa",
+    "kernel": None,
+    "workload": "w",
+    "passed": False,
+    "tensor": "out",
+    "z_element": 9.0,
+    "z_row": 1.0,
+    "z_head": 1.0,
+}
+RECORDS = [
+    check("mismatch", FLUX, BACKENDS[0], "forward+backward", DRAW, reason="off", profiles=[PROFILE],
+          explanation=[{"label": "where", "text": "all"}], calls=[CALL], ratios={"loss": 1.0, "out": 2.0}),
+    check("passed", FLUX, BACKENDS[1], "forward", DRAW, sampled={"rows": [3, 40]}, is_sampled=True, untested=["softcap"],
+          mutant={"name": "m", "kind": "k", "summary": "s", "condition": "", "killed": False, "found_with": ""}),
+    timing("regressed", FLUX, BACKENDS[0], "forward", DRAW, slower=1.1, reason="slower", latency={"direction": "forward"}),
+]  # fmt: skip
+
+
+def reports(record):
+    """Make everything that is made of records."""
+    records = [record, *map(read_line, map(to_line, RECORDS), ["known"] * 3)]
+    list(summary(records, verbose=True))
+    list(latency_summary([r for r in records if r["latency"] is not None], True, 80))
+    list(mutation_summary(records, verbose=True))
+    list(profile_tables(records, 80))
+    list(workflow_commands(records))
+    markdown_summary(records)
+    support_page(records, {}, "today")
+    list(rank_summary(rank(records), verbose=True, width=80))
+    json.dumps(payload(records), allow_nan=False)
+
+
+def test_what_is_whole_makes_every_report():
+    for record in RECORDS:
+        reports(read_line(to_line(record), "whole"))
+
+
+DAMAGES = {
+    "machine": ({"machine": {"name": 3}}, "machine.name: found 3, expected string"),
+    "explanation": ({"explanation": [{"label": "x"}]}, r"explanation\[0\].text: found nothing, expected string"),
+    "tensors": ({"tensors": [{"name": "out"}]}, r"tensors\[0\].distribution: found nothing"),
+    "z": ({"z_element": "many"}, 'z_element: found "many", expected a number'),
+    "interval": (
+        {"latency": {"p50": 1.0, "interval": [1, 2], "mode": "", "l2": "", "calls": 1}},
+        "latency.interval: found an array, expected array of at least 3",
+    ),
+    "sampled": ({"sampled": {"rows": 3}}, "sampled.rows: found 3, expected array"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), DAMAGES.values(), ids=DAMAGES)
+def test_a_wrong_part_of_a_record_is_named_with_file_and_line(changes, words):
+    line = json.dumps({**json.loads(to_line(RECORDS[0])), **changes})
+    with pytest.raises(ValueError, match=rf"run.jsonl, line 3: {words}.*; is it a line") as refused:
+        read_line(line, "run.jsonl, line 3")
+    assert "\n" not in str(refused.value)
+
+
+VALUES = st.sampled_from([None, True, 0, -1, 1e308, "", "NaN", "x\n", [], {}, [None], [[1]], {"a": 1}, 10**30, 10**400])
+
+
+def places(value, path=()):
+    """Yield the path of each value within a value."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(inner, (*path, key))
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_a_mutated_line_makes_every_report_or_is_refused_in_one_line(data):
+    whole = json.loads(to_line(data.draw(st.sampled_from(RECORDS)), with_samples=True))
+    path = data.draw(st.sampled_from([path for path in places(whole) if path]))
+    within = whole
+    for key in path[:-1]:
+        within = within[key]
+    if data.draw(st.booleans()):
+        within[path[-1]] = data.draw(VALUES)
+    else:
+        del within[path[-1]]
+    record, refused = None, ""
+    try:
+        record = read_line(json.dumps(whole), "run.jsonl, line 1")
+    except ValueError as error:
+        refused = str(error)
+    assert not refused or (refused.startswith("run.jsonl, line 1: ") and "\n" not in refused)
+    if record is not None:
+        reports(record)
