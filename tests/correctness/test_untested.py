@@ -103,5 +103,5 @@ def test_a_run_that_is_too_short_for_sums_in_a_low_precision_says_so(pytester, k
     pytester.makepyfile(LOW_SUMS.format(keys=keys))
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=is_said, failed=not is_said)
-    line = "untested      sums of in_bfloat16 in low precision: faults in them show over about 2,000 keys, the longest workload has 200"
+    line = "untested      sums of in_bfloat16 in low precision: *, the longest workload has 200"
     (result.stdout.fnmatch_lines if is_said else result.stdout.no_fnmatch_line)(line)

@@ -211,7 +211,8 @@ def _outweighed(given: AttentionArguments, shown: torch.Tensor) -> torch.Tensor:
     lengths = (tensor.detach().float().norm(dim=-1).max() for tensor in (given.q, given.k))
     largest = math.prod(map(float, lengths)) * abs(given.q.shape[-1] ** -0.5 if given.scale is None else float(given.scale))
     most = bias.masked_fill(~shown, -math.inf).amax(-1, keepdim=True)
-    return bias < most - 2 * largest - _UNDERFLOWS
+    outweighed: torch.Tensor = bias < most - 2 * largest - _UNDERFLOWS
+    return outweighed
 
 
 def _pairs_shown(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
