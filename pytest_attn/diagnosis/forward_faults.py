@@ -110,7 +110,7 @@ def misplaced_rows(shape: torch.Size, is_sampled: bool, limits: Limits) -> Itera
         order[one], order[other] = other, one
         words = f"batch entries {one} and {other} of out are exchanged"
         yield fault("batch-entries-shifted", words, partial(_in_order, order))
-    if not is_sampled and heads > 1 and rows > 1:
+    if not is_sampled and 1 < heads != rows > 1:
         for words, move in (
             ("(batch, heads, rows, dim) viewed as (batch, rows, heads, dim)", lambda t: t.transpose(1, 2).reshape(t.shape)),
             ("(batch, rows, heads, dim) viewed as (batch, heads, rows, dim)", _viewed_as_heads_first),
