@@ -549,7 +549,7 @@ def _contents_in_rows(w: Workload) -> Iterator[AttentionFault]:
         yield AttentionFault("v-with-head-dim-of-k", words, _with(w, "v", partial(_far_rows, w)))
     shape = (w.batch, w.kv_heads, w.kv_len)
     viewed = (("v", "v-viewed-not-transposed"), ("k", "k-viewed-not-transposed"))
-    for name, fault in viewed if w.kv_heads > 1 and not w.v_in_k else ():
+    for name, fault in viewed if 1 < w.kv_heads != w.kv_len and not w.v_in_k else ():
         for layout, read in (
             ("(batch, seqlen, heads, dim)", _read_as_rows_first),
             ("(batch, heads, seqlen, dim)", _read_as_heads_first),

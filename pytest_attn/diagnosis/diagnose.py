@@ -44,7 +44,6 @@ from pytest_attn.diagnosis.backward_faults import (
     with_rounded_dp,
     wrong_slope_of_cap,
 )
-from pytest_attn.diagnosis.counted_keys import faults_of_counts
 from pytest_attn.diagnosis.faults import PRECISION, is_of_rounding
 from pytest_attn.diagnosis.forward_faults import (
     FEW_ROWS,
@@ -54,6 +53,7 @@ from pytest_attn.diagnosis.forward_faults import (
     WholeResult,
     blind_tile,
     evenly_spread,
+    faults_of_counts,
     faults_of_extra,
     faults_of_lse,
     faults_of_running_sums,
