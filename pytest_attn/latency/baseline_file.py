@@ -20,6 +20,7 @@ from pytest_attn.backends.machine import Machine, usable_cores
 from pytest_attn.latency.statistics import Recording, Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Mode
 from pytest_attn.reports.files import write_atomically
+from pytest_attn.reports.lines import some
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,17 @@ def recorded_otherwise(key: str, keys: Iterable[str]) -> str:
     return f"recorded {' and '.join(others)}, this is {mine}" if others else ""
 
 
+def recorded_elsewhere(key: str, shape: str, file: BaselineFile | None, folder: Path) -> str:
+    """Say under which other ids the same shape is recorded, or whose files there are instead; "" where there is nothing."""
+    cases = file.cases if file else {}
+    direction = _parts(key)[0][-1:]
+    alike = [one for one, case in cases.items() if case.shape == shape and _parts(one)[0][-1:] == direction]
+    if alike:
+        return f"; the same shape is recorded there as {some(alike, 2)}: renamed or moved?"
+    others = [path.name for path in sorted(folder.glob("*.json"))] if not cases and folder.is_dir() else []
+    return f"; there {'are' if len(others) > 1 else 'is'} {some(others, 3)}, of other machines" if others else ""
+
+
 def _parts(key: str) -> tuple[tuple[str, ...], str]:
     """Return the workload, the subject and the direction of a key, and the rest of it."""
     parts = key.split(" | ")
@@ -256,7 +268,12 @@ def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: in
 def read(path: Path) -> BaselineFile:
     """Read a file; raise BaselineError if it is damaged or of a newer schema. Nothing is changed on disk."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if any(line.startswith("<<<<<<< ") for line in text.splitlines()):
+            raise BaselineError(
+                f"{path}: is damaged by a merge conflict: keep one line of each case, or restore it from version control"
+            )
+        data = json.loads(text)
         schema = data["schema"]
         if not isinstance(schema, int) or schema > SCHEMA:
             raise BaselineError(
