@@ -23,6 +23,7 @@ from pytest_attn.backends.machine import Machine, usable_cores
 from pytest_attn.latency.statistics import Recording, Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Mode
 from pytest_attn.reports.files import first_fault, parse_json, write_atomically, written_alone
+from pytest_attn.reports.lines import some
 from pytest_attn.workloads.functions import printable
 
 
@@ -171,6 +172,17 @@ def recorded_otherwise(key: str, keys: Iterable[str]) -> str:
     case, mine = _parts(key)
     others = [otherwise for same, otherwise in map(_parts, keys) if same == case]
     return f"recorded {' and '.join(others)}, this is {mine}" if others else ""
+
+
+def recorded_elsewhere(key: str, shape: str, file: BaselineFile | None, folder: Path) -> str:
+    """Say under which other ids the same shape is recorded, or whose files there are instead; "" where there is nothing."""
+    cases = file.cases if file else {}
+    direction = _parts(key)[0][-1:]
+    alike = [one for one, case in cases.items() if case.shape == shape and _parts(one)[0][-1:] == direction]
+    if alike:
+        return f"; the same shape is recorded there as {some(alike, 2)}: renamed or moved?"
+    others = [path.name for path in sorted(folder.glob("*.json"))] if not cases and folder.is_dir() else []
+    return f"; there {'are' if len(others) > 1 else 'is'} {some(others, 3)}, of other machines" if others else ""
 
 
 def _parts(key: str) -> tuple[tuple[str, ...], str]:

@@ -12,7 +12,15 @@ from pathlib import Path
 from statistics import median
 
 from pytest_attn.latency.anchors import anchor_hashes
-from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineFile, Identity, find, recorded_otherwise
+from pytest_attn.latency.baseline_file import (
+    Baseline,
+    BaselineError,
+    BaselineFile,
+    Identity,
+    find,
+    recorded_elsewhere,
+    recorded_otherwise,
+)
 from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, screen, shared_prior
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency
@@ -216,7 +224,8 @@ def _unusable_because(baseline: Baseline | None, baselines: DeviceBaselines, mea
             return without(Cause.UNUSABLE_FILE, f"{measured.folder}: is a file; --attn-baselines must be a folder")
         if reason := recorded_otherwise(measured.key, baselines.file.cases if baselines.file else ()):
             return without(Cause.RECORDED_OTHERWISE, reason)
-        return without(Cause.NONE_RECORDED, f"none recorded in {measured.folder}")
+        elsewhere = recorded_elsewhere(measured.key, measured.shape, baselines.file, measured.folder)
+        return without(Cause.NONE_RECORDED, f"none recorded in {measured.folder}{elsewhere}")
     if baseline.protocol != measured.protocol:
         reason = f"recorded with protocol {baseline.protocol}, this is {measured.protocol}"
         return without(Cause.ANOTHER_PROTOCOL, reason)

@@ -318,3 +318,22 @@ def test_the_anchors_do_what_their_definition_says():
     assert hash_of(anchors["compute"].definition) == anchor_hashes("cpu")["compute"]
     assert anchors["compute"].definition == DEFINITIONS["cpu"]["compute"]
     assert range(6000) == disturbance._LOOP
+
+
+def test_a_merge_conflict_is_named(tmp_path):
+    file = find(tmp_path, H200, ANCHORS)
+    file.write({"a": case()})
+    file.path.write_text(f"<<<<<<< HEAD\n{file.path.read_text()}=======\n>>>>>>> other\n")
+    with pytest.raises(BaselineError, match="is damaged by a merge conflict: keep one line of each case"):
+        find(tmp_path, H200, ANCHORS)
+
+
+def test_the_same_shape_under_another_id_is_named(tmp_path):
+    file = find(tmp_path, H200, ANCHORS)
+    file.write({"old.py::test_a | mine | forward | cold": case()})
+    file = find(tmp_path, H200, ANCHORS)
+    shape = next(iter(file.cases.values())).shape
+    key = "new.py::test_b | mine | forward | cold"
+    assert "recorded there as old.py::test_a | mine" in module.recorded_elsewhere(key, shape, file, tmp_path)
+    assert module.recorded_elsewhere(key, "another", file, tmp_path) == ""
+    assert f"there is {file.path.name}, of other machines" in module.recorded_elsewhere(key, shape, None, tmp_path)

@@ -184,7 +184,8 @@ def without(baselines, **changes):
 def test_a_case_that_was_never_recorded_says_where_and_what_to_type():
     decision = without(DeviceBaselines(BaselineFile(FOLDER / "cpu.json", CPU, {}), {}, shared_prior([], "cpu")))
     assert (decision.verdict, decision.cause) == (Verdict.NO_BASELINE, Cause.NONE_RECORDED.value)
-    assert (decision.reason, decision.remedy) == ("none recorded in baselines", RECORD)
+    said = "none recorded in baselines; there is nvidia-h200.json, of other machines"
+    assert (decision.reason, decision.remedy) == (said, RECORD)
 
 
 @pytest.mark.parametrize(
