@@ -343,7 +343,7 @@ def _kept(choices: Iterable[Choice], takes: Takes, most: float) -> Iterator[Work
 def within(takes: Takes, most: int = ENOUGH) -> list[Workload]:
     """Return a covering set of what a kernel takes: the least, each length and option alone, then pairs, sizes among them.
 
-    takes: whether it takes a workload; asked of some thousands. most: how many are returned at most.
+    takes: whether it takes a workload; some thousands are tried. most: how many are returned at most.
     """
     bases = _bases(takes)
     alone = dict.fromkeys(_kept(bases, takes, _MOST_ALONE))
@@ -397,7 +397,7 @@ def _turn(number: int, word: str) -> int:
 
 # -- for a kernel that says nothing -------------------------------------------------------------------------------------------
 
-#: what is asked of each of COMMON, as it is prefill, of fewer queries than keys, or decoding
+#: with what each of COMMON is varied, as it is prefill, of fewer queries than keys, or decoding
 _OF_PREFILL: tuple[Choice, ...] = (
     {"lengths": (64, 64), "heads": 1},
     {"lengths": (129, 129), "batch": 4},
