@@ -15,7 +15,7 @@ from pytest_attn.backends.configured import split
 from pytest_attn.backends.registry import tables
 from pytest_attn.reports import files
 from pytest_attn.reports.latency_output import is_notable, latency_summary
-from pytest_attn.reports.lines import count, room
+from pytest_attn.reports.lines import count, room, some
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
@@ -245,10 +245,9 @@ def few_words(session: AttentionSession) -> Iterator[str]:
         judged = [one for one in records if one["verdict"] != Verdict.SKIPPED]
         if len(judged) < FEW and len(declined) > 2 * FEW:
             options = sorted(_options_in(declined, session) - _options_in(judged, session))
-            more = f" and {len(options) - _MOST_OPTIONS} more" if len(options) > _MOST_OPTIONS else ""
             yield (
                 f"few cases     {name or test} took {count(len(judged), 'workload')} of {len(records)}; not asked:"
-                f" {', '.join(options[:_MOST_OPTIONS])}{more}; Workload(...) in the marker asks what it takes"
+                f" {some(options, _MOST_OPTIONS)}; Workload(...) in the marker asks what it takes"
             )
 
 

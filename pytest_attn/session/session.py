@@ -100,7 +100,7 @@ class Results:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        #: the cases of a test, and of a backend where it takes one, that were no skips
+        #: the cases of a test, and of a backend where it takes one, that ran
         self.taken: dict[tuple[str, str], set[str]] = {}
         self._lines: RecordWriter | None = None
         self._manifest: Manifest | None = None

@@ -283,19 +283,22 @@ def made(choice: Choice) -> Workload | None:
     is_paged, is_cached = layout in ("paged", "packed pages"), layout == "cached" or fields.pop("cached", False)
     if (pages and not is_paged) or (sequences and layout in (None, "cached")) or (is_cached and q_len >= kv_len):
         return None
-    if fields.get("mask") == "documents":
-        fields["mask"] = Document((q_len // 4, q_len - q_len // 4), causal=True) if q_len == kv_len > 7 else None
-    if fields.get("mask") == "neighborhood":
-        fields["mask"] = Neighborhood((8, q_len // 8), (3, 5)) if q_len == kv_len and q_len in (64, 128, 256) else None
-    if "mask" in fields and fields["mask"] is None:
-        return None
     try:
+        if fields.get("mask") in _LAID_OVER:
+            fields["mask"] = _LAID_OVER[fields["mask"]](q_len if q_len == kv_len else 0)
         if is_paged:
             fields["kv_pages"] = Pages(**(pages or {"size": 16}))
         w = Workload(**fields, **_lengths(layout, is_cached, q_len, kv_len, batch, sequences))
         return named(w)
     except ValueError:
         return None
+
+
+#: masks that are made for a length of queries and keys; 0, which is too short for them, where these differ
+_LAID_OVER: dict[Any, Callable[[int], Document | Neighborhood]] = {
+    "documents": lambda n: Document((n // 4, n - n // 4), causal=True),
+    "neighborhood": lambda n: Neighborhood((8, n // 8) if n % 8 == 0 else (n,), (3, 5) if n % 8 == 0 else (7,)),
+}
 
 
 def named(w: Workload) -> Workload:
@@ -343,7 +346,7 @@ def _kept(choices: Iterable[Choice], takes: Takes, most: float) -> Iterator[Work
 def within(takes: Takes, most: int = ENOUGH) -> list[Workload]:
     """Return a covering set of what a kernel takes: the least, each length and option alone, then pairs, sizes among them.
 
-    takes: whether it takes a workload; asked of some thousands. most: how many are returned at most.
+    takes: whether it takes a workload; some thousands are tried. most: how many are returned at most.
     """
     bases = _bases(takes)
     alone = dict.fromkeys(_kept(bases, takes, _MOST_ALONE))
@@ -397,7 +400,7 @@ def _turn(number: int, word: str) -> int:
 
 # -- for a kernel that says nothing -------------------------------------------------------------------------------------------
 
-#: what is asked of each of COMMON, as it is prefill, of fewer queries than keys, or decoding
+#: with what each of COMMON is varied, as it is prefill, of fewer queries than keys, or decoding
 _OF_PREFILL: tuple[Choice, ...] = (
     {"lengths": (64, 64), "heads": 1},
     {"lengths": (129, 129), "batch": 4},

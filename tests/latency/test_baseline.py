@@ -324,7 +324,7 @@ def test_a_merge_conflict_is_named(tmp_path):
     file = find(tmp_path, H200, ANCHORS)
     file.write({"a": case()})
     file.path.write_text(f"<<<<<<< HEAD\n{file.path.read_text()}=======\n>>>>>>> other\n")
-    with pytest.raises(BaselineError, match="is damaged by a merge conflict: keep one line of each case"):
+    with pytest.raises(BaselineError, match="has a merge conflict: keep one line of each case"):
         find(tmp_path, H200, ANCHORS)
 
 

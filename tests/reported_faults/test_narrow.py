@@ -42,6 +42,7 @@ def test_a_kernel_that_takes_little_has_enough_cases(little, declares):
     assert all(map(LITTLE[little], found))
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("declares", [True, False], ids=["declared", "declining"])
 @pytest.mark.parametrize("name", NARROW)
 def test_a_fault_of_a_kernel_that_takes_little_is_found(name, declares):
