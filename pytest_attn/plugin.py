@@ -352,7 +352,7 @@ def pytest_runtest_makereport(
     report = yield
     session = session_of(item.config)
     if is_case(item) or is_marked(item):
-        from pytest_attn.cases.records import attach_records
+        from pytest_attn.cases.case_records import attach_records
 
         attach_records(item, call, report)
         session.kernels.settle(item, report, session.progress)

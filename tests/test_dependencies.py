@@ -35,7 +35,13 @@ OPTIONAL = {
 #: modules of this repository that its files import by their names alone
 OWN = {"pytest_attn", *(one.stem for place in ("tests/*", "benchmarks/*.py", "docs/_ext/*.py") for one in ROOT.glob(place))}
 #: modules that are called otherwise than their distributions
-CALLED = {"_pytest": "pytest", "xdist": "pytest-xdist", "yaml": "pyyaml", "vl_convert": "vl-convert-python"}
+CALLED = {
+    "_pytest": "pytest",
+    "markdown_it": "markdown-it-py",
+    "vl_convert": "vl-convert-python",
+    "xdist": "pytest-xdist",
+    "yaml": "pyyaml",
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

@@ -48,7 +48,7 @@ AT_A_CASE = (
 )
 PYTEST_ALLOWED = ("plugin", "hooks", "cases", "isolation", "session", "suite", "processes")
 #: files of guests that make what a test touches; the others judge without pytest
-OF_TESTS = ("_case.py", "_items.py", "_run.py", "_executor.py", "_server.py", "/pool.py", "/guest.py")
+OF_TESTS = ("_case.py", "_items.py", "_run.py", "_executor.py", "_server.py", "/pool.py", "_guest.py")
 HEAVY = ("torch", "numpy", "triton", "rich")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.read_text().strip())
 

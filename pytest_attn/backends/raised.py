@@ -43,7 +43,7 @@ def declined_because(error: BaseException) -> str | None:
 
 def refused_by_torch(error: BaseException) -> str | None:
     """Return in which words torch has no kernel for what it was asked, None where the exception is another."""
-    text = str(error).strip()
+    text = message_of(error).strip()
     return text.splitlines()[0] if isinstance(error, RuntimeError) and text.startswith(_NO_KERNEL) else None
 
 

@@ -17,12 +17,12 @@ from pytest_attn.backends.declaration import arguments_of
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.streams import leave_memory
 from pytest_attn.backends.subject import Dequantizer, Subject
+from pytest_attn.cases.case_records import figures_of, z_property
 from pytest_attn.cases.conclude import conclude, skip, skip_unless_runnable
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator
 from pytest_attn.cases.judgment import FailureToSave, Judgment
 from pytest_attn.cases.latency import Measuring
-from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison, Hint

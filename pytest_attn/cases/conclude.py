@@ -11,10 +11,10 @@ import pytest
 from pytest_attn.backends.named import is_name
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError, ending_no_test
 from pytest_attn.backends.subject import RefusedError, Subject
+from pytest_attn.cases.case_records import facts_of, leave_record
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator, Refusal
 from pytest_attn.cases.judgment import FailureToSave, Judgment, Result
-from pytest_attn.cases.records import facts_of, leave_record
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.tripwire import functions_kept

@@ -25,10 +25,10 @@ from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.precision import Precision
 from pytest_attn.cases.case import AttentionCase, KernelEvaluator, spec_with
+from pytest_attn.cases.case_records import RECORDS
 from pytest_attn.cases.conclude import conclude, skip, skip_unless_runnable
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.executor import Executor
-from pytest_attn.cases.records import RECORDS
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.latency.result import Latency
 from pytest_attn.reports.records import Record, changed, new_record

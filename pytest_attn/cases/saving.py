@@ -23,8 +23,8 @@ import pytest
 
 from pytest_attn.backends.machine import versions_of
 from pytest_attn.backends.registry import Registry
+from pytest_attn.cases.case_records import change_last_record
 from pytest_attn.cases.judgment import FailureToSave
-from pytest_attn.cases.records import change_last_record
 from pytest_attn.cases.saved_failure import (
     ENVIRONMENT,
     FORMAT,

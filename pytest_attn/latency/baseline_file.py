@@ -290,7 +290,9 @@ def read(path: Path) -> BaselineFile:
     try:
         text = path.read_text(encoding="utf-8")
         if conflict := re.search(r"^(<{7}|={7}|>{7})", text, re.MULTILINE):
-            raise ValueError(f"line {text.count(chr(10), 0, conflict.start()) + 1}: has a merge conflict: keep one line of each case")
+            raise ValueError(
+                f"line {text.count(chr(10), 0, conflict.start()) + 1}: has a merge conflict: keep one line of each case"
+            )
         data = parse_json(text)
         _require_known(path, data)
         if fault := first_fault(data, FILE) or _inconsistent(data):

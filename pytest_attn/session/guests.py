@@ -46,11 +46,10 @@ def guests() -> tuple[Guest, ...]:
     Those of this package are found beside it, too, where it is not installed but on sys.path. Raises TypeError for an entry
     point that names something else than a `Guest`.
     """
-    named = {one.value: one.value for one in metadata.entry_points(group=GROUP)}
+    named = dict.fromkeys(one.value for one in metadata.entry_points(group=GROUP))
     beside = Path(__file__).parent.parent / "guests"
-    named |= {
-        (name := f"pytest_attn.guests.{path.parent.name}.guest:GUEST"): name for path in sorted(beside.glob("*/guest.py"))
-    }
+    own = [f"pytest_attn.guests.{path.parent.name}.{path.stem}:GUEST" for path in sorted(beside.glob("*/*_guest.py"))]
+    named |= dict.fromkeys(own)
     found = []
     for name in named:
         guest = resolve_name(name)

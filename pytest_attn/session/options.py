@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pytest_attn.processes.worker import Worker
 from pytest_attn.session import option_types
 from pytest_attn.session.option_types import (
     GROUPS,
@@ -234,7 +235,7 @@ class Settings:
                 raise pytest.UsageError(f"{origin}: {error}") from None
             if one.default is not None and text != one.default:
                 given[one.stem] = str(text)
-            elif origin == one.flag and one.name in _SAY_NOTHING_AT_0 and config.getini(one.dest) == text:
+            elif origin == one.flag and _says_nothing(one, text, config):
                 raise pytest.UsageError(f"{origin}: {_SAY_NOTHING_AT_0[one.name]}, got {text}; leave it out, or say a number")
         if values.get("isolated") and "backends" not in given:
             values["backends"] = option_types.names(values["isolated"])
@@ -301,6 +302,11 @@ _SAY_NOTHING_AT_0 = {
     "fuzz": "must be a number of workloads to draw, as --attn-fuzz=20",
     "threads": "must be a number of threads to time with, as --attn-threads=1",
 }
+
+
+def _says_nothing(one: Option, text: str | None, config: pytest.Config) -> bool:
+    """Whether a number on a command line is what holds without it; a process that another one has started is told all."""
+    return one.name in _SAY_NOTHING_AT_0 and config.getini(one.dest) == text and Worker.of_this_process() is None
 
 
 def add_options(parser: pytest.Parser) -> None:

@@ -19,8 +19,8 @@ from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases import saved_failure as failure_module
 from pytest_attn.cases import saving as folder_module
+from pytest_attn.cases.case_records import RECORDS
 from pytest_attn.cases.judgment import FailureToSave
-from pytest_attn.cases.records import RECORDS
 from pytest_attn.cases.saved_failure import (
     ENVIRONMENT,
     TENSORS,

@@ -197,7 +197,13 @@ def test_a_case_that_was_never_recorded_says_where_and_what_to_type():
             Cause.RECORDED_OTHERWISE,
             "recorded warm, 2 threads, this is warm, 1 thread",
         ),
-        (KEY.replace("tiny", "huge"), {}, Cause.NONE_RECORDED, "none recorded in baselines"),
+        (
+            KEY.replace("tiny", "huge"),
+            {},
+            Cause.NONE_RECORDED,
+            "none recorded in baselines; the same shape is recorded there as"
+            f" {KEY.replace('tiny', 'huge')}: renamed or moved?",
+        ),
         (KEY, {"shape": "h2-s48-d32"}, Cause.ANOTHER_SHAPE, "recorded for h2-s48-d32, this is h2-s32-d32"),
         (KEY, {"protocol": 1}, Cause.ANOTHER_PROTOCOL, f"recorded with protocol 1, this is {protocol_of('cpu')}"),
     ],

@@ -90,7 +90,7 @@ def test_fixtures_asked_for_later_are_refused(run, pytester):
     result = run()
     result.assert_outcomes(failed=1, errors=1)
     text = "::test_it: the attention fixtures must be arguments of the test, not asked for later; a unittest.TestCase"
-    assert result.stdout.str().count(text) == 2
+    assert result.stdout.str().count(text) >= 2
 
 
 def test_after_a_lost_cuda_context_the_other_cases_are_skipped_with_its_test(pytester, monkeypatch):

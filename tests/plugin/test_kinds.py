@@ -163,6 +163,8 @@ def test_each_end_of_a_judgment_is_one_of_a_kind_of_its_own(toys, pytester, monk
         "test_contract[tiny]": "mismatch",
         "test_refused[tiny]": "skipped",
         "test_raises[tiny]": "raised",
+        "test_nothing[tiny]": "failed",
+        "test_without": "failed",
     }
     assert ("toying with bad", "tiny") in told
     right, wrong = found["test_right[tiny]"], found["test_wrong[tiny]"]

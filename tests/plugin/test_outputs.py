@@ -95,7 +95,7 @@ def test_aliases_name_the_same_workload(pytester):
         """)
     pytester.makeconftest("""
         import pytest
-        from pytest_attn.cases.records import facts_of
+        from pytest_attn.cases.case_records import facts_of
         from pytest_attn.session.session import SESSION
 
         def pytest_collection_finish(session):

@@ -95,9 +95,3 @@ def test_what_fails_or_is_interrupted_leaves_the_old_file_and_nothing_else(tmp_p
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]
-
-
-def test_a_text_that_cannot_be_encoded_leaves_nothing(tmp_path):
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(tmp_path / "file", "\ud800")
-    assert names(tmp_path) == []

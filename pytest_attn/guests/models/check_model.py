@@ -23,6 +23,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.limits import limits_named, limits_of
 from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.diagnosis.diagnose import Context
+from pytest_attn.guests.models.call_judge import judge_call, known_defect_of
 from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.capture import AttentionCall, ConfiguredMasks, Recorder
 from pytest_attn.guests.models.compiled import CompiledRun, judge_compiled, runs_compiled
@@ -37,7 +38,6 @@ from pytest_attn.guests.models.interception import (
     never_called,
     outside_inference,
 )
-from pytest_attn.guests.models.judge import judge_call, known_defect_of
 from pytest_attn.guests.models.model_comparison import CallComparison, ModelComparison, describe
 from pytest_attn.guests.models.ratios import RepeatableStep, ratios_of
 from pytest_attn.guests.models.siblings import traits_of, with_strangers

@@ -14,13 +14,13 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.case import AttentionCase, context_of
+from pytest_attn.cases.case_records import figures_of, z_property
 from pytest_attn.cases.conclude import conclude, skip
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator, Refusal
 from pytest_attn.cases.judgment import Judgment
 from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.measurement import WAITING_SECONDS, Measurement
-from pytest_attn.cases.records import figures_of, z_property
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.guests.models.check_model import Target, judge_model, module_step
 from pytest_attn.guests.models.compiled import compilations, is_compiled

@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_attn import KnownDefect, Machine, Workload, check_model
 from pytest_attn.backends.backend import FunctionBackend
+from pytest_attn.guests.models.call_judge import known_defect_of
 from pytest_attn.guests.models.check_model import judge_model
-from pytest_attn.guests.models.judge import known_defect_of
 
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 

@@ -13,8 +13,8 @@ from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.guests.models import judge
+from pytest_attn.guests.models.call_judge import judge_call
 from pytest_attn.guests.models.exact_attention import Dithered, Passes
-from pytest_attn.guests.models.judge import judge_call
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
