@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from pytest_attn.backends.named import is_name
-from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError, ending_no_test
+from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError, ending_no_test, message_of
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.cases.case_records import facts_of, leave_record
 from pytest_attn.cases.context import CaseContext
@@ -115,7 +115,7 @@ def _note(context: CaseContext, evaluator: Evaluator[Any], error: Exception) -> 
     if isinstance(evaluator.subject, Subject) and evaluator.subject.user_function:
         given = f", given layout {'thd' if context.workload.is_packed else context.mark.declared.layout}"
     lines = [labeled("by", f"{evaluator.name} on {evaluator.on}{given}")]
-    if context.machine.device == "cpu" and any(words in str(error) for words in _MISSES_CUDA):
+    if context.machine.device == "cpu" and any(words in message_of(error) for words in _MISSES_CUDA):
         here = "the tensors of this case are on the cpu: compute where q is, q.device"
         lines.append(labeled("device", f"{here}; a test for GPUs alone has @pytest.mark.attention_requires(gpus=1)"))
     error.add_note("\n".join([*lines, labeled("reproduce", context.command())]))
