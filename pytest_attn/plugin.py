@@ -390,7 +390,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def _attn_parameter(request: pytest.FixtureRequest) -> CaseParameter:
-    """What the attention marker gave this item; for the other fixtures."""
+    """The case that the attention marker gave this item; for the other fixtures."""
     if not hasattr(request, "param"):
         text = "must be arguments of the test, not asked for later; a unittest.TestCase can take none: use a plain class"
         pytest.fail(f"{request.node.nodeid}: the attention fixtures {text}", False)

@@ -73,7 +73,7 @@ class EndsTestError(Exception):
 
 
 class RemoteRaisedError(RuntimeError):
-    """What is judged raised an exception in another process, which the text names."""
+    """An exception that a kernel raised in another process, which the text names."""
 
 
 #: exceptions of others, by the module and name of one of their classes, and as the text calls them

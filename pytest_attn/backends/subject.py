@@ -1,4 +1,4 @@
-"""What is tested, behind one type: a user's callable, or a backend. `Registry.subject` makes it where it is handed over."""
+"""A subject of one type: a user's callable, or a backend. `Registry.subject` makes it where it is handed over."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RefusedError(Exception):
 
 
 class Subject(ABC):
-    """What is tested: its name, how it takes tensors, where it rounds, and what it can and cannot do.
+    """A subject: its name, how it takes tensors, where it rounds, and what it can and cannot do.
 
     Three outcomes are kept apart: `unavailable_because` and `unsupported_because` say why a case is skipped. If both
     are silent, the subject has claimed the case: an exception or a wrong value is a failure.
@@ -101,7 +101,7 @@ class Subject(ABC):
 
     @property
     def is_contained(self) -> bool:
-        """Whether none of its author's code runs in this process, unless that is this package's, or a library's."""
+        """True where none of its author's code runs in this process, unless that is this package's, or a library's."""
         return False
 
     @abstractmethod
@@ -154,7 +154,7 @@ class Subject(ABC):
         return self.capabilities.refusals(workload, backward) if self.capabilities else []
 
     def claims(self, workload: Workload, backward: bool = False) -> bool:
-        """Whether it declares that it takes a workload, or declares nothing; no library is asked."""
+        """Return whether it declares that it takes a workload, or declares nothing; no library is asked."""
         if (workload.dropout and self.is_backend) or _no_gradient(workload, backward):
             return False
         return not self.declared_refusals(workload, backward)
@@ -271,7 +271,7 @@ class CallableSubject(Subject):
         return tensor if is_as_it_is else tensor.transpose(1, 2)
 
     def __eq__(self, other: object) -> bool:
-        """Whether it is the same callable, declared the same."""
+        """Return whether it is the same callable, declared the same."""
         return isinstance(other, CallableSubject) and self._identity == other._identity
 
     def __hash__(self) -> int:

@@ -255,7 +255,7 @@ class AttentionCase(CaseTensors):
 
     @property
     def is_judged(self) -> bool:
-        """Whether the test has judged something, or tried to."""
+        """True where the test has judged something, or tried to."""
         return self._context.is_judged
 
     # -- details -------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class AttentionCase(CaseTensors):
         return subject
 
     def _is_checked(self, subject: Subject, backward: bool) -> bool:
-        """Whether the test has just checked the same subject, with gradients if they are needed."""
+        """Return whether the test has just checked the same subject, with gradients if they are needed."""
         has_gradients = self._mark.backward or not backward
         return self._comparison is not None and has_gradients and subject == self._checked
 

@@ -159,7 +159,7 @@ class CaseContext:
 
     @property
     def saves_failures(self) -> bool:
-        """Whether what a judgment saw is saved where it fails."""
+        """True where what a judgment saw is saved where it fails."""
         return self.session.settings.save_failures is not None and self.session.kernels.are_tested
 
     def command(self, rows: tuple[int, ...] = ()) -> str:

@@ -1,4 +1,4 @@
-"""What a kind of judgment is: it asks one question about one subject, and knows nothing of how a test ends."""
+"""A kind of judgment: it asks one question about one subject, and knows nothing of how a test ends."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Evaluator(ABC, Generic[Result]):
 
     @property
     def evidence(self) -> FailureToSave | str:
-        """What is saved of a subject whose result cannot be compared, as `Judgment.evidence`."""
+        """Evidence that is saved where a result cannot be compared, as `Judgment.evidence`."""
         return ""
 
     @property
     def name(self) -> str:
-        """What reports call the subject."""
+        """Name of the subject in reports."""
         return self.subject if isinstance(self.subject, str) else self.subject.name
 
     def ended(self, error: BaseException) -> Judgment[Result]:

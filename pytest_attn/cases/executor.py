@@ -47,7 +47,7 @@ class Executor:
 
     @property
     def ranks(self) -> int:
-        """How many processes compute the case together."""
+        """Number of processes that compute the case together."""
         return self.sharding.ranks
 
     def of(self, subject: Subject) -> Executor:
@@ -60,7 +60,7 @@ class Executor:
         return subject
 
     def contains(self, subject: Subject) -> bool:
-        """Whether none of a subject's code runs in this process, unless that is this package's, or a library's."""
+        """Return whether none of a subject's code runs in this process, unless that is this package's, or a library's."""
         return subject.is_contained
 
     def place(self, subject: Subject, progress: Progress) -> Subject:
@@ -72,7 +72,7 @@ class Executor:
 
     @property
     def locate(self) -> Locate | None:
-        """What adds to a mismatch where it was computed; None where that says nothing."""
+        """A function that adds to a mismatch where it was computed; None where that says nothing."""
         return None
 
     def profiles(self, subject: Subject, spec: CheckSpec, with_ceilings: bool) -> list[Profile]:

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class FailureToSave:
-    """What --attn-save-failures writes of a failure.
+    """The part of a failure that --attn-save-failures writes.
 
     subject: None where only its output is known. comparison: with the first mismatch, and the tensors that it kept; without
     one, as of a broken contract or of `broken` invariants, the inputs are saved.
@@ -32,7 +32,7 @@ class FailureToSave:
 
 @dataclass(frozen=True)
 class Judgment(Generic[Result]):
-    """What was found of one subject. It is data: `conclude` reads it, and ends the test.
+    """The findings on one subject. They are data: `conclude` reads it, and ends the test.
 
     Args:
         verdict: of its record.
@@ -72,7 +72,7 @@ class Judgment(Generic[Result]):
 
     @property
     def passed(self) -> bool:
-        """Whether the test goes on, with `result`."""
+        """True where the test goes on, with `result`."""
         return not (self.text or self.skip or self.error)
 
     @classmethod

@@ -53,7 +53,7 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 
 class RunBaselines:
-    """What was recorded for the devices of a run, in the folder of --attn-baselines."""
+    """Baselines of the devices of a run, in the folder of --attn-baselines."""
 
     def __init__(self, session: AttentionSession) -> None:
         self._session = session

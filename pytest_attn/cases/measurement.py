@@ -38,7 +38,7 @@ _RESULTS_OF = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is timed, in which direction, and whose test it is.
+    """A subject that is timed, in which direction, and whose test it is.
 
     comparison: of the check before, None where a new process did not check. number: of the measurements of this name and
     direction in its test; nth: of all of them. Where a subject is timed elsewhere than in this process, a class of its own
@@ -61,7 +61,7 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """What is timed, for messages."""
+        """Name of the measurement, for messages."""
         return f"{self.subject.name} on {self.spec.workload.id}, {self.direction}"
 
     @property
@@ -76,43 +76,43 @@ class Measurement:
 
     @property
     def devices(self) -> list[torch.device]:
-        """What is timed on, and must be free meanwhile."""
+        """Devices that are timed on, and must be free meanwhile."""
         return [self.spec.device]
 
     @property
     def threads(self) -> int | None:
-        """How many threads of a CPU are used; None elsewhere."""
+        """Number of threads of a CPU that are used; None elsewhere."""
         if self.spec.device.type != "cpu":
             return None
         return self.session.settings.threads or self._own_threads()
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What a test's measurements are numbered by."""
+        """Kind of measurement, by which those of a test are numbered."""
         return self.subject.baseline_name(""), self.direction
 
     @property
     def test_name(self) -> str:
-        """What a command line of a new process calls its test."""
+        """Name of its test on the command line of a new process."""
         return name_for_processes(self.item)
 
     @property
     def untimed_because(self) -> str | None:
-        """Why it cannot be timed for a reason of its own, None where it can."""
+        """Reason of its own for which it cannot be timed, None where it can."""
         return None
 
     # -- how it is judged ----------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
-        """What counts as slower: the device's policy, with --attn-max-slowdown."""
+        """The limit of what counts as slower: the device's policy, with --attn-max-slowdown."""
         policy = policy_for(self.spec.device.type)
         wanted = self.session.settings.max_slowdown
         return replace(policy, slowdown=wanted) if wanted else policy
 
     @property
     def cases(self) -> int:
-        """How many cases this run decides over, at most; the n-th measurement of a test counts as n (n + 1) of them.
+        """Number of cases that this run decides over, at most; the n-th measurement of a test counts as n (n + 1) of them.
 
         The sum of 1 / (n (n + 1)) is 1: however often tests measure, the suite's rate of false alarms holds.
         """
@@ -152,7 +152,7 @@ class Measurement:
 
     @property
     def shape(self) -> str:
-        """Which problem is timed, in full: another one under the same key is another case."""
+        """The problem that is timed, in full: another one under the same key is another case."""
         return self.spec.workload.shape_id
 
     def record_fields(self) -> dict[str, Any]:

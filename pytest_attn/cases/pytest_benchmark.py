@@ -35,7 +35,7 @@ class _OtherClockError(Exception):
 
 
 def wants(config: pytest.Config) -> bool:
-    """Whether pytest-benchmark is there and records in this process: not disabled, skipped or in an xdist run."""
+    """Return whether pytest-benchmark is there and records in this process: not disabled, skipped or in an xdist run."""
     session: Any = config.pluginmanager.get_plugin("pytest-benchmark")
     return session is not None and not session.disabled and not session.skip
 
@@ -142,7 +142,7 @@ def machine_info(config: pytest.Config, info: dict[str, Any]) -> None:
 
 
 def _claim(item: pytest.Item) -> bool:
-    """Whether the item records for the first time; plugins that run an item again tear it down in between."""
+    """Return whether the item records for the first time; plugins that run an item again tear it down in between."""
     if _RECORDED in item.stash:
         return False
     item.stash[_RECORDED] = True
@@ -151,7 +151,7 @@ def _claim(item: pytest.Item) -> bool:
 
 
 def _is_unused(benchmark: object) -> bool:
-    """Whether it is pytest-benchmark's fixture, and nobody who asked for it at run time has used it."""
+    """Return whether it is pytest-benchmark's fixture, and nobody who asked for it at run time has used it."""
     from pytest_benchmark.fixture import BenchmarkFixture
 
     return isinstance(benchmark, BenchmarkFixture) and benchmark.stats is None
@@ -186,7 +186,7 @@ def _measures(item: pytest.Function) -> bool:
 
 
 def _calls_measure(function: object) -> bool:
-    """Whether the code of a test, or of a function that it calls by name, names `measure`."""
+    """Return whether the code of a test, or of a function that it calls by name, names `measure`."""
     tests = list(_layers(function))
     helpers = (one for test in tests for one in functions_named(test) if one.__module__ == test.__module__)
     return any("measure" in names_in(layer) for one in (*tests, *helpers) for layer in _layers(one))

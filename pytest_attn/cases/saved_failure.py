@@ -210,7 +210,7 @@ class Failure:
 
     @property
     def inputs(self) -> Inputs:
-        """What the kernel was given, on the CPU. Raises ValueError where the workload cannot be rebuilt."""
+        """Inputs that the kernel was given, on the CPU. Raises ValueError where the workload cannot be rebuilt."""
         return inputs_from(self.tensors, self._workload(), torch.device("cpu"))
 
     def check(

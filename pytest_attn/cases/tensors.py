@@ -83,7 +83,7 @@ class CaseTensors:
 
     @property
     def ranks(self) -> int:
-        """How many ranks compute the case together; 1 in a test without ranks=."""
+        """Number of ranks that compute the case together; 1 in a test without ranks=."""
         return self._executor.ranks
 
     @property
@@ -189,7 +189,7 @@ class CaseTensors:
 
     @property
     def kv_lens(self) -> torch.Tensor | None:
-        """How many keys each batch entry has, (batch,), int32, where padded or paged."""
+        """Numbers of keys of the batch entries, (batch,), int32, where padded or paged."""
         self._read.add("kv_lens")
         return self._inputs.kv_lens
 
@@ -222,7 +222,7 @@ class CaseTensors:
 
     @property
     def kv_last_page_len(self) -> torch.Tensor | None:
-        """How many tokens each batch entry has in its last page, (batch,), int32; 0 where it has no keys."""
+        """Numbers of tokens in the last pages of the batch entries, (batch,), int32; 0 where it has no keys."""
         return None if self._page_lists is None else self._page_lists.last_page_len
 
     @property
@@ -271,7 +271,7 @@ class CaseTensors:
 
     @cached_property
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """What a test may close over and is asked for a gradient of."""
+        """Tensors that a test may close over and is asked for gradients of."""
         return {
             name: getattr(self._inputs, PARAMETERS[name].tensor)
             for name in parameters_of(self._workload, self._mark.parameters)

@@ -126,7 +126,7 @@ def _untaken(mark: pytest.Mark) -> tuple[bool, str] | None:
 
 
 def _is_handed_on(item: pytest.Item) -> bool:
-    """Whether a fixture that is none of ours takes the case, and may judge it before or after the test, or time it."""
+    """Return whether a fixture that is none of ours takes the case, and may judge it before or after the test, or time it."""
     own = fixtures()
     definitions: Mapping[str, Any] = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
     others = [one for name, found in definitions.items() if name not in own for one in found]

@@ -151,7 +151,7 @@ class Judged(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What a judgment may use, and what it is to keep.
+    """The means of a judgment, and what it is to keep.
 
     Args:
         references: exact results, and the inputs that these are of.

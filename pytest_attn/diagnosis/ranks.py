@@ -66,7 +66,7 @@ class Entry:
 
     @cached_property
     def visible(self) -> torch.Tensor:
-        """What each row sees."""
+        """Keys that each row sees."""
         return self.scores > -math.inf
 
     @cached_property

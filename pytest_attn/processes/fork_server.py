@@ -97,7 +97,7 @@ class ForkServer:
         return self._channel.fileno()
 
     def is_like(self, command: Command) -> bool:
-        """Whether a process by itself would be started in the same environment and folder as the server was."""
+        """Return whether a process by itself would be started in the same environment and folder as the server was."""
         return (self._like.environment, self._like.folder) == (command.environment, command.folder)
 
     def wait_until_ready(self) -> None:
@@ -175,7 +175,7 @@ def modules_ahead(loaded: Iterable[str] | None = None) -> list[str]:
 
 
 def _is_ahead(name: str) -> bool:
-    """Whether importing a module only declares things.
+    """Return whether importing a module only declares things.
 
     Not so the compiler's parts, which start processes, what sets switches for torch's own tests, and what torch makes up as
     modules. Our own tests, and what imports hypothesis, must be imported by pytest, which rewrites their assertions.

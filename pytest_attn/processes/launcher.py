@@ -1,4 +1,4 @@
-"""How workers are started, forked by a server or by themselves; how one is heard, awaited, and ended with its group."""
+"""Starting workers, forked by a server or by themselves; how one is heard, awaited, and ended with its group."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def keep_status(status: Callable[[], int | None]) -> Callable[[], None]:
 
 
 def _is_of_conftest(caller: FrameType) -> bool:
-    """Whether a conftest.py has come to a frame by calls alone: not what it has imported."""
+    """Return whether a conftest.py has come to a frame by calls alone: not what it has imported."""
     frame: FrameType | None = caller
     while frame is not None:
         if Path(frame.f_code.co_filename).name == "conftest.py":

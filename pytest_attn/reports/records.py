@@ -218,13 +218,13 @@ def verdict_of(record: Record) -> Verdict | None:
 
 
 def is_wrong(record: Record) -> bool:
-    """Whether a record ends a run with a failure, as far as this version knows its verdict."""
+    """Return whether a record ends a run with a failure, as far as this version knows its verdict."""
     verdict = verdict_of(record)
     return verdict is not None and verdict.is_wrong
 
 
 def is_judged(record: Record) -> bool:
-    """Whether a record is of a judgment, and not of a test that failed outside of one."""
+    """Return whether a record is of a judgment, and not of a test that failed outside of one."""
     return record["question"] != TEST
 
 

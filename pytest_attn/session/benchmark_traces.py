@@ -9,7 +9,7 @@ import pytest
 
 
 def is_asked_for(config: pytest.Config) -> bool:
-    """Whether an option of pytest-benchmark was given: without, its table would only repeat ours."""
+    """Return whether an option of pytest-benchmark was given: without, its table would only repeat ours."""
     given = [
         *map(str, config.invocation_params.args),
         *os.environ.get("PYTEST_ADDOPTS", "").split(),

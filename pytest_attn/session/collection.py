@@ -123,7 +123,7 @@ def mark_groups(items: list[pytest.Item]) -> None:
 
 
 def _compiles(item: pytest.Item) -> bool:
-    """Whether the backend of an item compiles a kernel for it."""
+    """Return whether the backend of an item compiles a kernel for it."""
     parameter = parameter_of(item)
     registry = session_of(item.config).registrations.registry
     name = parameter.backend if parameter else None

@@ -73,13 +73,13 @@ class _Case:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether its backend declares that it takes the workload; what a model asks for is known once it runs."""
+        """True where its backend declares that it takes the workload; what a model asks for is known once it runs."""
         gradients = asks_gradients(self.item)
         return not kind_of(self.item).has_workloads or self.backend.claims(self.parameter.workload, gradients)
 
     @cached_property
     def runs(self) -> bool:
-        """Whether nothing that is known stands in its way, as libraries say, which may take them a while."""
+        """True where nothing that is known stands in its way, as libraries say, which may take them a while."""
         marker = marker_of(self.item)
         with contextlib.suppress(Exception):  # what raises will raise when it runs, and the test says so then
             return kind_of(self.item).made_items().obstacle(self.parameter, marker, self.session) is None
@@ -87,7 +87,7 @@ class _Case:
 
     @property
     def is_small(self) -> bool:
-        """Whether its workload is of the groups that a CPU runs, or no one's but the test's."""
+        """True where its workload is of the groups that a CPU runs, or no one's but the test's."""
         catalog = self.session.registrations.catalog
         return catalog.group_of(self.parameter.workload.name) in (*CPU_GROUPS, GROUP, "")
 
@@ -180,7 +180,7 @@ def _models_not_meant(items: Sequence[pytest.Item], settings: Settings) -> set[p
 
 
 def _is_any_named(tokens: Sequence[str]) -> bool:
-    """Whether an option names some: -NAME leaves one out of all, and all and available name none."""
+    """Return whether an option names some: -NAME leaves one out of all, and all and available name none."""
     return any(not token.startswith("-") for token in tokens) and not {"all", "available"}.intersection(tokens)
 
 

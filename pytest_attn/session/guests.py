@@ -1,4 +1,4 @@
-"""What stands on the core without standing in it: capabilities that register themselves, by entry points of `pytest_attn`.
+"""Guests, which stand on the core and not in it: capabilities that register themselves, by entry points of `pytest_attn`.
 
 A guest of a distribution is a line of its pyproject, `[project.entry-points.pytest_attn]`, that names a `Guest`. Loads nothing
 else, as every run of pytest reads it.
@@ -22,7 +22,7 @@ GROUP = "pytest_attn"
 
 @dataclass(frozen=True)
 class Guest:
-    """What a capability adds to a run; each by a name, "module:object", that is loaded when it is first needed.
+    """The additions of a capability to a run; each by a name, "module:object", that is loaded when it is first needed.
 
     Args:
         kinds: kinds of tests: marker, fixture, items and case of each.

@@ -27,7 +27,7 @@ MUTANT = "mutant:"
 
 @dataclass(frozen=True)
 class CaseParameter:
-    """What distinguishes the cases of one test."""
+    """One case of a test."""
 
     workload: Workload
     backend: str | None  # its name, where the test takes one
@@ -66,12 +66,12 @@ class Kind:
 
     @property
     def has_workloads(self) -> bool:
-        """Whether its tests are of workloads, which a run selects."""
+        """True where its tests are of workloads, which a run selects."""
         return not self.unknown
 
     @property
     def example_of_marker(self) -> str:
-        """What to add to a test without the marker."""
+        """Marker to add to a test that has none."""
         return self.example or f"@pytest.mark.{self.marker}"
 
     def made_items(self) -> Any:
@@ -113,7 +113,7 @@ def kind_of(item: pytest.Item) -> Kind:
 
 
 def is_marked(item: pytest.Item) -> bool:
-    """Whether a test has the marker of a kind."""
+    """Return whether a test has the marker of a kind."""
     return any(item.get_closest_marker(marker) for marker in KINDS)
 
 
@@ -129,7 +129,7 @@ def device_of(item: pytest.Item) -> str | None:
 
 
 def asks_gradients(item: pytest.Item) -> bool:
-    """Whether the marker of a test says backward=True, or names gradients."""
+    """Return whether the marker of a test says backward=True, or names gradients."""
     marker = marker_of(item)
     return marker is not None and bool(marker.kwargs.get("backward"))
 
@@ -138,7 +138,7 @@ def asks_gradients(item: pytest.Item) -> bool:
 
 
 def is_case(item: pytest.Item) -> bool:
-    """Whether an item is one of a marked test, be it that nothing of that was selected."""
+    """Return whether an item is one of a marked test, be it that nothing of that was selected."""
     callspec = getattr(item, "callspec", None)
     return callspec is not None and PARAMETER in callspec.params
 

@@ -1,4 +1,4 @@
-"""What becomes of each test, for the last line of the .jsonl file of --attn-output: collected, left out, run.
+"""The fate of each test, for the last line of the .jsonl file of --attn-output: collected, left out, run.
 
 By this line merge proves a run whole. pytest-split, -k of a script, or any other plugin may take tests away to divide
 them, so all are noted before that. Under xdist each worker notes what is collected, and the controller what ran.

@@ -167,7 +167,7 @@ class RequiresMark:
 
 @dataclass(frozen=True)
 class MarkerHelp:
-    """What `pytest --markers` and docs/reference/markers.md show of a marker. before: what its arguments begin with."""
+    """The words of a marker for `pytest --markers` and docs/reference/markers.md. before: what its arguments begin with."""
 
     name: str
     summary: str

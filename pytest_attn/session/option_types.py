@@ -1,4 +1,4 @@
-"""What an option is, declared once as a field of `Settings`: its flag, what its text may be, its place in the help."""
+"""An option, declared once as a field of `Settings`: its flag, what its text may be, its place in the help."""
 
 import os
 import re
@@ -56,7 +56,7 @@ class Option(NamedTuple):
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is given without a value."""
+        """True where it is given without a value."""
         return self.metavar is None
 
     def typed(self, text: str) -> str:

@@ -261,7 +261,7 @@ class Settings:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether backends are ranked at the end, which --attn-rank-to and --attn-tune ask for as well."""
+        """True where backends are ranked at the end, which --attn-rank-to and --attn-tune ask for as well."""
         return self.rank or self.rank_to is not None or self.tune is not None
 
     def _refuse_contradictions(self, config: pytest.Config) -> None:
@@ -305,7 +305,7 @@ _SAY_NOTHING_AT_0 = {
 
 
 def _says_nothing(one: Option, text: str | None, config: pytest.Config) -> bool:
-    """Whether a number on a command line is what holds without it; a process that another one has started is told all."""
+    """Return whether a number on a command line is the default; new processes are handed all numbers."""
     return one.name in _SAY_NOTHING_AT_0 and config.getini(one.dest) == text and Worker.of_this_process() is None
 
 

@@ -1,4 +1,4 @@
-"""What a run prints at its end, and the files that it writes for people and machines."""
+"""The lines that a run prints at its end, and the files that it writes for people and machines."""
 
 import contextlib
 import datetime
@@ -298,7 +298,7 @@ def _all_skipped_because(session: AttentionSession, config: pytest.Config) -> st
 
 
 def _was_to_judge(session: AttentionSession, config: pytest.Config) -> bool:
-    """Whether all cases of the tests' own kernels were to run here."""
+    """Return whether all cases of the tests' own kernels were to run here."""
     is_part = config.getoption("splits", None) or (config.getoption("num_shards", None) or 1) > 1
     return not is_part and session.kernels.are_tested and session.worker is None and not session.settings.tune
 

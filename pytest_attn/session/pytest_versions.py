@@ -1,4 +1,4 @@
-"""What differs between the releases of pytest that are supported; each says which oldest pytest makes it needless."""
+"""Differences between the releases of pytest that are supported; each says which oldest pytest makes it needless."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What one pytest run knows: settings, registered backends and workloads, devices, shared references, results."""
+"""The state of one pytest run: settings, registered backends and workloads, devices, shared references, results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OF_A_CHECK = 32
 
 
 class Collected:
-    """How many cases a run has collected, and under --attn-list how many of them would run."""
+    """Numbers of cases that a run has collected, and under --attn-list how many of them would run."""
 
     def __init__(self) -> None:
         self.tests = self.cases = 0  # the tests with cases, and the cases of them all
@@ -222,7 +222,7 @@ class WorkerContext:
 
     @property
     def finds_device_warm(self) -> bool:
-        """Whether another process timed on the device until the gate was opened for this one, a moment ago."""
+        """True where another process timed on the device until the gate was opened for this one, a moment ago."""
         return time.monotonic() - self._was_warm_at < _WARM_SECONDS
 
     def mode_of(self, key: str) -> str | None:
@@ -278,7 +278,7 @@ class AttentionSession:
 
     @property
     def has_attention_tests(self) -> bool:
-        """Whether a test with cases was collected."""
+        """True where a test with cases was collected."""
         return self.collected.tests > 0
 
     @cached_property
@@ -290,7 +290,7 @@ class AttentionSession:
 
     @cached_property
     def sharers(self) -> int:
-        """How many workers of xdist work on the device of this process."""
+        """Number of workers of xdist on the device of this process."""
         return sharers_of(self.settings.gpu_per_worker, self.machines.device())
 
     @contextmanager

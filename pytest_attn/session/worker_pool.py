@@ -96,7 +96,7 @@ def fresh_runs(
 
 
 def _are_too_many_disturbed(runs: Runs, more: int) -> bool:
-    """Whether each case was disturbed in more processes than may be added."""
+    """Return whether each case was disturbed in more processes than may be added."""
     processes = len({run["process"] for run in runs})
     return bool(runs) and all(processes - len(undisturbed(runs, run["key"], processes)) > more for run in runs)
 
@@ -114,7 +114,7 @@ def undisturbed(runs: Runs, key: str, processes: int) -> Runs:
 
 
 def is_lacking(runs: Runs, key: str, processes: int) -> bool:
-    """Whether some runs of a case were disturbed, and not all: then further processes may help."""
+    """Return whether some runs of a case were disturbed, and not all: then further processes may help."""
     are_some_disturbed = any(run["disturbances"] for run in runs if run["key"] == key)
     return are_some_disturbed and 0 < len(undisturbed(runs, key, processes)) < processes
 
@@ -149,12 +149,12 @@ _LEFT = "it left the interpreter with exit code 0 before its test was over"
 
 
 def has_left(done: Ended) -> bool:
-    """Whether a process ended with exit code 0 although its pytest was not through."""
+    """Return whether a process ended with exit code 0 although its pytest was not through."""
     return done.returncode == pytest.ExitCode.OK and not done.is_finished
 
 
 def are_forked(how: str, kinds: Iterable[str]) -> bool:
-    """Whether processes that time on such kinds of devices are forked. how: what attn_fresh says."""
+    """Return whether processes that time on such kinds of devices are forked. how: what attn_fresh says."""
     return how == "forked" and _FORKED_ON.issuperset(kinds)
 
 
@@ -344,7 +344,7 @@ class WorkerPool:
 
 
 def _is_done(command: Command, ended: Ended) -> bool:
-    """Whether a process did all that was asked for: a result at least of each test."""
+    """Return whether a process did all that was asked for: a result at least of each test."""
     tests: Any = command.told["tests"]
     return ended.returncode == pytest.ExitCode.OK and len(ended.messages) >= len(tests)
 

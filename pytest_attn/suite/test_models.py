@@ -52,7 +52,7 @@ def test_backends_in_library_models(attn_model: AttentionModel, attn_backend: Ba
 @pytest.mark.attention_model(covering=1)
 @pytest.mark.parametrize("name", ["vit", "llama", "mistral"])
 def test_torch_models(attn_model: AttentionModel, name: str) -> None:
-    """What torch chose, in a training step."""
+    """The choice of torch, in a training step."""
     attn_model.check(*_of_torch(name, attn_model))
 
 
@@ -60,7 +60,7 @@ def test_torch_models(attn_model: AttentionModel, name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*LIBRARY, *FOR_A_GPU[3:]])
 def test_library_models(attn_model: AttentionModel, name: str, dtype: str) -> None:
-    """What the library chose, in a training step."""
+    """The choice of the library, in a training step."""
     _require_gpu(attn_model, name in FOR_A_GPU or dtype != "bfloat16")
     attn_model.check(*_of_library(name, attn_model, dtype), scatter=0, excused=EXCUSED)
 

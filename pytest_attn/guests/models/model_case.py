@@ -78,7 +78,7 @@ class AttentionModel:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the test has judged something, or tried to."""
+        """True where the test has judged something, or tried to."""
         return self._context.is_judged
 
     def check(
@@ -298,7 +298,7 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         return Judgment(Verdict.MISMATCH, reason=headline(found), text=found.message, **facts)
 
     def _is_refused(self, found: ModelComparison) -> bool:
-        """Whether all calls were refused, or some, where that is excused and the others are right."""
+        """Return whether all calls were refused, or some, where that is excused and the others are right."""
         refuses_all = not any(call.is_replaced for call in found.calls)
         return refuses_all or ("refusals" in self._excused and found.lacks_refused_only)
 

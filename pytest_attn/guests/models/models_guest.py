@@ -1,4 +1,4 @@
-"""What models add to a run: the marker attention_model, its fixture, and `attn.check_module`."""
+"""The guest models: the marker attention_model, its fixture, and `attn.check_module`."""
 
 from pytest_attn.session.guests import Guest
 from pytest_attn.session.kinds import Kind

@@ -1,4 +1,4 @@
-"""What mutants add to a run: faulty kernels in place of those of its tests."""
+"""The guest mutants: faulty kernels in place of those of its tests."""
 
 from pytest_attn.session.guests import Guest
 

@@ -39,7 +39,7 @@ class Change:
 
     @property
     def cost(self) -> int:
-        """Which of two is to be tried first: powers of ten of its operations, those that nobody waits for alike."""
+        """Order in which changes are tried: powers of ten of its operations, those that nobody waits for alike."""
         w, passes = self.spec.workload, 1 + 3 * self.spec.backward
         return int(math.log10(max(w.flops() * passes * len(self.spec.inputs), _FEW)))
 

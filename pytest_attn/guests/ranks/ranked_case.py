@@ -129,7 +129,7 @@ class RankCase(CaseTensors):
 
     @property
     def kv_lens(self) -> torch.Tensor | None:
-        """How many of the rank's keys each batch entry sees at most, (batch,), int32, where padded or in pages."""
+        """Numbers of the rank's keys that batch entries see at most, (batch,), int32, where padded or in pages."""
         if self._cache is not None:
             return self._cache.kv_lens.to(self.device)
         lengths = self._inputs.kv_lens

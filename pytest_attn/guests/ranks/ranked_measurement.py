@@ -1,4 +1,4 @@
-"""What times a callable over ranks: all of them at once, each with its shards."""
+"""The measurement of a callable over ranks: all of them at once, each with its shards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankedMeasurement(Measurement):
 
     @property
     def untimed_because(self) -> str | None:
-        """Why it cannot be timed: ranks share a GPU, where each waits for the kernels of the others."""
+        """Reason for which it cannot be timed: ranks share a GPU, where each waits for the kernels of the others."""
         device, number = self.spec.device, self.sharding.ranks
         there = self.session.machines.machine(str(device)).device_count
         is_shared = device.type == "cuda" and there < number

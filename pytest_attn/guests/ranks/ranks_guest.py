@@ -1,4 +1,4 @@
-"""What ranks add to a run: tests whose callables run on several processes, each with its shards."""
+"""The guest ranks: tests whose callables run on several processes, each with its shards."""
 
 from pytest_attn.session.guests import Guest
 
