@@ -14,7 +14,7 @@ from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.limits import Limits
-from pytest_attn.guests.models import judge
+from pytest_attn.guests.models import call_judge as judge
 from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.check_model import judge_model
 

@@ -12,7 +12,7 @@ from pytest_attn.correctness import reference as reference_module
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import compute_reference
-from pytest_attn.guests.models import judge
+from pytest_attn.guests.models import call_judge as judge
 from pytest_attn.guests.models.call_judge import judge_call
 from pytest_attn.guests.models.exact_attention import Dithered, Passes
 
