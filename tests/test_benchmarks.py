@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_attn.workloads import distributions
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 #: what others import, and no script
@@ -38,6 +40,9 @@ def imported(script, monkeypatch):
         pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for known in (distributions.DISTRIBUTIONS, distributions._DRAWN_BY):  # to which a script may add its own
+        for name in ("rand", "uniform-10"):
+            monkeypatch.setitem(known, name, None)
     return runpy.run_path(str(FOLDER / f"{script}.py"), run_name="script")
 
 
