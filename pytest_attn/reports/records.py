@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
-from pytest_attn.reports.files import ESCAPED, first_fault, parse_json
+from pytest_attn.reports.files import ESCAPED
+from pytest_attn.reports.strict_json import first_fault, parse_json
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.workloads.functions import printable
 

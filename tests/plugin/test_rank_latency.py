@@ -9,8 +9,7 @@ import pytest
 import torch
 from fakes.timed import CLOCK
 
-from pytest_attn.cases import measurement as ranked_measurement
-from pytest_attn.guests.ranks import communication, worker_timing
+from pytest_attn.guests.ranks import communication, ranked_executor, worker_timing
 from pytest_attn.guests.ranks.pool import PoolRegistry
 from pytest_attn.latency.disturbance import WaitingMonitor
 from pytest_attn.reports.records import read_records
@@ -139,7 +138,7 @@ def test_slower_ranks_fail_and_baselines_are_of_so_many_ranks_and_their_links(st
     others.assert_outcomes(passed=1)
     others.stdout.fnmatch_lines(["no baseline * none recorded in *"])
 
-    monkeypatch.setattr(ranked_measurement, "topology_of", lambda kind, ranks: communication.PCIE)
+    monkeypatch.setattr(ranked_executor, "topology_of", lambda kind, ranks: communication.PCIE)
     linked = story("test_ranks.py::test_mine[tiny-ranks2]", times="150 60 110")
     linked.assert_outcomes(passed=1)
     linked.stdout.fnmatch_lines(["no baseline * recorded * 2 ranks, contiguous, CPU, this is * 2 ranks, contiguous, PCIe"])
