@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import sys
 from collections.abc import Callable, Generator, Iterable
 from functools import cache
@@ -20,7 +19,7 @@ from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
 from pytest_attn.session.guests import guests
 from pytest_attn.session.kinds import KINDS, PARAMETER, CaseParameter, Kind, is_case, is_marked, kind_of, parameter_of
 from pytest_attn.session.options import add_options, require_known
-from pytest_attn.session.pytest_versions import items_of, verbosity_of
+from pytest_attn.session.pytest_versions import items_of
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
 
 if TYPE_CHECKING:
@@ -361,28 +360,13 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)  # pytest-benchmark ends the summary where --benchmark-compare-fail fails
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the summary of the cases, or the listing; nothing where there is none."""
+    """Print the summary of the cases, or the listing, and write the outputs; nothing where there is none."""
     session = session_of(config)
-    if session.settings.list_only:
-        from pytest_attn.session.output import print_listing
+    settings = session.settings
+    if settings.list_only or settings.is_ranked or settings.outputs or session.results.records:
+        from pytest_attn.session.output import print_end
 
-        print_listing(session, terminalreporter)
-    elif session.results.records and not config.getoption("no_summary", False):
-        from pytest_attn.session.output import print_summary
-
-        print_summary(session, terminalreporter, verbosity_of(config))
-    if session.unjudged_because:
-        is_error = session.settings.unjudged == "error"
-        allow = "; --attn-unjudged=warn lets it pass" if is_error else ""
-        terminalreporter.write_line(f"{session.unjudged_because}{allow}", red=is_error, yellow=not is_error)
-    if session.settings.is_ranked and not session.settings.list_only:
-        from pytest_attn.session.output import report_ranking
-
-        report_ranking(session, config, terminalreporter)
-    if session.settings.outputs or (session.results.records and os.environ.get("GITHUB_ACTIONS") == "true"):
-        from pytest_attn.session.output import write_outputs
-
-        write_outputs(session, terminalreporter)
+        print_end(session, terminalreporter, config)
 
 
 # -- fixtures ------------------------------------------------------------------------------------------------------------

@@ -378,7 +378,9 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
     (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
     loaded = loaded_after(f"import pytest\nassert pytest.main(['-q', '-p', 'no:cacheprovider', {str(tmp_path)!r}]) == 0")
     modules = [word.removeprefix("pytest_attn.") for word in loaded if word.startswith("pytest_attn") or word in HEAVY]
+    names = ("models", "mutants", "ranks")  # of guests, which register themselves
     assert modules == [
+        *("guests", *(one for name in names for one in (f"guests.{name}", f"guests.{name}.{name}_guest"))),
         "hooks",
         "plugin",
         "processes",
@@ -386,7 +388,8 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
         "processes.worker",
         "session",
         "session.benchmark_traces",
-        *(f"session.{name}" for name in ("devices", "kinds", "option_types", "options", "registrations", "session")),
+        *(f"session.{name}" for name in ("devices", "guests", "kinds", "option_types", "options", "pytest_versions")),
+        *(f"session.{name}" for name in ("registrations", "session")),
     ]
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_attn.workloads.functions import printable
-
 if TYPE_CHECKING:
     from pytest_attn.workloads.workload import Workload
 
@@ -165,6 +163,8 @@ def test_of(item: pytest.Item) -> str:
 
 def id_from_root(item: pytest.Item) -> str:
     """Return the item's id from rootdir in one printable line, without the group that xdist may have added."""
+    from pytest_attn.workloads.functions import printable  # not at each start of pytest
+
     return printable(_id_under(item.nodeid.partition("::")[0], item), 0)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -61,7 +60,9 @@ class Option(NamedTuple):
 
     def typed(self, text: str) -> str:
         """Return what a user types to give it this text, none for ""."""
-        value = f"={shlex.quote(text)}" if text else ""
+        from pytest_attn.workloads.functions import shell_word  # not at each start of pytest
+
+        value = f"={shell_word(text)}" if text else ""
         return f"-o {self.dest}{value}" if self.is_ini_only else f"{self.flag}{value}"
 
 

@@ -41,6 +41,22 @@ def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:
         session.results.write_to(RecordWriter(session.settings.json, session.settings.json_samples), session.manifest)
 
 
+def print_end(session: AttentionSession, reporter: Any, config: pytest.Config) -> None:
+    """Print the summary of the cases, or the listing, and write the outputs."""
+    settings, records = session.settings, session.results.records
+    if settings.list_only:
+        print_listing(session, reporter)
+    elif records and not config.getoption("no_summary", False):
+        print_summary(session, reporter, verbosity_of(config))
+    if session.unjudged_because:
+        is_error = settings.unjudged == "error"
+        allow = "; --attn-unjudged=warn lets it pass" if is_error else ""
+        reporter.write_line(f"{session.unjudged_because}{allow}", red=is_error, yellow=not is_error)
+    if settings.is_ranked and not settings.list_only:
+        report_ranking(session, config, reporter)
+    write_outputs(session, reporter)
+
+
 def write_outputs(session: AttentionSession, reporter: Any) -> None:
     """Write the files of --attn-output, once; in a job of GitHub Actions also its annotations, and its summary."""
     if session.has_written or hasattr(reporter.config, "workerinput"):
