@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import pytest
@@ -37,7 +38,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import PeakMemory, direction_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.cover import enough_because
-from pytest_attn.session.guests import method_of, methods_of_guests
+from pytest_attn.session.guests import methods_of_guests
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import WorkerContext, session_of
@@ -87,13 +88,13 @@ class AttentionCase(CaseTensors):
     def __getattr__(self, name: str) -> Any:
         """Return a method that a guest adds, as `check_module` is one."""
         __tracebackhide__ = True
-        try:
-            return partial(method_of(name), self)
-        except AttributeError:
-            known = sorted(one for one in (*dir(type(self)), *methods_of_guests()) if not one.startswith("_"))
-            judgments = ", ".join(one for one in known if one.startswith(_JUDGES))
-            said = did_you_mean(name, known) or f" its judgments are {judgments}"
-            raise AttributeError(f"attn has no attribute {name!r};{said}") from None
+        methods = methods_of_guests()
+        if name in methods:
+            return partial(resolve_name(methods[name]), self)
+        known = sorted(one for one in (*dir(type(self)), *methods) if not one.startswith("_"))
+        judgments = ", ".join(one for one in known if one.startswith(_JUDGES))
+        said = did_you_mean(name, known) or f" its judgments are {judgments}"
+        raise AttributeError(f"attn has no attribute {name!r};{said}")
 
     @property
     def backend(self) -> Backend | None:

@@ -64,7 +64,7 @@ from pytest_attn.diagnosis.forward_faults import (
     worst_rows,
 )
 from pytest_attn.diagnosis.hypothesis import AttentionFault, FaultHypothesis, Fit, Other, Seen, View, explains, of_workload
-from pytest_attn.diagnosis.steps import regions_of
+from pytest_attn.diagnosis.steps import Region, regions_of
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.parameters import is_of_parameter
 from pytest_attn.workloads.workload import Workload, is_interleaved, key_heads, repeated
@@ -310,11 +310,9 @@ def _other_places(got: torch.Tensor, reference: Reference, case: Case) -> list[H
 
 def _of_counted_keys(bad: torch.Tensor, reference: Reference, many: RowsOfOut, case: Case) -> list[Hint]:
     what = "keys that count never or twice"
-    region = next(regions_of(reference, "dq", bad), None)
-    if region is None or case.time.is_over(what):
+    if (found_rows := _online_rows(bad, reference, case, what)) is None:
         return []
-    got = next(got for got, of in case.of("out") if of is reference)
-    seen = OnlineRows.of(got, reference, region, bad)
+    _, seen = found_rows
     faults = (on_rows(fault, case.limits[0]) for fault in faults_of_counts(case.workload, seen))
     found = _best(faults, _in_all_rows(many), lambda: _spread_rows(case), what, case.time)
     return [Hint(found[0].fault, f"{found[0].words} (z {found[1].z:.1f} there)")] if found else []
@@ -329,11 +327,9 @@ def _of_factors(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case
 
 def _of_running_sums(bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
     what = "mistakes in running sums"
-    region = next(regions_of(reference, "dq", bad), None)
-    if region is None or case.time.is_over(what):
+    if (found_rows := _online_rows(bad, reference, case, what)) is None:
         return []
-    got = next(got for got, of in case.of("out") if of is reference)
-    first = OnlineRows.of(got, reference, region, bad)
+    region, first = found_rows
     rows: list[OnlineRows] = []
 
     def every() -> list[OnlineRows]:
@@ -343,6 +339,15 @@ def _of_running_sums(bad: torch.Tensor, reference: Reference, case: Case) -> lis
 
     found = _best(faults_of_running_sums(first), first, every, what, case.time)
     return _hints(found[0] if found else None)
+
+
+def _online_rows(bad: torch.Tensor, reference: Reference, case: Case, what: str) -> tuple[Region, OnlineRows] | None:
+    """Return a region with its wrong rows of out, in which `what` is looked for; None where there are none, or no time."""
+    region = next(regions_of(reference, "dq", bad), None)
+    if region is None or case.time.is_over(what):
+        return None
+    got = next(got for got, of in case.of("out") if of is reference)
+    return region, OnlineRows.of(got, reference, region, bad)
 
 
 def _hints(found: FaultHypothesis[Seen] | None) -> list[Hint]:

@@ -12,7 +12,6 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 from pytest_attn.session.kinds import Kind, register
 
@@ -69,14 +68,6 @@ def maker_of(argument: str) -> str:
     raise ValueError(f"{argument}= of the marker attention needs a guest of pytest-attn that is not installed")
 
 
-def method_of(name: str) -> Any:
-    """Return a function that is a method of `attn`. Raises AttributeError where no guest has it."""
-    for guest in guests():
-        if method := guest.methods.get(name):
-            return resolve_name(method)
-    raise AttributeError(name)
-
-
-def methods_of_guests() -> list[str]:
-    """Return the names of all methods of `attn` that guests add."""
-    return [name for guest in guests() for name in guest.methods]
+def methods_of_guests() -> dict[str, str]:
+    """Return the methods of `attn` that guests add, "module:function", by their names."""
+    return {name: method for guest in guests() for name, method in guest.methods.items()}

@@ -51,9 +51,8 @@ class Collected:
         self.selected = 0  # cases that are left after deselection, which share the rate of false alarms
         self.due = self.begun = 0  # cases that are to run in this process, and those whose turn came
         self.runnable = 0  # cases of a listing that would run
-        self.chosen = self.unchosen = (
-            0  # of those of which a covering set runs (session/cover.py), as far as they are declared
-        )
+        #: of those of which a covering set runs (session/cover.py), as far as they are declared
+        self.chosen = self.unchosen = 0
         self.covering: list[str] = []  # each covering set in words
         self.generated: list[str] = []  # for each kernel of a test the generated workloads that it is asked, in words
         #: why the others would not run: by reason, how many of each backend

@@ -10,15 +10,6 @@ from pytest_attn.workloads.workload import Workload, is_interleaved, sequence_le
 LAYOUT_KINDS = ("plain", "padded", "packed", "paged", "packed pages")
 
 
-#: traits that change scores and softmax
-OF_SCORES = frozenset(
-    {
-        *("softcap", "bias", "bias before softcap", "bias of another dtype", "alibi", "ALiBi per batch entry"),
-        *("sinks", "sinks of another dtype", "score_mod", "scale", "dropout"),
-    }
-)
-
-
 def traits_of(w: Workload) -> frozenset[str]:
     """Return the traits of a workload: its kind of mask, its options of scores and softmax, its heads, lengths and layout."""
     return frozenset(trait for trait, is_there in _traits(w).items() if is_there) | ({w.mask.kind} if w.mask else set())

@@ -22,14 +22,14 @@ LANDMARKS = {
         "record": ("reports/records.py", "new_record"),
     },
 }
+#: follows the calls of a test, and writes what it notes to a file; `note` is a story's own
 CONFTEST = """
 import sys
 import pytest, pytest_attn
 from pathlib import Path
 
 ROOT = Path(pytest_attn.__file__).parent
-BEGIN, ENDS = {begin!r}, {ends!r}
-WALKED = {{}}
+NOTED = {{}}
 
 def chain(frame):
     while frame is not None:
@@ -39,24 +39,45 @@ def chain(frame):
 def named(code):
     return Path(code.co_filename).relative_to(ROOT).as_posix(), code.co_qualname
 
-def watch(frame, event, argument):
-    code = frame.f_code
-    if event == "call" and ROOT in Path(code.co_filename).parents and named(code) in ENDS:
-        walk = [named(code) for code in chain(frame) if ROOT in Path(code.co_filename).parents]
-        begun = [at for at, (_, name) in enumerate(walk) if name == BEGIN]
-        for one in reversed(walk[:begun[-1] + 1] if begun else ()):
-            if "<" not in one[1].rpartition(".")[2]:  # an expression of the function around it
-                WALKED.setdefault(one)
+{note}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    sys.setprofile(watch)
+    sys.setprofile(lambda frame, event, argument: event == "call" and NOTED.update(dict.fromkeys(note(frame))))
     try:
         return (yield)
     finally:
         sys.setprofile(None)
-        Path("walked").write_text(repr(list(WALKED)))
+        Path("noted").write_text(repr(list(NOTED)))
 """
+WALK = """
+def note(frame):
+    if ROOT not in Path(frame.f_code.co_filename).parents or named(frame.f_code) not in {ends!r}:
+        return ()
+    walk = [named(code) for code in chain(frame) if ROOT in Path(code.co_filename).parents]
+    begun = [at for at, (_, name) in enumerate(walk) if name == {begin!r}]
+    # what has no name is an expression of the function around it
+    return [one for one in reversed(walk[:begun[-1] + 1] if begun else ()) if "<" not in one[1].rpartition(".")[2]]
+"""
+CROSSINGS = """
+def note(frame):
+    files = [Path(code.co_filename) for code in (frame.f_code, frame.f_back.f_code)] if frame.f_back else []
+    if sorted(files) == [ROOT / "cases" / "case.py", ROOT / "cases" / "conclude.py"]:
+        yield f"{frame.f_back.f_code.co_name} -> {frame.f_code.co_name}"
+"""
+
+
+@pytest.fixture
+def noted(pytester, kernel_test):
+    """Return a function of a test's body and of what notes calls that runs the test, and returns what was noted."""
+
+    def run(does, note, *options):
+        kernel_test(does)
+        pytester.makeconftest(CONFTEST.format(note=note))
+        pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+        return eval((pytester.path / "noted").read_text())
+
+    return run
 
 
 @pytest.mark.skipif("sys.version_info < (3, 11)", reason="code objects have their qualified names from 3.11 on")
@@ -67,11 +88,8 @@ def pytest_runtest_call(item):
         ("AttentionCase.measure", "attn.measure(sdpa)", []),
     ],
 )
-def test_the_page_names_the_functions_from_a_call_to_its_verdict(pytester, kernel_test, begin, does, options):
-    kernel_test(does)
-    pytester.makeconftest(CONFTEST.format(begin=begin, ends=sorted(LANDMARKS[begin].values())))
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
-    walked = eval((pytester.path / "walked").read_text())
+def test_the_page_names_the_functions_from_a_call_to_its_verdict(noted, begin, does, options):
+    walked = noted(does, WALK.format(begin=begin, ends=sorted(LANDMARKS[begin].values())), *options)
     told = re.split(r"^From |^## ", PAGE[PAGE.index(f"From `{begin}`") :], flags=re.M)[1]
     named = [(file, name) for name, file in re.findall(r"^\| `([\w.]+)` \| `([\w/]+\.py)` \|", told, flags=re.M)]
     assert sorted(named) == sorted(walked)
@@ -80,31 +98,6 @@ def test_the_page_names_the_functions_from_a_call_to_its_verdict(pytester, kerne
     assert len({file for file, _ in walked}) <= 9
 
 
-def test_a_case_and_its_conclusion_cross_twice(pytester, kernel_test):
-    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v) * 1.1)")
-    crossings = """
-import sys
-import pytest
-from pathlib import Path
-
-SEEN = []
-
-def watch(frame, event, argument):
-    if event == "call" and frame.f_back is not None:
-        files = tuple(Path(one.f_code.co_filename).as_posix()[-16:] for one in (frame.f_back, frame))
-        if sorted(one.rpartition("/")[2] for one in files) == ["case.py", "conclude.py"]:
-            SEEN.append(f"{frame.f_back.f_code.co_name} -> {frame.f_code.co_name}")
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    sys.setprofile(watch)
-    try:
-        return (yield)
-    finally:
-        sys.setprofile(None)
-        Path("crossed").write_text("\\n".join(SEEN))
-"""
-    pytester.makeconftest(crossings)
-    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(failed=1)
-    crossed = (pytester.path / "crossed").read_text().splitlines()
-    assert set(crossed) - {"_judged -> evidence", "_leave_record -> <lambda>"} == {"check -> conclude", "_judged -> judge"}
+def test_a_case_and_its_conclusion_cross_twice(noted):
+    crossed = set(noted("attn.check(lambda q, k, v: sdpa(q, k, v) * 1.1)", CROSSINGS))
+    assert crossed - {"_judged -> evidence", "_leave_record -> <lambda>"} == {"check -> conclude", "_judged -> judge"}
