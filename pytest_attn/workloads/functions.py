@@ -109,6 +109,8 @@ def require_parameters(field: str, fn: Callable[..., object], names: tuple[str, 
 
 def describe(value: object) -> str:
     """Say what a value is, in the words of an error message."""
+    if getattr(value, "is_nested", False):  # which has no shape, or one, by what torch has loaded
+        return "a nested tensor"
     shape = getattr(value, "shape", None)
     if shape is None or not hasattr(value, "dtype"):
         return f"{type(value).__name__}"
