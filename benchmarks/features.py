@@ -1,6 +1,6 @@
 """The group `features` of the catalog: a covering set of pairs of options, and which of them each kernel is given.
 
-    python benchmarks/features.py            prints the lines of `_pairs` in pytest_attn/workloads/catalog.py
+    python benchmarks/features.py            prints the lines of pytest_attn/workloads/features.jsonl
     python benchmarks/features.py --kernels  prints how many pairs each kernel can take, and how many it is given
 
 What an option is, `options_of` of pytest_attn/workloads/traits.py says; OPTIONS says how each is asked for. What excludes
@@ -13,8 +13,7 @@ values go round, so that tiles of 32, 64 and 128 tokens, and splits of 256 keys,
 from __future__ import annotations
 
 import argparse
-import re
-import textwrap
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -32,8 +31,9 @@ from pytest_attn.workloads.catalog import (
     builtin_catalog,
 )
 from pytest_attn.workloads.dtypes import DTYPES
-from pytest_attn.workloads.masks import BooleanMask, Document, Mask, Neighborhood, Window
+from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
 from pytest_attn.workloads.pages import Pages
+from pytest_attn.workloads.source import encode_workload, needed_fields
 from pytest_attn.workloads.traits import options_of as words_of
 from pytest_attn.workloads.workload import Workload
 
@@ -47,8 +47,6 @@ Kernel: TypeAlias = Callable[[Workload], bool]
 MOST = 9
 #: of each that is added, unless an option says otherwise
 USUAL = {"heads": 2, "head_dim": 32}
-#: columns of a line of the catalog
-WIDTH = 120
 #: of how many uncovered pairs each tries to grow, to keep the best
 SEEDS = 6
 
@@ -343,33 +341,9 @@ def own() -> list[Workload]:
 
 
 def line_of(w: Workload) -> str:
-    """Write a workload as a line of the catalog, without the fields that follow from others."""
-    plain = w.replace(name=None)
-    fields = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
-    for name in reversed(fields):
-        fewer = {other: value for other, value in fields.items() if other != name}
-        try:
-            fields = fewer if Workload(**{**USUAL, **fewer}) == plain else fields
-        except ValueError:
-            continue
-    written = [_written(fields.pop(name)) for name in ("q_len", "kv_len") if name in fields]
-    written += [f"{name}={_written(value)}" for name, value in fields.items()]
-    text = f'        "{name_of(w)}": small({", ".join(written)}),'
-    if len(text) <= WIDTH:
-        return text
-    lines = textwrap.wrap(", ".join(written), WIDTH - 12)
-    return f'        "{name_of(w)}": small(\n' + textwrap.indent("\n".join(lines), " " * 12) + "),"
-
-
-def _written(value: object) -> str:
-    """Write a value, without the names of a mask's first fields and without those that are as usual."""
-    text = (
-        value.source(lambda function: function.__name__)
-        if isinstance(value, Mask)
-        else getattr(value, "__name__", repr(value))
-    )
-    text = re.sub(r"\b(left|right|lengths|shape|kernel|size)=", "", text.replace("'", '"'))
-    return re.sub(r", (stride|dilation)=\(1,( 1)?\)|, causal=(False|\(False,( False)?\))", "", text)
+    """Write a workload as a line of the file, without the fields that follow from others."""
+    needed, encoded = needed_fields(w.replace(name=None)), encode_workload(w)
+    return json.dumps({"name": f"features-{name_of(w)}", **{name: encoded[name] for name in needed}})
 
 
 def main() -> None:

@@ -29,34 +29,12 @@ from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled
-from pytest_attn.workloads.functions import UnknownFunctionError, decode_function, encode_function
+from pytest_attn.workloads.functions import UnknownFunctionError
 from pytest_attn.workloads.inputs import Descales, Inputs
-from pytest_attn.workloads.masks import Sequences, mask_from_dict, mask_to_dict
-from pytest_attn.workloads.pages import Pages
+from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.parameters import PARAMETERS
+from pytest_attn.workloads.source import decode_workload
 from pytest_attn.workloads.workload import Workload
-
-# -- a workload as JSON, and back --------------------------------------------------------------------------------------
-
-
-def encode_workload(workload: Workload) -> dict[str, Any]:
-    """Return the workload's fields as builtin types."""
-    fields = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
-    fields["mask"] = mask_to_dict(workload.plain_mask)
-    fields["score_mod"] = encode_function(workload.score_mod) if workload.score_mod else None
-    fields["kv_pages"] = dataclasses.asdict(workload.kv_pages) if workload.kv_pages else None
-    return fields
-
-
-def decode_workload(fields: dict[str, Any], mask: torch.Tensor | None = None) -> Workload:
-    """Return the workload of `encode_workload`; `mask` stands in for a mask's function that cannot be imported.
-
-    Raises UnknownFunctionError where a score_mod, or a mask without its tensor, cannot be imported.
-    """
-    score_mod, pages = fields["score_mod"] and decode_function(fields["score_mod"]), fields.get("kv_pages")
-    if isinstance(pages, dict):
-        fields = {**fields, "kv_pages": Pages(**pages)}
-    return Workload(**{**fields, "mask": mask_from_dict(fields["mask"], mask), "score_mod": score_mod})
 
 
 def encode_precision(profile: Precision) -> str | dict[str, Any]:

@@ -32,7 +32,6 @@ from pytest_attn.cases.saved_failure import (
     TENSORS,
     FailureData,
     encode_precision,
-    encode_workload,
     tensors_of,
     write_tensors,
 )
@@ -41,6 +40,7 @@ from pytest_attn.reports.records import named_numbers
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import id_from_root
 from pytest_attn.session.session import AttentionSession
+from pytest_attn.workloads.source import encode_workload
 
 
 class FailureSaver:

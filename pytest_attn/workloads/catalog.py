@@ -8,14 +8,17 @@ chunks go wrong. Tests may ask for "all". The group "covering" is generated when
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pytest_attn.workloads.covering import GROUP, for_any_kernel
 from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
 from pytest_attn.workloads.pages import Pages
+from pytest_attn.workloads.source import decode_workload
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -256,136 +259,8 @@ def _small() -> Iterator[Group]:
 
 def _pairs() -> list[Workload]:
     """Return what benchmarks/features.py prints: few workloads with every pair of options that a kernel can take."""
-    small = partial(W, heads=2, head_dim=32)
-    # fmt: off
-    lines = {
-        "window-fewkeys-packedpages-empty-page64-softcap-scale-alibi": small(
-            head_dim=64, dtype="float16", mask=Window(31, 0), softcap=5.0, scale=0.3, alibi=True, q_lens=(21, 0, 65,
-            21), kv_lens=(11, 11, 33, 0), kv_pages=Pages(64)),
-        "br-decode-padded-empty-softcap-scale-alibi-gqa": small(
-            1, heads=4, kv_heads=2, dtype="float16", mask="causal-bottom-right", softcap=5.0, scale=0.08, alibi=True,
-            kv_lens=(85, 85, 257, 0)),
-        "causal-packedpages-single-page1-softcap-scale-alibi-gqa": small(
-            heads=3, kv_heads=1, head_dim=64, dtype="float16", mask="causal", softcap=5.0, scale=0.3, alibi=True,
-            q_lens=(33,), kv_pages=Pages(1)),
-        "window-decode-packed-softcap-scale-alibi-gqa": small(
-            heads=4, kv_heads=2, dtype="float16", mask=Window(20, 3), softcap=5.0, scale=0.08, alibi=True, q_lens=(1,
-            1), kv_lens=(256, 513)),
-        "br-cross-packedpages-single-page32-softcap-scale": small(
-            head_dim=64, dtype="float16", mask="causal-bottom-right", softcap=5.0, scale=0.3, q_lens=(17,),
-            kv_lens=(65,), kv_pages=Pages(32)),
-        "documents-softcap-scale-alibi-gqa": small(
-            64, batch=2, heads=3, kv_heads=1, dtype="float16", mask=Document((16, 32, 16), causal=True), softcap=5.0,
-            scale=0.08, alibi=True),
-        "window-fewkeys-packed-single-gqa": small(heads=4, kv_heads=2, mask=Window(31, 0), q_lens=(64,), kv_lens=(31,)),
-        "causal-packed": small(mask="causal", q_lens=(21, 65)),
-        "causal-cross-padded-empty-softcap-scale-bias-alibis-quantized": small(
-            31, dtype="float8_e4m3fn", mask="causal", softcap=5.0, scale=0.3, bias="hqk", alibi="batch", kv_lens=(21,
-            21, 64, 0), descales="head"),
-        "br-fewkeys-paged-page128-alibi-sinks-mod-quantized-fused": small(
-            63, head_dim=64, mask="causal-bottom-right", alibi=True, sinks=True, score_mod=_steeper_with_each_head,
-            kv_lens=(5, 17), kv_pages=Pages(128, fused=True), kv_dtype="int8", descales="token"),
-        "window-decode-softcap-biasfirst-sinksdtype-quantized-gqa-dv": small(
-            1, 256, batch=2, heads=4, kv_heads=2, v_head_dim=48, dtype="float16", mask=Window(31, 0), softcap=5.0,
-            bias="hqk", sinks="bfloat16", kv_dtype="float8_e4m3fn", descales="head", bias_before_softcap=True),
-        "boolean-quantized-interleaved-vink": small(
-            32, batch=2, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, dtype="float32",
-            mask=BooleanMask(_diagonal_blocks), kv_dtype="float8_e4m3fn", descales="head", v_in_k=True,
-            head_groups="interleaved"),
-        "causal-packedpages": small(head_dim=64, mask="causal", q_lens=(21, 63), kv_pages=Pages(16)),
-        "decode-packed-single": small(q_lens=(1,), kv_lens=(255,)),
-        "decode-packedpages": small(head_dim=64, q_lens=(1, 1), kv_lens=(170, 512), kv_pages=Pages(16)),
-        "causal-cross-cached-bias-alibis-sinksdtype-mod-interleaved-dv": small(
-            31, heads=4, kv_heads=2, v_head_dim=48, dtype="float32", mask="causal", bias="bhqk", alibi="batch",
-            sinks="bfloat16", score_mod=_steeper_with_each_head, kv_lens=(78, 54), cached=(47, 23),
-            head_groups="interleaved"),
-        "boolean-cross-cached-softcap-scale-biasfirst-alibis-sinks-vink": small(
-            31, head_dim=48, v_head_dim=32, dtype="float16", mask=BooleanMask(_diagonal_blocks), softcap=5.0,
-            scale=0.08, bias="hqk", alibi="batch", sinks=True, kv_lens=(78, 54), cached=(47, 23), v_in_k=True,
-            bias_before_softcap=True),
-        "br-fewkeys-left-empty-bias-alibis-sinks-mod-vink": small(
-            129, head_dim=48, v_head_dim=32, mask="causal-bottom-right", bias="hq", alibi="batch", sinks=True,
-            score_mod=_steeper_with_each_head, kv_lens=(10, 10, 32, 0), pad="left", v_in_k=True),
-        "documents-left-empty-scale-alibis-sinksdtype-gqa-vink": small(
-            31, heads=3, kv_heads=1, head_dim=48, v_head_dim=32, dtype="float32", mask=Document((7, 15, 9),
-            causal=True), scale=0.08, alibi="batch", sinks="bfloat16", kv_lens=(10, 10, 31, 0), pad="left", v_in_k=True),
-        "maskmod-cross-packedpages-cached-page64-alibis-sinks-interleaved-sliced": small(
-            heads=4, kv_heads=2, head_dim=64, dtype="float32", mask=_wider_with_each_head, alibi="batch", sinks=True,
-            q_lens=(16, 48), kv_lens=(63, 71), kv_pages=Pages(64, sliced=True), cached=(47, 23),
-            head_groups="interleaved"),
-        "neighborhood-left-empty-softcap-alibis-sinksdtype-interleaved-dv": small(
-            48, heads=4, kv_heads=2, v_head_dim=16, dtype="float16", mask=Neighborhood((8, 6), (3, 5)), softcap=5.0,
-            alibi="batch", sinks="bfloat16", kv_lens=(16, 16, 48, 0), pad="left", head_groups="interleaved"),
-        "causal-decode-left-empty-scale-bias-alibis-interleaved-vink": small(
-            1, heads=4, kv_heads=2, head_dim=48, v_head_dim=32, mask="causal", scale=0.08, bias="hq", alibi="batch",
-            kv_lens=(67, 67, 201, 0), pad="left", v_in_k=True, head_groups="interleaved"),
-        "window-decode-packed-single-cached-alibis-sinksdtype-mod": small(
-            dtype="float32", mask=Window(20, 3), alibi="batch", sinks="bfloat16", score_mod=_steeper_with_each_head,
-            q_lens=(1,), cached=(383,)),
-        "maskmod-fewkeys-packed-scale-alibis-sinksdtype-mod-dv": small(
-            v_head_dim=48, dtype="float16", mask=_wider_with_each_head, scale=0.3, alibi="batch", sinks="bfloat16",
-            score_mod=_steeper_with_each_head, q_lens=(11, 33), kv_lens=(2, 5)),
-        "neighborhood-paged-page32-bias-alibi-mod-gqa-dv-hnd": small(
-            129, heads=4, kv_heads=2, head_dim=64, v_head_dim=48, mask=Neighborhood((129,), (7,)), bias="hqk",
-            alibi=True, score_mod=_steeper_with_each_head, kv_lens=(43, 129), kv_pages=Pages(32, layout="HND")),
-        "maskmod-decode-softcap-biasfirst-alibi-sinks-interleaved-dv": small(
-            1, 257, batch=2, heads=4, kv_heads=2, v_head_dim=48, dtype="float32", mask=_wider_with_each_head,
-            softcap=5.0, bias="hqk", alibi=True, sinks=True, head_groups="interleaved", bias_before_softcap=True),
-        "boolean-cross-left-empty-bias-alibi-sinksdtype-mod": small(
-            3, dtype="float32", mask=BooleanMask(_diagonal_blocks), bias="hq", alibi=True, sinks="bfloat16",
-            score_mod=_steeper_with_each_head, kv_lens=(11, 11, 33, 0), pad="left"),
-        "maskmod-cross-packed-empty-cached-alibi-sinks-interleaved-vink": small(
-            heads=4, kv_heads=2, head_dim=48, v_head_dim=32, dtype="float32", mask=_wider_with_each_head, alibi=True,
-            sinks=True, q_lens=(21, 0, 64, 21), kv_lens=(68, 23, 79, 32), cached=(47, 23, 15, 11), v_in_k=True,
-            head_groups="interleaved"),
-        "documents-paged-empty-page32-bias-sinksdtype-vink-hnd": small(
-            64, head_dim=48, v_head_dim=32, dtype="float16", mask=Document((16, 32, 16), causal=True), bias="bhqk",
-            sinks="bfloat16", kv_lens=(21, 21, 64, 0), kv_pages=Pages(32, layout="HND"), v_in_k=True),
-        "maskmod-left-bias": small(33, mask=_wider_with_each_head, bias="hq", kv_lens=(11, 33), pad="left"),
-        "window-fewkeys-left-bias-interleaved-dv": small(
-            65, heads=4, kv_heads=2, v_head_dim=16, dtype="float32", mask=Window(20, 3), bias="hq", kv_lens=(11, 33),
-            pad="left", head_groups="interleaved"),
-        "causal-fewkeys-paged-empty-page128-softcap-scale-biasfirst-fused": small(
-            64, head_dim=64, mask="causal", softcap=5.0, scale=0.08, bias="hqk", kv_lens=(10, 10, 31, 0),
-            kv_pages=Pages(128, fused=True), bias_before_softcap=True),
-        "br-softcap-biasfirst-sinksdtype-mod-gqa-dv": small(
-            128, batch=2, heads=3, kv_heads=1, v_head_dim=16, dtype="float32", mask="causal-bottom-right", softcap=5.0,
-            bias="hqk", sinks="bfloat16", score_mod=_steeper_with_each_head, bias_before_softcap=True),
-        "documents-softcap-biasfirst-sinks-mod-interleaved": small(
-            40, batch=2, heads=4, kv_heads=2, mask=Document((10, 20, 10)), softcap=5.0, bias="hqk", sinks=True,
-            score_mod=_steeper_with_each_head, head_groups="interleaved", bias_before_softcap=True),
-        "neighborhood-softcap-scale-biasfirst-sinks-vink": small(
-            96, batch=2, head_dim=48, v_head_dim=32, dtype="float32", mask=Neighborhood((8, 12), (3, 5)), softcap=5.0,
-            scale=0.3, bias="hqk", sinks=True, v_in_k=True, bias_before_softcap=True),
-        "window-softcap-biasfirst-vink": small(
-            127, batch=2, head_dim=48, v_head_dim=32, mask=Window(31, 0), softcap=5.0, bias="hqk", v_in_k=True,
-            bias_before_softcap=True),
-        "boolean-fewkeys-paged-page64-gqa-dv-sliced": small(
-            63, heads=3, kv_heads=1, head_dim=64, v_head_dim=16, mask=BooleanMask(_diagonal_blocks), kv_lens=(5, 17),
-            kv_pages=Pages(64, sliced=True)),
-        "boolean-decode-left-interleaved": small(
-            1, heads=4, kv_heads=2, mask=BooleanMask(_diagonal_blocks), kv_lens=(171, 513), pad="left",
-            head_groups="interleaved"),
-        "fewkeys-packed": small(q_lens=(43, 129), kv_lens=(10, 32)),
-        "br-decode-packedpages-single-sinks-interleaved-dv-hnd": small(
-            heads=4, kv_heads=2, head_dim=64, v_head_dim=16, mask="causal-bottom-right", sinks=True, q_lens=(1,),
-            kv_lens=(256,), kv_pages=Pages(16, layout="HND"), head_groups="interleaved"),
-        "maskmod-packed-single-vink": small(
-            head_dim=48, v_head_dim=32, mask=_wider_with_each_head, q_lens=(33,), v_in_k=True),
-        "packedpages-sinksdtype-mod-dv": small(
-            head_dim=64, v_head_dim=48, sinks="float32", score_mod=_steeper_with_each_head, q_lens=(21, 64),
-            kv_pages=Pages(16)),
-        "window-packedpages-vink-hnd": small(
-            head_dim=48, v_head_dim=32, mask=Window(20, 3), q_lens=(21, 65), kv_pages=Pages(16, layout="HND"),
-            v_in_k=True),
-        "cross-padded-softcap": small(40, softcap=5.0, kv_lens=(42, 128)),
-        "documents-quantized": small(
-            32, batch=2, mask=Document((8, 16, 8), causal=True), kv_dtype="int8", descales="head"),
-        "maskmod-quantized": small(63, batch=2, dtype="float8_e4m3fn", mask=_wider_with_each_head, descales="head"),
-        "neighborhood-quantized": small(31, batch=2, mask=Neighborhood((31,), (7,)), kv_dtype="int8", descales="token"),
-    }
-    # fmt: on
-    return [workload.replace(name=f"features-{name}") for name, workload in lines.items()]
+    lines = Path(__file__).with_name("features.jsonl").read_text(encoding="utf-8").splitlines()
+    return [decode_workload(json.loads(line)) for line in lines]
 
 
 # -- as real models and libraries call it -------------------------------------------------------------------------------------

@@ -1,15 +1,21 @@
-"""A workload as Python that makes it again, and what that must import."""
+"""A workload as Python that makes it again, with what that must import, and as JSON."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytest_attn.workloads.functions import function_label
-from pytest_attn.workloads.masks import Mask
+from pytest_attn.workloads.functions import decode_function, encode_function, function_label
+from pytest_attn.workloads.masks import Mask, mask_from_dict, mask_to_dict
+from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
 
 
 def write_workload(workload: Workload, home: str = "") -> tuple[str, set[tuple[str, str]]]:
@@ -18,11 +24,7 @@ def write_workload(workload: Workload, home: str = "") -> tuple[str, set[tuple[s
     That is pairs of a module and a name in it, as `import_lines` takes them. home: the module that it is written for, whose
     functions need no import.
     """
-    given = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
-    for name in reversed(list(given)):
-        rest = {other: value for other, value in given.items() if other != name}
-        if _makes(rest, workload):
-            given = rest
+    given = needed_fields(workload)
     imports = {("pytest_attn", "Workload")}
     texts = []
     for name, value in given.items():
@@ -41,11 +43,16 @@ def import_lines(imports: Iterable[tuple[str, str]]) -> list[str]:
     return [f"from {module} import {', '.join(names)}" for module, names in by_module.items()] + unwritten
 
 
-def _makes(fields: dict[str, Any], workload: Workload) -> bool:
-    try:
-        return Workload(**fields) == workload
-    except ValueError:
-        return False
+def needed_fields(workload: Workload) -> dict[str, Any]:
+    """Return the fields of a workload from which the others follow, with their values."""
+    needed = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
+    for name in reversed(list(needed)):
+        rest = {other: value for other, value in needed.items() if other != name}
+        try:
+            needed = rest if Workload(**rest) == workload else needed
+        except ValueError:
+            continue
+    return needed
 
 
 def _write_value(value: object, home: str, imports: set[tuple[str, str]]) -> str:
@@ -70,3 +77,27 @@ def _write_function(function: Callable[..., object], home: str, imports: set[tup
     if module != home:
         imports.add((module, name))
     return name
+
+
+# -- as JSON, and back ---------------------------------------------------------------------------------------------------
+
+
+def encode_workload(workload: Workload) -> dict[str, Any]:
+    """Return the workload's fields as builtin types."""
+    encoded = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
+    for name, encode in (("mask", mask_to_dict), ("score_mod", encode_function), ("kv_pages", dataclasses.asdict)):
+        encoded[name] = encode(encoded[name]) if encoded[name] else None
+    return encoded
+
+
+def decode_workload(fields: dict[str, Any], mask: torch.Tensor | None = None) -> Workload:
+    """Return the workload of `encode_workload`; `mask` stands in for a mask's function that cannot be imported.
+
+    Raises UnknownFunctionError where a score_mod, or a mask without its tensor, cannot be imported.
+    """
+    decoded = {**fields, "mask": mask_from_dict(fields.get("mask"), mask)}
+    if fields.get("score_mod"):
+        decoded["score_mod"] = decode_function(fields["score_mod"])
+    if isinstance(pages := fields.get("kv_pages"), dict):
+        decoded["kv_pages"] = Pages(**pages)
+    return Workload(**decoded)

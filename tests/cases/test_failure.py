@@ -25,8 +25,6 @@ from pytest_attn.cases.saved_failure import (
     ENVIRONMENT,
     TENSORS,
     FailureData,
-    decode_workload,
-    encode_workload,
     load_failure,
     tensors_of,
     write_tensors,
@@ -51,6 +49,7 @@ from pytest_attn.session.devices import Machines
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.functions import UnknownFunctionError
+from pytest_attn.workloads.source import decode_workload, encode_workload
 
 CPU = torch.device("cpu")
 CATALOG = [entry.workload for entry in builtin_catalog()]

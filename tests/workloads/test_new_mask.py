@@ -14,13 +14,12 @@ import pytest_attn
 from pytest_attn import Capabilities, Workload, check
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.cases.fuzz import like
-from pytest_attn.cases.saved_failure import decode_workload, encode_workload
 from pytest_attn.guests.models.capture import workload_as_code
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import as_mask, mask_kinds, register, unregister, visible_pairs
-from pytest_attn.workloads.source import write_workload
+from pytest_attn.workloads.source import decode_workload, encode_workload, write_workload
 from pytest_attn.workloads.traits import traits_of
 
 WORKLOAD = Workload(48, 80, heads=2, head_dim=32, mask=Dilated(3))
