@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -15,6 +16,8 @@ from sphinx.util.docutils import SphinxDirective
 
 import pytest_attn
 from pytest_attn import hooks, plugin
+from pytest_attn.diagnosis.faults import FAULTS
+from pytest_attn.workloads.catalog import builtin_catalog
 
 
 def api() -> Iterator[str]:
@@ -28,6 +31,27 @@ def api() -> Iterator[str]:
             yield "   :members:"
             yield "   :inherited-members: ABC, tuple"
         yield ""
+
+
+def list_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield a table whose first cells are code."""
+    yield from (".. list-table::", "   :header-rows: 1", "")
+    yield from indented("\n".join(f"{'  -' if place else '* -'} {cell}" for place, cell in enumerate(header)))
+    for first, *others in rows:
+        yield f"   * - ``{first}``"
+        yield from (f"     - {plain(cell)}" for cell in others)
+    yield ""
+
+
+def faults() -> Iterator[str]:
+    """Every fault that a diagnosis can name, by its identity."""
+    yield from list_table(("identity", "what is wrong"), FAULTS.items())
+
+
+def catalog() -> Iterator[str]:
+    """Every workload of the catalog."""
+    rows = ((e.workload.name or "", replace(e.workload, name=None).id, e.group, e.source) for e in builtin_catalog())
+    yield from list_table(("name", "workload", "group", "source"), rows)
 
 
 def plain(text: str) -> str:
@@ -61,7 +85,7 @@ def directive(lines: Callable[[], Iterator[str]]) -> type[SphinxDirective]:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register a directive for each part."""
-    for part in (api,):
+    for part in (api, faults, catalog):
         app.add_directive(f"attn-{part.__name__.replace('_', '-')}", directive(part))
     app.connect("autodoc-process-docstring", without_substitutions)
     return {"parallel_read_safe": True}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -20,13 +20,12 @@ from pytest_attn import hooks, plugin
 from pytest_attn.backends.declaration import Argument
 from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.backends.registry import Registry, capability_table
-from pytest_attn.diagnosis.faults import FAULTS
 from pytest_attn.reports.lines import aligned
 from pytest_attn.reports.records import FIELDS
 from pytest_attn.reports.runs import RunFacts
 from pytest_attn.session.guests import guests
 from pytest_attn.session.marks import marker_help
-from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.catalog import Entry, builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
 PAGES = Path(__file__).parents[1] / "reference"
@@ -122,10 +121,15 @@ def prose_and_example(docstring: str) -> Iterator[str]:
 
 
 def catalog() -> Iterator[str]:
-    """Every workload of the catalog."""
-    entries = builtin_catalog()
-    rows = ((f"`{e.workload.name}`", f"`{replace(e.workload, name=None).id}`", e.group, plain(e.source)) for e in entries)
-    yield from table(("name", "workload", "group", "source"), rows)
+    """Every group of the catalog, with its first workload."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in builtin_catalog():
+        groups.setdefault(entry.group, []).append(entry)
+    rows = (
+        (f"`{name}`", str(len(entries)), f"`{entries[0].workload.name}`", plain(entries[0].source))
+        for name, entries in groups.items()
+    )
+    yield from table(("group", "workloads", "the first", "source"), rows)
 
 
 def distributions() -> Iterator[str]:
@@ -174,12 +178,7 @@ def run() -> Iterator[str]:
     yield from table(("field of `run`", "meaning"), ((f"`{name}`", get_args(hint)[1]) for name, hint in hints.items()))
 
 
-def faults() -> Iterator[str]:
-    """Every fault that a diagnosis can name, by its identity."""
-    yield from table(("identity", "what is wrong"), ((f"`{name}`", plain(words)) for name, words in FAULTS.items()))
-
-
-_OWN = (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record, run, faults, capabilities)
+_OWN = (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record, run, capabilities)
 PARTS = {part.__name__: part for part in (*_OWN, field_tables.options, field_tables.workload)}
 
 

@@ -3,7 +3,7 @@
 One run is one process: samples within a process agree far better than processes do, so a process counts as one value.
 Values are logarithms of p50s, adjusted for what the anchors say of the machine; their variance is moderated across cases
 (latency/statistics.py). A case is regressed when its slowdown is certain at a suite-wide false-alarm rate, large enough to
-matter, and seen in nearly every run. docs/explanation/gate.md has the rule, docs/results/latency-h200.md its measured rates.
+matter, and seen in nearly every run. docs/explanation/gate.md has the rule, docs/results/latency.md its measured rates.
 """
 
 from __future__ import annotations

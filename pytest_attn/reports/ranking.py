@@ -6,7 +6,7 @@ loses is in no error of an approximate one (`Backend.dequantized`), so the two c
 
 Whether one backend is slower than another, or only seems to be: one process is one value.
 
-Samples within a process agree far better than processes do (docs/results/latency-h200.md), so an interval of samples says
+Samples within a process agree far better than processes do (docs/results/latency.md), so an interval of samples says
 little of the next process. Where both backends have baselines of at least ten processes from the same day, these are compared
 by ranks (Mann and Whitney 1947, exact). Elsewhere each has the one value of this run; how it would scatter over processes is
 assumed (`BETWEEN_PROCESSES`), its interval is added, and the difference of the logarithms is compared with Student's t.
@@ -43,7 +43,7 @@ BETWEEN_PROCESSES = {"cuda": 0.005, "cpu": 0.03}
 DEGREES = 4
 #: by how much more launching may add to a call in one mode than in another, as a share. Measured: batches against what torch
 #: replays up to 16 %, that against graphs in the device's memory up to 8 %, and up to 3 % the other way: see
-#: docs/results/latency-h200.md
+#: docs/results/latency.md
 LONGER = {("batched", "replay"): 0.2, ("replay", "graph"): 0.1, ("batched", "graph"): 0.3, ("graph", "replay"): 0.05}
 #: the fewest processes that are compared with one another
 FEWEST_PROCESSES = 10

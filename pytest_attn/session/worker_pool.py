@@ -29,7 +29,7 @@ from pytest_attn.session.option_types import declared_options
 from pytest_attn.session.options import Settings
 
 #: devices on which processes that time are forked. Not on a CPU: there copies in memory take a fifth longer in forked ones,
-#: see docs/results/latency-notes.md
+#: see docs/results/latency.md
 _FORKED_ON = frozenset(("cuda",))
 _SECONDS_PER_PROCESS = 1800
 #: seconds that processes may take to get ready beside one another
