@@ -4,11 +4,10 @@ The algorithm is FlashAttention's: tiles of query rows and keys, an online softm
 dtype before P v, and a backward pass that computes P again from lse. Every workload is served, tensors lie as `Inputs` has
 them, and rows that see no key give out = 0, lse = -inf and gradients of 0.
 
-A mutant is a subclass of `Kernel` that overrides a step; the steps are those of `Masks`, `Memory`, `Scores`, `Forward` and
-`Backward`. Names in them: s are scores, p probabilities, `top` and `total` the running maximum and denominator of the
-softmax (m and l in the papers), and dX is the gradient of X. Between loading and storing, tensors are float32 and lie
-heads-first: q (heads, rows, head_dim), k (heads, keys, head_dim), with one key head per query head, s (heads, rows, keys),
-lse (heads, rows).
+A mutant is `Kernel` with a step written anew; the steps are those of `Masks`, `Memory`, `Scores`, `Forward` and `Backward`.
+Names in them: s are scores, p probabilities, `top` and `total` the running maximum and denominator of the softmax (m and l in
+the papers), and dX is the gradient of X. Between loading and storing, tensors are float32 and lie heads-first: q (heads,
+rows, head_dim), k (heads, keys, head_dim), with one key head per query head, s (heads, rows, keys), lse (heads, rows).
 """
 
 import math

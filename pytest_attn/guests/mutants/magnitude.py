@@ -13,28 +13,23 @@ MAGNITUDE = Defects("magnitude")
 
 
 @MAGNITUDE(
-    "executorch#18407",
-    "llama.cpp#2665",
-    "NVIDIA/FasterTransformer#43",
+    Kernel.row_max,
+    "executorch#18407, llama.cpp#2665, NVIDIA/FasterTransformer#43",
     condition="magnitude",
-    faults=("exp-out-of-reach",),
+    faults="exp-out-of-reach",
 )
-class _NoMaximumSubtracted(Kernel):
+def no_maximum_subtracted(kernel: Kernel, top: Tensor, s: Tensor) -> Tensor:
     """Exponentials are taken of the scores themselves: beyond 88 they overflow."""
-
-    def row_max(self, top: Tensor, s: Tensor) -> Tensor:
-        return top.new_zeros(top.shape)
+    return top.new_zeros(top.shape)
 
 
-@MAGNITUDE("HabanaAI/vllm-fork#275", condition="magnitude", faults=("exp-out-of-reach",))
-class _MaximumTakenFor10(Kernel):
+@MAGNITUDE(Kernel.row_max, "HabanaAI/vllm-fork#275", condition="magnitude", faults="exp-out-of-reach")
+def maximum_taken_for_10(kernel: Kernel, top: Tensor, s: Tensor) -> Tensor:
     """10 is subtracted in place of the maximum: rows far below have a denominator of 0."""
-
-    def row_max(self, top: Tensor, s: Tensor) -> Tensor:
-        return top.new_full(top.shape, 10)
+    return top.new_full(top.shape, 10)
 
 
-@MAGNITUDE("FI#4267", "FI#4450", "FI#4401", condition="magnitude")
+@MAGNITUDE.kernel("FI#4267, FI#4450, FI#4401", condition="magnitude")
 class _MaximumStartsAtMinus50000(Kernel):
     """The running maximum starts at -50,000, not at -inf: rows whose scores are all below give zeros."""
 
@@ -46,71 +41,57 @@ class _MaximumStartsAtMinus50000(Kernel):
         return super().lse(state).masked_fill(state.total == 0, -math.inf)
 
 
-@MAGNITUDE("FA#2082", applies=hides_keys, condition="magnitude")
-class _MaximumOverHiddenScores(Kernel):
+@MAGNITUDE(Kernel.step, "FA#2082", applies=hides_keys, condition="magnitude")
+def maximum_over_hidden_scores(kernel: Kernel, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
     """The maximum is taken before the mask: where a hidden score is far above all others, these underflow."""
-
-    def step(self, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
-        s = self.modified(tile, self.scaled(tile, self.logits(q, self.load_k(tile))))
-        top = self.row_max(state.top, s)
-        factor = self.rescale(state.top, top)
-        return super().step(tile, q, Softmax(top, state.total * factor, state.acc * factor[..., None]))
+    s = kernel.modified(tile, kernel.scaled(tile, kernel.logits(q, kernel.load_k(tile))))
+    top = kernel.row_max(state.top, s)
+    factor = kernel.rescale(state.top, top)
+    return Kernel.step(kernel, tile, q, Softmax(top, state.total * factor, state.acc * factor[..., None]))
 
 
-@MAGNITUDE("PaddlePaddle/Paddle#71919", "PT#119320", faults=("scores-rounded",))
-class _ScoresInFloat16(Kernel):
+@MAGNITUDE(Kernel.logits, "PaddlePaddle/Paddle#71919, PT#119320", faults="scores-rounded")
+def scores_in_float16(kernel: Kernel, q: Tensor, k: Tensor) -> Tensor:
     """q . k is summed in float16, which ends at 65,504."""
-
-    def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        return super().logits(q, k).half().float()
+    return Kernel.logits(kernel, q, k).half().float()
 
 
-@MAGNITUDE("llama.cpp#17746", "SageAttention#93")
-class _ValuesSummedInFloat16(Kernel):
+@MAGNITUDE(Kernel.accumulate, "llama.cpp#17746, SageAttention#93")
+def values_summed_in_float16(kernel: Kernel, tile: Tile, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
     """P v is summed in float16."""
-
-    def accumulate(self, tile: Tile, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
-        return super().accumulate(tile, acc, p, v).half().float()
+    return Kernel.accumulate(kernel, tile, acc, p, v).half().float()
 
 
-@MAGNITUDE("SageAttention#141", "deepseek-ai/DeepEP#176", applies=is_half)
-class _ValuesSummedInTheTensorsDtype(Kernel):
+@MAGNITUDE(Kernel.accumulate, "SageAttention#141, deepseek-ai/DeepEP#176", applies=is_half)
+def values_summed_in_the_tensors_dtype(kernel: Kernel, tile: Tile, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
     """P v is summed in 16 bits, 16 keys at a time."""
-
-    def accumulate(self, tile: Tile, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
-        for keys in range(0, v.shape[1], 16):
-            part = slice(keys, keys + 16)
-            acc = super().accumulate(tile, acc, p[..., part], v[:, part]).to(tile.dtype).float()
-        return acc
+    for keys in range(0, v.shape[1], 16):
+        part = slice(keys, keys + 16)
+        acc = Kernel.accumulate(kernel, tile, acc, p[..., part], v[:, part]).to(tile.dtype).float()
+    return acc
 
 
-@MAGNITUDE("executorch#20089", "ComfyUI#15263", applies=is_half, faults=("denominator-off",))
-class _DenominatorInTheTensorsDtype(Kernel):
+@MAGNITUDE(Kernel.denominator, "executorch#20089, ComfyUI#15263", applies=is_half, faults="denominator-off")
+def denominator_in_the_tensors_dtype(kernel: Kernel, tile: Tile, total: Tensor, p: Tensor) -> Tensor:
     """The denominator is summed in 16 bits, 16 keys at a time."""
-
-    def denominator(self, tile: Tile, total: Tensor, p: Tensor) -> Tensor:
-        for keys in range(0, p.shape[-1], 16):
-            total = super().denominator(tile, total, p[..., keys : keys + 16]).to(tile.dtype).float()
-        return total
+    for keys in range(0, p.shape[-1], 16):
+        total = Kernel.denominator(kernel, tile, total, p[..., keys : keys + 16]).to(tile.dtype).float()
+    return total
 
 
-@MAGNITUDE("SageAttention#141", "PT#119320", applies=is_half, faults=("precision-eager",))
-class _ExponentInTheTensorsDtype(Kernel):
+@MAGNITUDE(Kernel.masked, "SageAttention#141, PT#119320", applies=is_half, faults="precision-eager")
+def exponent_in_the_tensors_dtype(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     """Scores are rounded to 16 bits before the exponential."""
-
-    def masked(self, tile: Tile, s: Tensor) -> Tensor:
-        return super().masked(tile, s.to(tile.dtype).float())
+    return Kernel.masked(kernel, tile, s.to(tile.dtype).float())
 
 
-@MAGNITUDE("FA#2717", "FA#2716")
-class _ProbabilitiesInFp8(Kernel):
+@MAGNITUDE(Kernel.rounded, "FA#2717, FA#2716")
+def probabilities_in_fp8(kernel: Kernel, tile: Tile, p: Tensor) -> Tensor:
     """P is rounded to fp8 in a kernel that does not say so."""
-
-    def rounded(self, tile: Tile, p: Tensor) -> Tensor:
-        return p.to(torch.float8_e4m3fn).float()
+    return p.to(torch.float8_e4m3fn).float()
 
 
-@MAGNITUDE("triton#1671", "triton#674", applies=lambda w: w.dtype == "float32", faults=("precision-tf32",))
+@MAGNITUDE.kernel("triton#1671, triton#674", applies=lambda w: w.dtype == "float32", faults="precision-tf32")
 class _ProductsInTf32(Kernel):
     """float32 inputs lose 13 of their 23 bits before they are multiplied."""
 
@@ -126,21 +107,23 @@ def _tf32(x: Tensor) -> Tensor:
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-@MAGNITUDE("PT#196678", "PT#119320", backward=True, condition="magnitude", faults=("exp-out-of-reach", "exp-overflow"))
-class _PFromExponentialOfLse(Kernel):
+@MAGNITUDE(
+    Kernel.recomputed,
+    "PT#196678, PT#119320",
+    backward=True,
+    condition="magnitude",
+    faults=("exp-out-of-reach", "exp-overflow"),
+)
+def p_from_exponential_of_lse(kernel: Kernel, s: Tensor, lse: Tensor) -> Tensor:
     """The backward pass forms P as exp(s) / exp(lse): below -88 both are 0."""
-
-    def recomputed(self, s: Tensor, lse: Tensor) -> Tensor:
-        return s.exp() / self.shift(lse).exp()[..., None]
+    return s.exp() / kernel.shift(lse).exp()[..., None]
 
 
-@MAGNITUDE("vllm#56578", applies=lambda w: w.softcap is not None, condition="magnitude")
-class _TanhByExponentials(Kernel):
+@MAGNITUDE(Kernel.capped, "vllm#56578", applies=lambda w: w.softcap is not None, condition="magnitude")
+def tanh_by_exponentials(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     """The softcap's tanh is (e - 1) / (e + 1) with e = exp(2 x), infinity over infinity for large x."""
-
-    def capped(self, tile: Tile, s: Tensor) -> Tensor:
-        cap = self.softcap(tile.seq.call)
-        if cap is None:
-            return s
-        e = (2 * s / cap).exp()
-        return cap * (e - 1) / (e + 1)
+    cap = kernel.softcap(tile.seq.call)
+    if cap is None:
+        return s
+    e = (2 * s / cap).exp()
+    return cap * (e - 1) / (e + 1)

@@ -4,14 +4,15 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend, SplitKernel
 from pytest_attn.workloads.workload import Workload
 
 #: Whether a workload reaches the faulty step.
 Applies: TypeAlias = Callable[[Workload], bool]
 AnyKernel = TypeVar("AnyKernel", bound=type[Kernel])
+AnyStep = TypeVar("AnyStep", bound=Callable[..., Any])
 
 #: What it takes to see a mutant, beside a workload where it applies.
 Condition: TypeAlias = Literal[
@@ -77,21 +78,39 @@ class Defects:
         return iter(self._mutants)
 
     def __call__(
+        self, step: Callable[..., Any], references: str, *, applies: Applies = lambda w: True, **declared: Any
+    ) -> Callable[[AnyStep], AnyStep]:
+        """Declare a mutant of which one step is the decorated function. step: the honest one, as `Kernel.scaled`.
+
+        references: with commas between. declared: further fields of `Mutant`. The docstring is the summary.
+        """
+
+        def declare(faulty: AnyStep) -> AnyStep:
+            whole = Kernel if getattr(Kernel, step.__name__, None) is step else SplitKernel
+            made = type(faulty.__name__, (whole,), {step.__name__: faulty, "__doc__": faulty.__doc__})
+            self.kernel(references, applies=applies, **declared)(made)
+            return faulty
+
+        return declare
+
+    def kernel(
         self,
-        *references: str,
+        references: str,
+        *,
         applies: Applies = lambda w: True,
         backward: bool = False,
         condition: Condition = "call",
-        faults: tuple[str, ...] = (),
+        faults: tuple[str, ...] | str = (),
     ) -> Callable[[AnyKernel], AnyKernel]:
-        """Declare the decorated kernel a mutant; its docstring is the summary, its own name in kebab-case the name."""
+        """Declare a whole kernel a mutant, as where several steps are faulty; its name is that of the class in kebab-case."""
 
         def declare(kernel: AnyKernel) -> AnyKernel:
             summary = " ".join((inspect.getdoc(kernel) or "").split())
-            words = re.sub(r"(?<!^)(?=[A-Z])|(?<=[a-z])(?=[0-9])", "-", kernel.__name__.lstrip("_")).lower()
+            words = re.sub(r"(?<!^)(?=[A-Z])|(?<=[a-z])(?=[0-9])|_", "-", kernel.__name__.lstrip("_")).lower()
             name = re.sub(r"(float|fp|tf|log)-(?=[0-9])", r"\1", words)  # float16 is one word
             reached = kernel, applies, backward or self.backward
-            self._mutants.append(Mutant(name, self.kind, summary, references, *reached, condition, faults))
+            named = (faults,) if isinstance(faults, str) else faults
+            self._mutants.append(Mutant(name, self.kind, summary, tuple(references.split(", ")), *reached, condition, named))
             return kernel
 
         return declare

@@ -1,7 +1,7 @@
 """Integer overflow: offsets, positions and grids that wrap round or are refused, at limits small enough for a test.
 
 The real limits are 2^31 elements, 2^15 keys and 65,535 blocks. Here an offset wraps at REACH elements, a key's position at
-KEYS and a grid ends at BLOCKS, so that workloads of the group `edges` pass them; a mutant's `reach` may be set higher.
+KEYS and a grid ends at BLOCKS, so that workloads of the group `edges` pass them.
 """
 
 import math
@@ -22,12 +22,6 @@ KEYS = 1 << 8
 BLOCKS = 8
 
 
-class _Wraps(Kernel):
-    """A kernel whose offsets wrap round."""
-
-    reach = REACH
-
-
 def _keys_are_far(w: Workload) -> bool:
     """Return whether memory has so many keys, padding and unused parts of pages included."""
     page = 1 if w.kv_pages is None else w.kv_pages.size
@@ -44,74 +38,61 @@ def _tokens_of_queries(w: Workload) -> int:
     return sum(q_len for q_len, _ in sequence_lengths(w))
 
 
-@OVERFLOW("FA#772", "xf@89d3014f", applies=_keys_are_far)
-class _KeyOffsetWraps(_Wraps):
+@OVERFLOW(Kernel.receive, "FA#772, xf@89d3014f", applies=_keys_are_far)
+def key_offset_wraps(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """The offset of a key in its tensor is a 32-bit number."""
-
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        return q, read_wrapped(k, self.reach), v
+    return q, read_wrapped(k, REACH), v
 
 
-@OVERFLOW("FA#1500", "SageAttention#386", applies=_queries_are_far, faults=("offset-wraps",))
-class _QueryOffsetWraps(_Wraps):
+@OVERFLOW(Kernel.receive, "FA#1500, SageAttention#386", applies=_queries_are_far, faults="offset-wraps")
+def query_offset_wraps(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """The offset of a query in its tensor is a 32-bit number."""
-
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        return read_wrapped(q, self.reach), k, v
+    return read_wrapped(q, REACH), k, v
 
 
-def _wrapped_around(tensor: Tensor, reach: int) -> Tensor:
+def _wrapped_around(tensor: Tensor) -> Tensor:
     """Return what memory of zeros holds after a tensor was written with offsets that wrap round: the last writer stays."""
     memory = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-    for part in torch.split(tensor.flatten(), reach):
+    for part in torch.split(tensor.flatten(), REACH):
         memory.view(-1)[: len(part)] = part
     return memory
 
 
 @OVERFLOW(
-    "NATTEN#294",
-    "FA#2260",
+    Kernel.forward,
+    "NATTEN#294, FA#2260",
     applies=lambda w: _tokens_of_queries(w) * w.heads * w.v_head_dim > REACH,
-    faults=("offset-wraps",),
+    faults="offset-wraps",
 )
-class _OutOffsetWraps(_Wraps):
+def out_offset_wraps(kernel: Kernel, call: KernelCall) -> tuple[Tensor, Tensor]:
     """The offset at which a row of out is written is a 32-bit number."""
-
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward(call)
-        return _wrapped_around(out, self.reach), lse
+    out, lse = Kernel.forward(kernel, call)
+    return _wrapped_around(out), lse
 
 
-@OVERFLOW("NATTEN#305", "NATTEN#317", applies=_queries_are_far, backward=True, faults=("offset-wraps",))
-class _GradientOffsetWraps(_Wraps):
+@OVERFLOW(Kernel.finish_gradient, "NATTEN#305, NATTEN#317", applies=_queries_are_far, backward=True, faults="offset-wraps")
+def gradient_offset_wraps(kernel: Kernel, call: KernelCall, total: Tensor, of: Tensor) -> Tensor:
     """The offset at which a row of dq is written is a 32-bit number."""
-
-    def finish_gradient(self, call: KernelCall, total: Tensor, of: Tensor) -> Tensor:
-        gradient = super().finish_gradient(call, total, of)
-        return _wrapped_around(gradient, self.reach) if of is call.q else gradient
+    gradient = Kernel.finish_gradient(kernel, call, total, of)
+    return _wrapped_around(gradient) if of is call.q else gradient
 
 
-@OVERFLOW("FI#3136", "FI#3130", applies=all_of(is_paged, _keys_are_far))
-class _PageOffsetWraps(_Wraps):
+@OVERFLOW(Kernel.gather_pages, "FI#3136, FI#3130", applies=all_of(is_paged, _keys_are_far))
+def page_offset_wraps(kernel: Kernel, seq: Sequence, pool: Tensor, at: Tensor) -> Tensor:
     """A page's number times its size is a 32-bit number."""
-
-    def gather_pages(self, seq: Sequence, pool: Tensor, at: Tensor) -> Tensor:
-        _, size, _, _ = pool.shape
-        pages = self.pages(seq, at // size) % max(self.reach // pool.stride(0), 1)
-        return pool[pages, at % size].transpose(0, 1)
+    _, size, _, _ = pool.shape
+    pages = kernel.pages(seq, at // size) % max(REACH // pool.stride(0), 1)
+    return pool[pages, at % size].transpose(0, 1)
 
 
 @OVERFLOW(
-    "xf#788",
-    "xf#679",
-    "PT#145869",
+    Kernel.bias,
+    "xf#788, xf#679, PT#145869",
     applies=lambda w: "q" in (w.bias or "") and "k" in (w.bias or "") and _elements_of_bias(w) > REACH,
 )
-class _BiasOffsetWraps(_Wraps):
+def bias_offset_wraps(kernel: Kernel, tile: Tile, bias: Tensor) -> Tensor:
     """The offset of a bias is a 32-bit number."""
-
-    def bias(self, tile: Tile, bias: Tensor) -> Tensor:
-        return super().bias(tile, read_wrapped(bias, self.reach))
+    return Kernel.bias(kernel, tile, read_wrapped(bias, REACH))
 
 
 def _elements_of_bias(w: Workload) -> int:
@@ -119,56 +100,48 @@ def _elements_of_bias(w: Workload) -> int:
     return math.prod(sizes[d] for d in w.bias or "")
 
 
-@OVERFLOW("FI#1290", "FI#1271", applies=all_of(is_custom, lambda w: w.q_len * w.kv_len > REACH))
-class _MaskOffsetWraps(_Wraps):
+@OVERFLOW(Kernel.mask_mod, "FI#1290, FI#1271", applies=all_of(is_custom, lambda w: w.q_len * w.kv_len > REACH))
+def mask_offset_wraps(kernel: Kernel, seq: Sequence, mask: Mask) -> MaskMod:
     """The place of a row and key in a written out mask is a 32-bit number."""
+    mask_mod, kv_len = Kernel.mask_mod(kernel, seq, mask), seq.workload.kv_len
 
-    def mask_mod(self, seq: Sequence, mask: Mask) -> MaskMod:
-        mask_mod, kv_len, reach = super().mask_mod(seq, mask), seq.workload.kv_len, self.reach
+    def wrapped(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        offset = (q_idx * kv_len + kv_idx) % REACH
+        return mask_mod(b, h, offset // kv_len, offset % kv_len)
 
-        def wrapped(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            offset = (q_idx * kv_len + kv_idx) % reach
-            return mask_mod(b, h, offset // kv_len, offset % kv_len)
-
-        return wrapped
+    return wrapped
 
 
 def _sequence_begins_far(w: Workload) -> bool:
     return w.is_packed and sum(q_len for q_len, _ in sequence_lengths(w)[:-1]) * w.heads * w.head_dim > REACH
 
 
-@OVERFLOW("TE#1230", applies=_sequence_begins_far)
-class _SequenceOffsetWraps(_Wraps):
+@OVERFLOW(Kernel.load_q, "TE#1230", applies=_sequence_begins_far)
+def sequence_offset_wraps(kernel: Kernel, seq: Sequence, rows: range) -> Tensor:
     """The offset of a packed sequence's first query is a 32-bit number."""
-
-    def load_q(self, seq: Sequence, rows: range) -> Tensor:
-        first = seq.q_start + rows.start
-        wrapped = first % (self.reach // seq.call.q.stride(0)) if seq.workload.is_packed else first
-        return super().load_q(seq, range(wrapped - seq.q_start, wrapped - seq.q_start + len(rows)))
+    first = seq.q_start + rows.start
+    wrapped = first % (REACH // seq.call.q.stride(0)) if seq.workload.is_packed else first
+    return Kernel.load_q(kernel, seq, range(wrapped - seq.q_start, wrapped - seq.q_start + len(rows)))
 
 
 @OVERFLOW(
+    Kernel.addresses,
     "xf#719",
     applies=lambda w: any(kv_len > KEYS for _, kv_len in sequence_lengths(w)),
     faults=("key-positions-wrap", "page-of-another-size"),
-)  # of two pages, the second is read as the first in either case
-class _KeyPositionWraps(Kernel):
+)
+def key_position_wraps(kernel: Kernel, seq: Sequence, keys: range) -> Tensor:
     """The position of a key is a number of few bits."""
-
-    keys = KEYS
-
-    def addresses(self, seq: Sequence, keys: range) -> Tensor:
-        return super().addresses(seq, keys) % self.keys
+    return Kernel.addresses(kernel, seq, keys) % KEYS
 
 
 @OVERFLOW(
-    "PT#142228", "PT#176096", "FI#3125", "xf#1054", applies=lambda w: w.batch * w.heads > BLOCKS, faults=("calls-differ",)
+    Kernel.forward,
+    "PT#142228, PT#176096, FI#3125, xf#1054",
+    applies=lambda w: w.batch * w.heads > BLOCKS,
+    faults="calls-differ",
 )
-class _GridTooLarge(Kernel):
+def grid_too_large(kernel: Kernel, call: KernelCall) -> tuple[Tensor, Tensor]:
     """More batch entries and heads than a grid may have blocks: nothing is launched, and the error is not looked at."""
-
-    blocks = BLOCKS
-
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        w = call.workload
-        return self.allocate_results(call) if w.batch * w.heads > self.blocks else super().forward(call)
+    w = call.workload
+    return kernel.allocate_results(call) if w.batch * w.heads > BLOCKS else Kernel.forward(kernel, call)

@@ -62,133 +62,108 @@ def _as_if_contiguous(tensor: Tensor) -> Tensor:
     return read_with_strides(tensor, contiguous_strides(tensor.shape))
 
 
-@LAYOUT("FA#1217", "PT#112577", condition="layout", faults=("strides-misread",))
-class _QAssumedContiguous(Kernel):
+@LAYOUT(Kernel.receive, "FA#1217, PT#112577", condition="layout", faults="strides-misread")
+def q_assumed_contiguous(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """q is read as if it were contiguous."""
-
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        return _as_if_contiguous(q), k, v
+    return _as_if_contiguous(q), k, v
 
 
-@LAYOUT("FlagAttention#45", "triton#1821", condition="layout", faults=("strides-misread",))
-class _VReadWithStridesOfK(Kernel):
+@LAYOUT(Kernel.receive, "FlagAttention#45, triton#1821", condition="layout", faults="strides-misread")
+def v_read_with_strides_of_k(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """v is read with the strides of k."""
-
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        return q, k, read_with_strides(v, k.stride() if k.shape == v.shape else v.stride())
+    return q, k, read_with_strides(v, k.stride() if k.shape == v.shape else v.stride())
 
 
-@LAYOUT("FI#1865", "FI#2414", condition="layout", faults=("strides-misread",))
-class _OutWrittenWithStridesOfQ(Kernel):
+@LAYOUT(Kernel.forward, "FI#1865, FI#2414", condition="layout", faults="strides-misread")
+def out_written_with_strides_of_q(kernel: Kernel, call: KernelCall) -> tuple[Tensor, Tensor]:
     """out is contiguous, but is written with the strides of q."""
-
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward(call)
-        return (written_with_strides(out, call.q.stride()) if out.shape == call.q.shape else out), lse
+    out, lse = Kernel.forward(kernel, call)
+    return (written_with_strides(out, call.q.stride()) if out.shape == call.q.shape else out), lse
 
 
-@LAYOUT("PT#116333", "PT#127523", applies=is_dense, condition="layout", faults=("strides-misread",))
-class _HeadStrideFromBatchStride(Kernel):
+@LAYOUT(Kernel.receive, "PT#116333, PT#127523", applies=is_dense, condition="layout", faults="strides-misread")
+def head_stride_from_batch_stride(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """Heads of k are taken to divide its batch stride, which means nothing in a batch of 1."""
-
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        if q.dim() != 4 or k.shape[0] != q.shape[0]:
-            return q, k, v
-        batch, _, *rest = k.stride()
-        return q, read_with_strides(k, (batch, batch // k.shape[1], *rest)), v
-
-
-@LAYOUT("FA#2745", condition="layout", faults=("strides-misread",))
-class _StorageOffsetIgnored(Kernel):
-    """k is read from the beginning of its memory, also where it is a slice of it."""
-
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        return q, read_with_strides(k, k.stride(), start=0), v
-
-
-@LAYOUT("FA#2298", "PT#191937", condition="layout", faults=("strides-misread",))
-class _ExpandedReadAsContiguous(Kernel):
-    """A tensor that is expanded, with a stride of 0, is read as if it were contiguous."""
-
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        k, v = (_as_if_contiguous(t) if 0 in t.stride() else t for t in (k, v))
+    if q.dim() != 4 or k.shape[0] != q.shape[0]:
         return q, k, v
+    batch, _, *rest = k.stride()
+    return q, read_with_strides(k, (batch, batch // k.shape[1], *rest)), v
 
 
-@LAYOUT("PT#187506", condition="strides", faults=("strides-misread",))
-class _InnermostStrideIgnored(Kernel):
+@LAYOUT(Kernel.receive, "FA#2745", condition="layout", faults="strides-misread")
+def storage_offset_ignored(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
+    """k is read from the beginning of its memory, also where it is a slice of it."""
+    return q, read_with_strides(k, k.stride(), start=0), v
+
+
+@LAYOUT(Kernel.receive, "FA#2298, PT#191937", condition="layout", faults="strides-misread")
+def expanded_read_as_contiguous(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
+    """A tensor that is expanded, with a stride of 0, is read as if it were contiguous."""
+    k, v = (_as_if_contiguous(t) if 0 in t.stride() else t for t in (k, v))
+    return q, k, v
+
+
+@LAYOUT(Kernel.receive, "PT#187506", condition="strides", faults="strides-misread")
+def innermost_stride_ignored(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """The elements of a head's vector are taken to lie side by side."""
-
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        return q, read_with_strides(k, (*k.stride()[:-1], 1)), v
+    return q, read_with_strides(k, (*k.stride()[:-1], 1)), v
 
 
-@LAYOUT("FA#2745", condition="strides")
-class _AddressRoundedTo16Bytes(Kernel):
+@LAYOUT(Kernel.receive, "FA#2745", condition="strides")
+def address_rounded_to_16_bytes(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """v is read from the last address before its own that is a multiple of 16 bytes."""
-
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        aligned = v.storage_offset() // (16 // v.element_size()) * (16 // v.element_size())
-        return q, k, read_with_strides(v, v.stride(), start=aligned)
+    aligned = v.storage_offset() // (16 // v.element_size()) * (16 // v.element_size())
+    return q, k, read_with_strides(v, v.stride(), start=aligned)
 
 
-@LAYOUT("FA@2423cca3", "PT#146377", backward=True, condition="layout", faults=("strides-misread",))
-class _KeysReadAgainWithStridesOfQ(Kernel):
+@LAYOUT(Kernel.receive_again, "FA@2423cca3, PT#146377", backward=True, condition="layout", faults="strides-misread")
+def keys_read_again_with_strides_of_q(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """The backward pass reads k with the strides of q."""
-
-    def receive_again(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        return q, read_with_strides(k, q.stride()) if q.shape == k.shape else k, v
-
-
-@LAYOUT("FA#355", "FA@9ee0ff1d", "FlagAttention#1", backward=True, condition="layout", faults=("strides-misread",))
-class _DoutAssumedContiguous(Kernel):
-    """The gradient of out is read as if it were contiguous, as out is."""
-
-    def receive_dout(self, dout: Tensor) -> Tensor:
-        return _as_if_contiguous(dout)
-
-
-@LAYOUT("xf#548", "xf#282", backward=True, condition="layout", faults=("strides-misread",))
-class _DqWrittenWithStridesOfQ(Kernel):
-    """dq is contiguous, but is written with the strides of q."""
-
-    def finish_gradient(self, call: KernelCall, total: Tensor, of: Tensor) -> Tensor:
-        gradient = super().finish_gradient(call, total, of)
-        return written_with_strides(gradient, of.stride()) if of is call.q else gradient
-
-
-@LAYOUT("SageAttention@e1cac2f", "ComfyUI#16035", applies=is_dense, faults=("input-changed",))
-class _KeysCenteredInPlace(Kernel):
-    """The keys' mean, which softmax does not see, is taken off in the caller's tensor."""
-
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        if not call.workload.is_packed and call.workload.kv_pages is None:
-            call.k.sub_(call.k.float().mean(-2, keepdim=True).to(call.k.dtype))
-        return super().forward(call)
+    return q, read_with_strides(k, q.stride()) if q.shape == k.shape else k, v
 
 
 @LAYOUT(
-    "diffusers#14338",
-    "diffusers#14341",
-    applies=all_of(is_dense, lambda w: w.kv_heads == w.kv_len and w.kv_len > 1),
-    faults=("k-heads-and-rows-swapped",),
+    Kernel.receive_dout, "FA#355, FA@9ee0ff1d, FlagAttention#1", backward=True, condition="layout", faults="strides-misread"
 )
-class _KeysTransposedWhereSquare(Kernel):
-    """k has its heads and rows swapped once too often, which no shape shows where there are as many heads as keys."""
+def dout_assumed_contiguous(kernel: Kernel, dout: Tensor) -> Tensor:
+    """The gradient of out is read as if it were contiguous, as out is."""
+    return _as_if_contiguous(dout)
 
-    def receive(self, q: Tensor, k: Tensor, v: Tensor) -> QKV:
-        return q, k.transpose(1, 2) if k.dim() == 4 and k.shape[1] == k.shape[2] else k, v
+
+@LAYOUT(Kernel.finish_gradient, "xf#548, xf#282", backward=True, condition="layout", faults="strides-misread")
+def dq_written_with_strides_of_q(kernel: Kernel, call: KernelCall, total: Tensor, of: Tensor) -> Tensor:
+    """dq is contiguous, but is written with the strides of q."""
+    gradient = Kernel.finish_gradient(kernel, call, total, of)
+    return written_with_strides(gradient, of.stride()) if of is call.q else gradient
+
+
+@LAYOUT(Kernel.forward, "SageAttention@e1cac2f, ComfyUI#16035", applies=is_dense, faults="input-changed")
+def keys_centered_in_place(kernel: Kernel, call: KernelCall) -> tuple[Tensor, Tensor]:
+    """The keys' mean, which softmax does not see, is taken off in the caller's tensor."""
+    if not call.workload.is_packed and call.workload.kv_pages is None:
+        call.k.sub_(call.k.float().mean(-2, keepdim=True).to(call.k.dtype))
+    return Kernel.forward(kernel, call)
 
 
 @LAYOUT(
+    Kernel.receive,
+    "diffusers#14338, diffusers#14341",
+    applies=all_of(is_dense, lambda w: w.kv_heads == w.kv_len and w.kv_len > 1),
+    faults="k-heads-and-rows-swapped",
+)
+def keys_transposed_where_square(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
+    """k has its heads and rows swapped once too often, which no shape shows where there are as many heads as keys."""
+    return q, k.transpose(1, 2) if k.dim() == 4 and k.shape[1] == k.shape[2] else k, v
+
+
+@LAYOUT(
+    Kernel.forward,
     "diffusers#14338",
     applies=all_of(is_dense, lambda w: w.heads == w.q_len and w.q_len > 1),
-    faults=("heads-and-rows-swapped",),
+    faults="heads-and-rows-swapped",
 )
-class _OutTransposedWhereSquare(Kernel):
+def out_transposed_where_square(kernel: Kernel, call: KernelCall) -> tuple[Tensor, Tensor]:
     """out comes back with heads and rows swapped, which no shape shows where there are as many heads as rows."""
-
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward(call)
-        is_square = out.dim() == 4 and out.shape[1] == out.shape[2]
-        return (out.transpose(1, 2).contiguous() if is_square else out), lse
+    out, lse = Kernel.forward(kernel, call)
+    is_square = out.dim() == 4 and out.shape[1] == out.shape[2]
+    return (out.transpose(1, 2).contiguous() if is_square else out), lse
