@@ -45,7 +45,7 @@ suite: $(VENV)/ready $(MODELS)
 	exit $$code; fi
 
 test: $(VENV)/ready
-	@echo "test: the tests of the plugin itself; two to six minutes on two cores"
+	@echo "test: the tests of the plugin itself; two to nine minutes on two cores, longer beside other work"
 	@if $(BIN)/pytest tests -n auto --dist worksteal $(TESTS); then \
 	echo "test: the plugin does what its documentation says. next: make lint, then commit (CONTRIBUTING.md)"; \
 	else code=$$?; \

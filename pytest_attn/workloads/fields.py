@@ -158,7 +158,8 @@ def require_bias(bias: object) -> None:
     """Refuse what names no dimensions of a bias, or names them in another order."""
     if not isinstance(bias, str) or not bias or [d for d in BIAS_DIMENSIONS if d in bias] != list(bias):
         raise ValueError(
-            f"Workload: bias must name the dimensions it varies over, a part of 'bhqk' in this order, got {bias!r}"
+            f"Workload: bias must name the dimensions it varies over, a part of 'bhqk' in this order, got {bias!r}; 'hqk' is a"
+            " bias of shape (1, heads, q_len, kv_len)"
         )
 
 

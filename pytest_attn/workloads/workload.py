@@ -67,7 +67,8 @@ class Workload:
             as FlexAttention's.
         softcap: cap of the scores, > 0.
         scale: factor on q . k; by default 1 / sqrt(head_dim).
-        bias: the dimensions over which an additive bias varies, letters of "bhqk" in this order.
+        bias: the dimensions over which an additive bias varies, letters of "bhqk" in this order; the others are 1: "hqk" is
+            (1, heads, q_len, kv_len).
         alibi: whether ALiBi is added: True with slopes (heads,), "batch" with slopes (batch, heads).
         sinks: whether each head has a sink: True in the workload's dtype, or the dtype of the sinks.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) as FlexAttention's.
