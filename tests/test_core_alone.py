@@ -1,15 +1,14 @@
-"""A core without guests: the wheel without their folders judges, measures and passes the tests that are not about them."""
+"""A core without guests: the package without their folder judges, measures and passes the tests that are not about them."""
 
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from pytest_attn.session.guests import GROUP
+from pytest_attn.version import __version__
 
 ROOT = Path(__file__).parent.parent
 TESTS = """
@@ -34,14 +33,13 @@ def test_method_of_a_guest(attn): attn.check_module(None)
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory):
-    """Return a folder with what a wheel without guests installs, and the environment variables under which it is imported."""
+    """Return a folder with what is installed where no guest is, and the environment variables under which it is imported."""
     out = tmp_path_factory.mktemp("core")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    zipfile.ZipFile(next(out.glob("*.whl"))).extractall(out)
-    shutil.rmtree(out / "pytest_attn" / "guests")
-    (points,) = out.glob("*.dist-info/entry_points.txt")
-    points.write_text(points.read_text().partition(f"[{GROUP}]")[0])
+    shutil.copytree(ROOT / "pytest_attn", out / "pytest_attn", ignore=shutil.ignore_patterns("guests"))
+    info = out / f"pytest_attn-{__version__}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: pytest-attn\nVersion: {__version__}\n")
+    (info / "entry_points.txt").write_text("[pytest11]\nattn = pytest_attn.plugin\n")
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return out, {**own, "PYTHONPATH": str(out)}
 

@@ -105,10 +105,9 @@ def written(endings):
     return text
 
 
-def run(pytester, *options, isolated=False):
-    start = pytester.runpytest_subprocess if isolated else pytester.runpytest_inprocess
+def run(pytester, *options, **how):
     named = [f"--attn-output={name}" for name in OUTPUTS]
-    return start(*named, "--attn-backends=math", "-p", "no:cacheprovider", *options)
+    return pytester.runpytest_inprocess(*named, "--attn-backends=math", "-p", "no:cacheprovider", *options, **how)
 
 
 def require_told(pytester, result, monkeypatch, capsys, unmarked=0):
@@ -174,31 +173,31 @@ def test_what_was_run_again(pytester, monkeypatch, capsys):
     assert [r["verdict"] for r in records if "flaky_test" in r["test"]] == ["passed", "passed"]
 
 
-def test_a_killed_worker(pytester, monkeypatch, capsys):
+def test_a_killed_worker(pytester):
     dying = "\ndef test_dies(attn):\n    attn.check(right)\n    os._exit(3)\n"
     pytester.makepyfile(written(["right", "judges_nothing"]) + dying)
-    pytester.makepyfile(test_other="def test_other(): assert 0\ndef test_exits():\n    import os\n    os._exit(3)\n")
-    result = run(pytester, "-rfE", "-n", "1", isolated=True)
-    capsys.readouterr()
+    pytester.makepyfile(test_other="def test_other(): assert 0")
+    result = pytester.runpytest_subprocess(
+        "-n", "1", "-p", "no:cacheprovider", *(f"--attn-output={name}" for name in OUTPUTS[:2])
+    )
     records = read_records(pytester.path / "run.jsonl")
     assert failures(records) == 2
     (dead,) = [r for r in records if "test_dies" in r["test"]]
     assert (dead["verdict"], dead["question"], dead["workload"]) == ("no result", "test", "smoke-full")
     assert "crashed" in dead["reason"]
     assert "2 tests failed" in (pytester.path / "run.md").read_text()
-    assert "test_dies" in (pytester.path / "run.html").read_text()
     closing = json.loads((pytester.path / "run.jsonl").read_text().splitlines()[-1])["run"]
     assert closing["records"] == len(records)
     assert result.ret == 1
 
 
-def test_a_file_that_cannot_be_collected_and_an_interrupted_run(pytester, monkeypatch, capsys):
+def test_a_file_that_cannot_be_collected_and_an_interrupted_run(pytester):
     pytester.makepyfile(test_a=written(["right"]), test_b="import no_such_module")
     run(pytester, "--continue-on-collection-errors")
     assert "test_b.py" in (pytester.path / "run.md").read_text()
     assert "Nothing went wrong" not in (pytester.path / "run.html").read_text()
     pytester.makepyfile(test_b=f"{written(['right'])}\ndef test_stops(attn): raise KeyboardInterrupt\n")
-    assert run(pytester, isolated=True).ret == pytest.ExitCode.INTERRUPTED
+    assert run(pytester, no_reraise_ctrlc=True).ret == pytest.ExitCode.INTERRUPTED
     assert "KeyboardInterrupt" in (pytester.path / "run.md").read_text()
     assert "Nothing went wrong" not in (pytester.path / "run.html").read_text()
     assert sentence(read_records(pytester.path / "run.jsonl")).startswith("The run was stopped")

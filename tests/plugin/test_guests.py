@@ -7,6 +7,7 @@ import pytest
 
 from pytest_attn.reports.records import read_records
 from pytest_attn.session.guests import guests, maker_of
+from pytest_attn.session.kinds import ATTENTION, KINDS
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "howto" / "extend.md").read_text()
 EXAMPLE = re.search(r'```python\n("""RMSNorm.*?)```', PAGE, re.DOTALL)[1]
@@ -37,8 +38,18 @@ def guest(pytester, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rms-norm\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[pytest_attn]\nrms_norm = rms_norm:GUEST\n")
     pytester.makepyfile(test_norms=TESTS)
-    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
-    return lambda *options: pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(pytester.path)
+        _forget_guests()
+        yield lambda *options: pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+    _forget_guests()
+    guests()
+
+
+def _forget_guests():
+    guests.cache_clear()
+    KINDS.clear()
+    KINDS[ATTENTION.marker] = ATTENTION
 
 
 def test_another_operator_is_judged_in_the_terminal_in_records_and_on_the_page(guest, pytester):
@@ -65,7 +76,8 @@ def test_another_operator_is_judged_in_the_terminal_in_records_and_on_the_page(g
 
 def test_an_entry_point_that_names_something_else_is_told(guest, pytester):
     (pytester.path / "rms_norm-1.0.dist-info" / "entry_points.txt").write_text("[pytest_attn]\nrms_norm = rms_norm:KIND\n")
-    assert "the entry point rms_norm:KIND of pytest_attn must name a Guest, got Kind" in guest().stderr.str()
+    with pytest.raises(TypeError, match="the entry point rms_norm:KIND of pytest_attn must name a Guest, got Kind"):
+        guests()
 
 
 def test_what_no_guest_makes_says_so():

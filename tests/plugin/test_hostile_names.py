@@ -2,18 +2,18 @@
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
 import markdown_it
-import pytest
 from hostile import NAMES, unsafe
+from left_out import one_in
 
 from pytest_attn.reports.records import read_records
 
+ASKED = one_in(2, NAMES.values())
 KERNELS = """
 import pytest
 import torch
@@ -68,36 +68,34 @@ def test_model(attn_model, at):
 """
 
 
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
-    """Return the folder of a run with hostile names of every kind, which has written every output."""
-    folder = tmp_path_factory.mktemp("hostile")
-    names = [*NAMES.values()]
-    (folder / "test_names.py").write_text(KERNELS.format(names=names))
-    more = ["run.jsonl", "run.md", "run.support.md"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=no", "--junitxml=junit.xml", "--color=no"]
-        + [f"--attn-output={one}" for one in more]
-        + ["--attn-save-failures=saved", "--attn-diagnosis-timeout=0.01"],
-        cwd=folder,
-        capture_output=True,
-        env={**os.environ, "GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": "step.md", "COLUMNS": "100"},
+def test_no_output_of_a_run_has_what_a_name_would_run_or_hide(pytester, monkeypatch):
+    for name, value in {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": "step.md", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
+    pytester.makepyfile(test_names=KERNELS.format(names=ASKED))
+    written = [f"--attn-output={one}" for one in ("run.jsonl", "run.md", "run.support.md")]
+    result = pytester.runpytest_inprocess(
+        *("-v", "-p", "no:cacheprovider", "--tb=no", "--junitxml=junit.xml", "--color=no", "--attn-save-failures=saved"),
+        *("--attn-diagnosis-timeout=0.01", *written),
     )
-    (folder / "terminal.txt").write_bytes(done.stdout + done.stderr)
-    return folder
+    require_records_of_one_printable_line(read_records(pytester.path / "run.jsonl"))
+    require_no_control_characters_and_no_commands(f"{result.stdout}\n{result.stderr}")
+    for output in ("run.md", "step.md", "run.support.md"):
+        require_markdown_of_printable_lines((pytester.path / output).read_text())
+    junit = ET.parse(pytester.path / "junit.xml").getroot()
+    assert int(junit[0].get("tests")) >= 6 * len(ASKED)
+    require_saved_scripts_without_code_of_a_name([*(pytester.path / "saved").iterdir()])
+    assert not [*pytester.path.rglob("pwned")]
 
 
-def test_each_kind_of_name_has_a_record_of_one_printable_line(outputs):
-    records = read_records(outputs / "run.jsonl")
-    assert len(records) >= 6 * len(NAMES)
+def require_records_of_one_printable_line(records):
+    assert len(records) >= 6 * len(ASKED)
     for record in records:
         for name in ("test", "workload", "name", "subject", "model", "reason"):
             assert "\n" not in record[name]
             assert unsafe(record[name], 1_100) == [], name
 
 
-def test_a_terminal_and_a_log_get_no_control_characters_and_no_commands(outputs):
-    text = (outputs / "terminal.txt").read_text()
+def require_no_control_characters_and_no_commands(text):
     assert "INTERNALERROR" not in text
     own = text.partition("short test summary info")[0]  # where pytest says what a kernel's own exception says
     assert unsafe(own, longest=2_000) == []
@@ -105,9 +103,7 @@ def test_a_terminal_and_a_log_get_no_control_characters_and_no_commands(outputs)
     assert unsafe(summary) == []
 
 
-@pytest.mark.parametrize("output", ["run.md", "step.md", "run.support.md"])
-def test_markdown_has_printable_lines(outputs, output):
-    text = (outputs / output).read_text()
+def require_markdown_of_printable_lines(text):
     assert unsafe(text, longest=2_000) == []
     tokens = markdown_it.MarkdownIt("commonmark").enable("table").parse(text)
     html = [one.content for token in tokens for one in (token, *(token.children or ())) if one.type.startswith("html")]
@@ -115,14 +111,8 @@ def test_markdown_has_printable_lines(outputs, output):
     assert text.count("<details>") <= 1
 
 
-def test_junit_is_well_formed(outputs):
-    root = ET.parse(outputs / "junit.xml").getroot()
-    assert int(root[0].get("tests")) >= 6 * len(NAMES)
-
-
-def test_every_saved_script_is_no_code_of_a_name(outputs):
-    folders = [*(outputs / "saved").iterdir()]
-    assert len(folders) == 5 * len(NAMES) - 1  # a name that is given has no |
+def require_saved_scripts_without_code_of_a_name(folders):
+    assert len(folders) == 5 * len(ASKED) - 1  # a name that is given has no |
     for folder in folders:
         text = (folder / "repro.py").read_text()
         assert unsafe(text) == []
@@ -133,11 +123,7 @@ def test_every_saved_script_is_no_code_of_a_name(outputs):
             *("pytest_attn.load_failure(HERE).check", "pytest_attn.load_failure"),
         }
         json.loads((folder / "environment.json").read_text())
-
-
-def test_a_saved_script_runs_and_prints_its_name(outputs):
-    written = next(one for one in (outputs / "saved").iterdir() if "os.mkdir" in (one / "repro.py").read_text())
-    done = subprocess.run([sys.executable, str(written / "repro.py")], cwd=outputs, capture_output=True, text=True)
+    written = next(one for one in folders if "os.mkdir" in (one / "repro.py").read_text())
+    done = subprocess.run([sys.executable, str(written / "repro.py")], capture_output=True, text=True)
     assert done.returncode == 2
     assert "first\\nimport os" in done.stderr
-    assert not [*outputs.rglob("pwned")]

@@ -31,15 +31,15 @@ HERE = "Worker.of_this_process() is None"
 ENDED = "*the process of its own ended while it ran: *"
 #: kernel -> what an unaligned tensor leads to, what its test does before, and what the failure says, "" where it passes
 KERNELS = {
+    "is_killed": ("os.kill(os.getpid(), signal.SIGSEGV)", "pass", ENDED),
     "honest": ("pass", "pass", ""),
     "raises": (
         "raise RuntimeError('CUDA error: an illegal instruction was encountered')",
         "pass",
         "*aligned to 16 bytes: the kernel raised RuntimeError: CUDA error*",
     ),
-    "is_killed": ("os.kill(os.getpid(), signal.SIGSEGV)", "pass", ENDED),
-    "leaves": ("ctypes.CDLL(None)._exit(0)", "pass", ENDED),
     "comes_not_so_far": ("pass", f"assert {HERE}", ""),
+    "leaves": ("ctypes.CDLL(None)._exit(0)", "pass", ENDED),
     "leaves_before": ("pass", f"{HERE} or ctypes.CDLL(None)._exit(0)", "*in a process of its own: it left the interpreter *"),
     "skips": (f"{HERE} or pytest.skip('no memory')", "pass", "*skips *: a kernel cannot end, skip or excuse its test"),
     "exits": (f"{HERE} or os._exit(0)", "pass", "*exits *: a kernel cannot end, skip or excuse its test"),
@@ -49,7 +49,7 @@ KERNELS = {
 
 def test_each_kernel_is_judged_by_itself_and_the_run_goes_on(pytester):
     pytester.makeconftest(CONFTEST)
-    kernels = {name: KERNELS[name] for name in one_in(2, KERNELS)}
+    kernels = {name: KERNELS[name] for name in one_in(3, KERNELS)}
     tests = [TEST.format(name=name, fault=fault, before=before) for name, (fault, before, _) in kernels.items()]
     pytester.makepyfile(test_mine="".join((HEAD, *tests)))
     result = pytester.runpytest("-p", "no:cacheprovider", "--attn-thorough", "--attn-output=records.jsonl")

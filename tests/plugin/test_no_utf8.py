@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_declines(attn):
         raise NotImplementedError("not \\udcff")
     attn.check(kernel)
 """
+SLOW = pytest.mark.slow("starts processes")
 OUTPUTS = ("run.jsonl", "run.md", "run.support.md")
 LOCALES = {
     "utf-8": {"LC_ALL": "C.UTF-8"},
@@ -39,23 +41,25 @@ LOCALES = {
 }
 
 
-def run(folder, *options, **environment):
-    keep = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "LC_", "LANG"))}
-    written = [f"--attn-output={name}" for name in OUTPUTS]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--attn-diagnosis-timeout=0.01", *written]
-    return subprocess.run([*command, *options], cwd=folder, capture_output=True, env={**keep, **environment})
-
-
 @pytest.mark.parametrize(
     ("locale", "name"),
-    [("utf-8", b"test_\xff.py"), ("C", b"test_\xff.py"), ("C", b"test_\xc3\xa4.py"), ("latin-1", b"test_\xff.py")],
+    [
+        ("C", b"test_\xff.py"),
+        pytest.param("utf-8", b"test_\xff.py", marks=SLOW),
+        pytest.param("C", b"test_\xc3\xa4.py", marks=SLOW),
+        pytest.param("latin-1", b"test_\xff.py", marks=SLOW),
+    ],
 )
 def test_a_run_ends_as_its_tests_do(tmp_path, locale, name):
     folder = os.path.join(os.fsencode(tmp_path), b"f\xc3\xb6lder\xfe")
     os.mkdir(folder)
     with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
         file.write(TEST)
-    done = run(folder, "--attn-save-failures=saved", **LOCALES[locale])
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "LC_", "LANG"))}
+    run = partial(subprocess.run, cwd=folder, capture_output=True, env={**keep, **LOCALES[locale]})
+    written = [f"--attn-output={name}" for name in OUTPUTS]
+    quickly = "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--attn-diagnosis-timeout=0.01"
+    done = run([sys.executable, "-m", "pytest", *quickly, *written, "--attn-save-failures=saved"])
     said = done.stdout.decode(errors="replace")
     assert b"INTERNALERROR" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr.decode(errors="replace")
@@ -67,15 +71,12 @@ def test_a_run_ends_as_its_tests_do(tmp_path, locale, name):
     assert [one["verdict"] for one in read_records(path)] == ["passed", "mismatch", "raised", "skipped"]
     (closed,) = read_runs(path)
     assert (closed.damaged, closed.facts["exit"], len(closed.facts["ran"])) == ([], 1, 4)
-    told = subprocess.run(
-        [sys.executable, "-m", "pytest_attn", "summary", "run.jsonl"], cwd=folder, capture_output=True,
-        env={**os.environ, **LOCALES[locale]},
-    )  # fmt: skip
+    told = run([sys.executable, "-m", "pytest_attn", "summary", "run.jsonl"])
     assert (told.returncode, told.stderr) == (0, b"")
 
 
-def test_an_option_that_is_no_utf8_is_told_as_pytest_tells_it(tmp_path):
-    (tmp_path / "test_one.py").write_text(TEST)
-    done = run(tmp_path, "-k", os.fsdecode(b"wr\xff("))
-    assert done.returncode == 4, done.stdout.decode(errors="replace")
-    assert b"Traceback" not in done.stderr
+def test_an_option_that_is_no_utf8_is_told_as_pytest_tells_it(pytester):
+    pytester.makepyfile(TEST)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", os.fsdecode(b"wr\xff("))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "Traceback" not in result.stderr.str()

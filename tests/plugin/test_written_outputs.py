@@ -26,7 +26,7 @@ def closing(path):
 
 def test_without_a_terminal(pytester):
     pytester.makepyfile(TEST)
-    done = pytester.runpytest_subprocess(
+    done = pytester.runpytest_inprocess(
         *("-p", "no:terminal", "--attn-output=run.md", "--attn-output=run.jsonl", "--attn-output=run.support.md", *QUIET)
     )
     assert done.ret == 0
@@ -78,6 +78,6 @@ def test_an_interrupt_while_the_run_is_finishing(pytester):
 def test_a_record_says_what_was_asked(pytester, kernel):
     test = TEST.replace("attn.check(sdpa)", f"\n    def mine(q, k, v): {kernel}\n    attn.check_invariants(mine)")
     pytester.makepyfile(test)
-    pytester.runpytest_inprocess("--attn-output=run.jsonl", "--attn-timeout=2", *QUIET)
+    pytester.runpytest_inprocess("--attn-output=run.jsonl", "--attn-timeout=0.5", *QUIET)
     (record,) = read_records(pytester.path / "run.jsonl")
     assert (record["question"], record["verdict"] in ("raised", "no result")) == ("invariants", True)

@@ -18,8 +18,7 @@ import pytest
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 def slow(q, k, v):
-    print("compiling")
-    time.sleep(0.5)
+    time.sleep(0.05)
     return sdpa(q, k, v)
 
 @pytest.mark.attention("smoke-full")
@@ -28,7 +27,7 @@ def test_it(attn):
 """
 HASTY = """
 from pytest_attn.session import progress
-progress.TICK = 0.1
+progress.TICK = 0.02
 """
 
 
@@ -52,16 +51,18 @@ def progress(now):
     made.close()
 
 
-@pytest.mark.parametrize(("arguments", "worker"), [((), ""), (("-n", "1"), "gw0 ")], ids=["serial", "xdist"])
-def test_a_slow_kernel_is_named_with_its_case_and_seconds(pytester, arguments, worker):
+@pytest.mark.parametrize(
+    ("worker", "arguments"),
+    [("", ["-p", "no:xdist"]), pytest.param("gw0 ", ["-n", "1"], marks=pytest.mark.slow("starts processes"))],
+)
+def test_a_slow_kernel_is_named_with_its_case_and_seconds(pytester, capfd, monkeypatch, worker, arguments):
     pytester.makepyfile(SLOW)
     pytester.makeconftest(HASTY)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
-    result.assert_outcomes(passed=1)
-    case = r"\S+::test_it\[smoke-full\]"
-    said = re.search(rf"^attn: {worker}{case}: checking slow on smoke-full, 0:00$", result.stderr.str(), re.MULTILINE)
-    assert said, result.stderr.str()
-    assert "attn:" not in pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", *arguments).stderr.str()
+    monkeypatch.setattr(module, "TICK", module.TICK)
+    start = pytester.runpytest_subprocess if worker else pytester.runpytest_inprocess
+    start("-p", "no:cacheprovider", *arguments).assert_outcomes(passed=1)
+    said = rf"^attn: {worker}\S+::test_it\[smoke-full\]: checking slow on smoke-full, 0:00$"
+    assert re.search(said, capfd.readouterr().err, re.MULTILINE)
 
 
 def test_phases_are_said_from_the_outermost_on_and_for_how_long(progress, now):
