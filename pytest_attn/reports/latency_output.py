@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from pytest_attn.reports.lines import count, describe_ranks, duration, duration_in_column, narrowed, timed_as
-from pytest_attn.reports.records import Record, latency_of, verdict_of
+from pytest_attn.reports.records import Record, gathered, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line, in_table
 from pytest_attn.reports.verdict import Cause, Tone, Verdict
 
@@ -35,8 +35,11 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
         yield from _timed_rows(shown, None if verbose else width, width)
     if len(shown) < len(timed):
         yield f"... {len(timed) - len(shown)} more with -v", {}
-    for line in (*step_lines(shown), *_rank_lines(shown)):
+    for line in step_lines(shown):
         yield line, {}
+    for r in shown:
+        if ranks := latency_of(r).get("ranks"):
+            yield f"{'ranks':12}  {r['subject']} on {r['workload']}: {describe_ranks(ranks)}", {}
     yield from _reasons(records)
     yield closing(records)
 
@@ -94,28 +97,14 @@ def decided(latency: Mapping[str, Any]) -> float:
     return median(runs)
 
 
-def _rank_lines(records: Sequence[Record]) -> Iterator[str]:
-    """Yield a line per case that ranks computed together."""
-    for r in records:
-        if ranks := latency_of(r).get("ranks"):
-            yield f"{'ranks':12}  {r['subject']} on {r['workload']}: {describe_ranks(ranks)}"
-
-
 def _reasons(records: Sequence[Record]) -> Iterator[Line]:
     """One line per verdict and reason, with how many cases it holds."""
-    found: dict[tuple[str, str], list[str]] = {}
-    markup: dict[str, dict[str, bool]] = {"disturbed": {"yellow": True}}
-    for r in records:
-        markup.setdefault(r["verdict"], _markup(r))
-        if r["reason"] and r["verdict"] != Verdict.REGRESSED:
-            found.setdefault((r["verdict"], r["reason"]), []).append(f"{r['subject']} on {r['workload']}")
-    for r in records:
-        disturbances = latency_of(r).get("disturbances")
-        if disturbances and r["verdict"] in (Verdict.NO_BASELINE, Verdict.PASSED):
-            found.setdefault(("disturbed", "; ".join(disturbances)), []).append(f"{r['subject']} on {r['workload']}")
-    for (verdict, reason), cases in found.items():
-        which = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
-        yield f"{verdict:12}  {which}: {reason}", markup[verdict]
+    reasons = [(r["verdict"], r["reason"], r) for r in records if r["reason"] and r["verdict"] != Verdict.REGRESSED]
+    timed = (r for r in records if r["verdict"] in (Verdict.NO_BASELINE, Verdict.PASSED))
+    reasons += [("disturbed", "; ".join(words), r) for r in timed if (words := latency_of(r).get("disturbances"))]
+    for (verdict, reason), cases in gathered(((verdict, reason), r) for verdict, reason, r in reasons).items():
+        which = f"{cases[0]['subject']} on {cases[0]['workload']}" if len(cases) == 1 else f"{len(cases)} cases"
+        yield f"{verdict:12}  {which}: {reason}", {"yellow": True} if verdict == "disturbed" else _markup(cases[0])
 
 
 def closing(records: Sequence[Record]) -> Line:

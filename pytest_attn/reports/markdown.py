@@ -8,7 +8,7 @@ from itertools import chain
 from pytest_attn.reports.latency_output import closing as closing_of_latencies
 from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import count, duration_in_column, labeled, together
-from pytest_attn.reports.records import Record, is_judged, latency_of, verdict_of
+from pytest_attn.reports.records import Record, gathered, is_judged, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
 from pytest_attn.reports.terminal import ending, inapplicable, mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Cause, Verdict
@@ -105,8 +105,7 @@ def _rest(records: Sequence[object]) -> Iterator[str]:
 
 def _change(record: Record) -> float | None:
     decision = latency_of(record).get("decision") or {}
-    change: float | None = decision.get("change")
-    return change
+    return decision.get("change")
 
 
 def _unseen(records: Sequence[Record]) -> Iterator[str]:
@@ -119,14 +118,8 @@ def _unseen(records: Sequence[Record]) -> Iterator[str]:
 
 def _mutants(records: Sequence[Record]) -> Iterator[str]:
     if score := mutation_score(records):
-        yield from (
-            "### Faulty kernels",
-            "",
-            f"{score}.",
-            "",
-            *(f"- survived {_text(line)}" for line in survivors(records)),
-            "",
-        )
+        yield from ("### Faulty kernels", "", f"{score}.", "")
+        yield from (*(f"- survived {_text(line)}" for line in survivors(records)), "")
 
 
 def _machines(records: Sequence[Record]) -> Iterator[str]:
@@ -137,12 +130,11 @@ def _machines(records: Sequence[Record]) -> Iterator[str]:
 
 def _text(text: str) -> str:
     """Return text that Markdown, its tables and HTML leave as it is, on one line."""
-    return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", printable(" ".join(text.split()), 0))
+    return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", _on_one_line(text))
 
 
-def _prose(text: str) -> str:
-    """Return text on one line in which nothing is HTML; what is Markdown in it stays."""
-    return printable(" ".join(text.split()), 0).replace("<", "\\<")
+def _on_one_line(text: str) -> str:
+    return printable(" ".join(text.split()), 0)
 
 
 def _most_backticks(text: str) -> int:
@@ -153,8 +145,7 @@ def _code(text: str) -> str:
     """Return text as code: fenced by more backticks than it has, and with its pipes escaped, as tables ask for."""
     longest = _most_backticks(text)
     fence, room = "`" * (longest + 1), " " if longest else ""
-    shown = printable(" ".join(text.split()), 0)
-    return f"{fence}{room}{shown}{room}{fence}".replace("|", "\\|") if text else ""
+    return f"{fence}{room}{_on_one_line(text)}{room}{fence}".replace("|", "\\|") if text else ""
 
 
 # -- which backend passed, refused or failed which group of workloads --------------------------------------------------
@@ -203,15 +194,12 @@ def _reasons(records: Sequence[Record]) -> list[str]:
     """List, for each backend, its reasons with how many cases each holds, the gravest first."""
     lines = []
     for verdict, word in _WORDS.items():
-        reasons: dict[str, Counter[str]] = {}
-        for record in records:
-            if record["verdict"] == verdict and record["reason"]:
-                reasons.setdefault(record["subject"], Counter())[record["reason"]] += 1
-        if reasons and verdict is not Verdict.PASSED:
-            lines += ["", f"## {word.capitalize()} because"]
-            for backend, counts in reasons.items():
-                lines += ["", f"{_code(backend)}:", ""]
-                lines += [f"- {_prose(reason)} ({count(number, 'case')})" for reason, number in counts.most_common()]
+        told = [r for r in records if r["verdict"] == verdict and r["reason"]] if verdict is not Verdict.PASSED else []
+        lines += ["", f"## {word.capitalize()} because"] if told else []
+        for backend, reasons in gathered((r["subject"], r["reason"]) for r in told).items():
+            lines += ["", f"{_code(backend)}:", ""]
+            for reason, number in Counter(reasons).most_common():  # what is Markdown in it stays
+                lines.append(f"- {_on_one_line(reason)} ({count(number, 'case')})".replace("<", "\\<"))
     return lines
 
 

@@ -13,7 +13,7 @@ from pytest_attn.reports.files import write_atomically, written_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
 from pytest_attn.reports.lines import count, some
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.records import failures, read_line
+from pytest_attn.reports.records import failures, gathered, read_line
 from pytest_attn.reports.runs import LAST_FAILED, Run, RunFacts, collected_by, read_runs
 
 _WORDS = "Join the files of a run that was divided, once every test that was collected has run in exactly one of them."
@@ -106,7 +106,7 @@ def problems(runs: Sequence[Run]) -> list[str]:
 
 
 def _damaged(run: Run) -> Iterator[str]:
-    again = "run it again" if run.facts is None else f"run it again: {run.facts['command']}"
+    again = "run it again" if run.facts is None else _again(run.facts)
     for damage in run.damaged[:_SHOWN]:
         yield f"{damage}; {again}"
     if len(run.damaged) > _SHOWN:
@@ -170,12 +170,8 @@ def _nowhere(closed: Sequence[_Closed]) -> Iterator[str]:
 def _twice(closed: Sequence[_Closed]) -> Iterator[str]:
     """Say which tests ran in two files."""
     first: dict[str, Run] = {}
-    twice: dict[tuple[str, str], list[str]] = {}
-    for run, facts in closed:
-        for test in facts["ran"]:
-            other = first.setdefault(test, run)
-            if other is not run:
-                twice.setdefault((other.path, run.path), []).append(test)
+    ran = ((first.setdefault(test, run), run, test) for run, facts in closed for test in facts["ran"])
+    twice = gathered(((other.path, run.path), test) for other, run, test in ran if other is not run)
     for (path, other_path), tests in twice.items():
         yield (
             f"{count(len(tests), 'test')} ran both in {path} and in {other_path}: {some(sorted(tests), _SHOWN)}; leave out"
@@ -238,9 +234,7 @@ def _union(sets: Iterable[Collection[str]]) -> set[str]:
 
 def _who(having: Iterable[tuple[Run, _Value]], value_of: Callable[[Run, _Value], str]) -> str:
     """Say which files have which value, the most common one first."""
-    paths: dict[str, list[str]] = {}
-    for run, value in having:
-        paths.setdefault(value_of(run, value), []).append(run.path)
+    paths = gathered((value_of(run, value), run.path) for run, value in having)
     ordered = sorted(paths.items(), key=lambda pair: -len(pair[1]))
     return "; ".join(f"{value} in {some(who, _FILES)}" for value, who in ordered)
 

@@ -29,7 +29,7 @@ from statistics import NormalDist, median
 from typing import Any, NamedTuple
 
 from pytest_attn.backends.configured import split
-from pytest_attn.reports.records import Record, latency_of
+from pytest_attn.reports.records import Record, gathered, latency_of
 from pytest_attn.reports.student import t_quantile
 
 # -- whether one is slower than another, or only seems to be -----------------------------------------------------------
@@ -135,12 +135,6 @@ class Candidate(NamedTuple):
     is_approximate: bool = False
     excluded: str = ""  # why it is not ranked, in a word ("wrong", "skipped", ...)
     reason: str = ""  # and in a sentence
-
-    @property
-    def p50(self) -> float:
-        """Seconds; of a ranked candidate."""
-        assert self.timed is not None
-        return self.timed.p50
 
 
 class _Owner(NamedTuple):
@@ -319,10 +313,6 @@ class Standing:
         """Return the factor by which another candidate takes longer than the fastest."""
         return self.value(other) / self.value(self.ranked[0])
 
-    def is_told_from_fastest(self, other: Candidate) -> bool:
-        """Return whether another candidate is slower for certain."""
-        return other in self.slower
-
     def value(self, one: Candidate) -> float:
         """Return the seconds by which candidates are ordered: this run's p50, or the median of the recorded processes."""
         assert one.timed is not None
@@ -374,7 +364,7 @@ class Ranking:
     def chosen(self, standing: Standing) -> Candidate | None:
         """Return what a table should name: the fastest; of configurations the default, unless one is faster for certain."""
         default = next((one for one in standing.ranked if one.name == self.tuned), None)
-        return standing.fastest if default is None or standing.is_told_from_fastest(default) else default
+        return standing.fastest if default is None or default in standing.slower else default
 
 
 class _Scope(NamedTuple):
@@ -396,9 +386,7 @@ def rank(records: Iterable[Record], tuned: str = "") -> Ranking:
     directions = defaultdict(set)
     for r in latencies:
         directions[function_of(r)].add(r["direction"])
-    scopes: dict[_Scope, list[Record]] = {}
-    for r in kept:
-        scopes.setdefault(_scope_of(r), []).append(r)
+    scopes = gathered((_scope_of(r), r) for r in kept)
     lines = [line for scope, mine in scopes.items() for line in _lines_at(scope, mine, directions)]
     untimed = [r["reason"] for r in latencies if r["verdict"] == "untimed"]
     return Ranking(

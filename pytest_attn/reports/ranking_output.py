@@ -23,6 +23,7 @@ from pytest_attn.reports.ranking import (
     RankingLine,
     Standing,
 )
+from pytest_attn.reports.records import gathered
 from pytest_attn.reports.terminal import Line, in_table
 
 # -- the terminal ------------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def _gain(ranking: Ranking, standing: Standing) -> str:
     default = next((one for one in standing.ranked if one.name == ranking.tuned), None)
     if default is None or default is standing.fastest:
         return "-"
-    return _factor(standing.times_as_long(default)) if standing.is_told_from_fastest(default) else "tie"
+    return _factor(standing.times_as_long(default)) if default in standing.slower else "tie"
 
 
 def _factor(times: float | None) -> str:
@@ -170,10 +171,8 @@ def _cut_list(text: str, limit: int) -> str:
 
 def _reasons(ranking: Ranking) -> Iterator[Line]:
     """One line per reason for which candidates are not ranked, the backends' faults first."""
-    found: dict[tuple[str, str], list[Candidate]] = {}
-    for line in ranking.lines:
-        for one in line.excluded:
-            found.setdefault((one.excluded, re.sub(r"\d+", "", one.reason)), []).append(one)
+    excluded = (one for line in ranking.lines for one in line.excluded)
+    found = gathered(((one.excluded, re.sub(r"\d+", "", one.reason)), one) for one in excluded)
     order = sorted(found.values(), key=lambda alike: _FAULTS.index(alike[0].excluded))
     for alike in order[:_MOST_REASONS]:
         kind, reason, names = alike[0].excluded, alike[0].reason, [_shown(one, ranking) for one in alike]
@@ -320,11 +319,8 @@ def _table(ranking: Ranking, direction: str, machine: Mapping[str, Any]) -> dict
 
 
 def _machines(ranking: Ranking) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
-    for line in ranking.lines:
-        if line.machine not in found:
-            found.append(line.machine)
-    return found
+    machines = [line.machine for line in ranking.lines]
+    return [one for at, one in enumerate(machines) if one not in machines[:at]]
 
 
 def _line(line: RankingLine, ranking: Ranking) -> dict[str, Any]:

@@ -7,10 +7,10 @@ the strings "Infinity", "-Infinity" and "NaN" in the file, and numbers again whe
 import copy
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypedDict, cast, get_args, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 from pytest_attn.reports.files import ESCAPED
 from pytest_attn.reports.strict_json import first_fault, parse_json
@@ -25,6 +25,8 @@ RUN = "run"
 TEST = "test"
 #: phases in which pytest counts no failure
 _NOT_COUNTED = ("rerun", RUN)
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 class Record(TypedDict):
@@ -195,6 +197,14 @@ def _empty(there: Collection[str] = ()) -> dict[str, Any]:
     return empty if "schema" in there else {**empty, "schema": SCHEMA}
 
 
+def gathered(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the values of each key, both in the order in which they come."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
 def latency_of(record: Record) -> dict[str, Any]:
     """Return what a record says of a time, nothing where it is of a check."""
     return record["latency"] or {}
@@ -306,7 +316,10 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
         raise ValueError(
             f"{where}: is not JSON ({error}); expected a line of a .jsonl file that --attn-output wrote"
         ) from None
-    _require_schema(record, where)
+    if not isinstance(record, dict) or type(record.get("schema")) is not int:
+        raise ValueError(f'{where}: has no "schema"; expected a line of a .jsonl file that --attn-output wrote')
+    if record["schema"] > SCHEMA:
+        raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
     if RUN in record and "question" not in record:
         return None
     _require_fields(record, where)
@@ -314,13 +327,6 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
     if any(word in line for word in _QUOTED):  # most lines hold none, and looking at each value takes longest
         known = {key: value if key in _TEXTS else _numbers(value, _WITHIN.get(key, {})) for key, value in record.items()}
     return cast(Record, {**_empty(known), **known})
-
-
-def _require_schema(record: Any, where: str) -> None:
-    if not isinstance(record, dict) or type(record.get("schema")) is not int:
-        raise ValueError(f'{where}: has no "schema"; expected a line of a .jsonl file that --attn-output wrote')
-    if record["schema"] > SCHEMA:
-        raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
 
 
 def _require_fields(record: Mapping[str, Any], where: str) -> None:
@@ -365,6 +371,7 @@ _WITHIN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("z_element", "z_row", "z_head", "compile_seconds"), _or_null(_NUMBER)),
     "seconds": _NUMBER,
     "explanation": _array(_object({"label": _TEXT, "text": _TEXT})),
+    "inapplicable": _array(_object({"invariant": _TEXT, "reason": _TEXT})),
     **dict.fromkeys(("aliases", "faults", "untested", "notes"), _array(_TEXT)),
     "shape": _or_empty(
         {"dtype": _TEXT, "flops": _WORK, "bytes": _WORK},
@@ -452,11 +459,14 @@ def name_of(number: float) -> str:
 
 def named_numbers(value: Any) -> Any:
     """Replace the numbers that JSON cannot say by their names."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return name_of(value)
+    return mapped(value, lambda one: name_of(one) if isinstance(one, float) and not math.isfinite(one) else one)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with all that it holds changed, keys as well; tuples become lists."""
     if isinstance(value, Mapping):
-        return {str(key): named_numbers(one) for key, one in value.items()}
-    return [named_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {change(str(key)): mapped(one, change) for key, one in value.items()}
+    return [mapped(one, change) for one in value] if isinstance(value, (list, tuple)) else change(value)
 
 
 def _numbers(value: Any, described: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
-from pytest_attn.reports.records import RUN, SCHEMA, Record, read_line
+from pytest_attn.reports.records import RUN, SCHEMA, Record, gathered, read_line
 from pytest_attn.workloads.functions import printable
 
 
@@ -121,11 +121,8 @@ def collected_by(facts: RunFacts) -> frozenset[str]:
 
 def grouped(ids: Iterable[str]) -> dict[str, list[str]]:
     """Return ids of tests by what stands before their first bracket, as that is much the same for many."""
-    found: dict[str, list[str]] = {}
-    for one in sorted(ids):
-        name, bracket, rest = one.partition("[")
-        found.setdefault(name, []).append(bracket + rest)
-    return found
+    parts = (one.partition("[") for one in sorted(ids))
+    return gathered((name, bracket + rest) for name, bracket, rest in parts)
 
 
 def stable_id(nodeid: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_attn.backends.contexts import RAN_EAGERLY
 from pytest_attn.reports.lines import aligned, count, duration, some, z_figure
-from pytest_attn.reports.records import RUN, Record, failures, is_judged, verdict_of
+from pytest_attn.reports.records import RUN, Record, failures, gathered, is_judged, verdict_of
 from pytest_attn.reports.verdict import LONG_SUMS, Cause, Tone, Verdict
 
 #: subject of the record of a test that ended before it named one
@@ -152,11 +152,7 @@ def _problems(records: Sequence[Record]) -> Iterator[Line]:
 
 def _compilations(records: Sequence[Record]) -> Iterator[Line]:
     """One line per compiled backend: how long its first calls took, which no latency contains, and its graph breaks."""
-    compiled: dict[str, list[Record]] = {}
-    for r in records:
-        if r["compile_seconds"] is not None:
-            compiled.setdefault(r["subject"], []).append(r)
-    for name, cases in compiled.items():
+    for name, cases in gathered((r["subject"], r) for r in records if r["compile_seconds"] is not None).items():
         seconds = sorted(r["compile_seconds"] or 0.0 for r in cases)
         breaks = max(r["graph_breaks"] for r in cases)
         times = f"{seconds[len(seconds) // 2]:.1f} s in the median, {seconds[-1]:.1f} s at most"
@@ -175,16 +171,10 @@ def slowest_compilations(records: Sequence[Record], number: int) -> Iterator[Lin
 
 def _not_run(records: Sequence[Record]) -> Iterator[Line]:
     """One line per reason for which nothing of a backend ran at all; refused workloads are only counted."""
-    ran = {r["subject"] for r in records if r["verdict"] != Verdict.SKIPPED}
-    reasons: dict[str, list[str]] = {}
-    for r in records:
-        if r["verdict"] == Verdict.SKIPPED and r["subject"] not in ran and r["subject"] != "-":
-            names = reasons.setdefault(r["reason"], [])
-            if r["subject"] not in names:
-                names.append(r["subject"])
+    ran = {_NO_SUBJECT, *(r["subject"] for r in records if r["verdict"] != Verdict.SKIPPED)}
     shown: set[str] = set()
-    for reason, names in reasons.items():
-        fresh = [name for name in names if name not in shown]
+    for reason, names in gathered((r["reason"], r["subject"]) for r in records if r["subject"] not in ran).items():
+        fresh = [name for name in dict.fromkeys(names) if name not in shown]
         shown.update(fresh)
         if fresh:
             yield f"not run       {', '.join(fresh)}: {reason}", {}
@@ -192,37 +182,33 @@ def _not_run(records: Sequence[Record]) -> Iterator[Line]:
 
 def untested(records: Sequence[Record]) -> Iterator[str]:
     """Say what the checks that passed could not see: options that change nothing, and sums in a low precision."""
-    workloads: dict[str, dict[str, None]] = {}
-    for r in records:
-        for option in r["untested"]:
-            workloads.setdefault(option, {})[r["workload"]] = None
-    for option, names in workloads.items():
+    for option, names in gathered((option, r["workload"]) for r in records for option in r["untested"]).items():
         unjudged, _, why = option.partition(": ")
         if why:
-            yield f"{unjudged} of {some(list(names), 3)}: not judged, {why}"
+            yield f"{unjudged} of {_some_of(names)}: not judged, {why}"
         elif option != LONG_SUMS:
-            yield f"{option} of {some(list(names), 3)}: results without it are within every limit"
+            yield f"{option} of {_some_of(names)}: results without it are within every limit"
     yield from _untested_sums(records)
 
 
 def inapplicable(records: Sequence[Record]) -> Iterator[str]:
     """Say which invariants did not apply, why, and to what."""
-    cases: dict[tuple[str, str], dict[str, None]] = {}
-    for r in records:
-        for one in r["inapplicable"]:
-            named = f"{r['subject']} on {r['workload']}"
-            cases.setdefault((one["invariant"], one["reason"]), {})[named] = None
+    found = ((one, f"{r['subject']} on {r['workload']}") for r in records for one in r["inapplicable"])
+    cases = gathered(((one["invariant"], one["reason"]), named) for one, named in found)
     for (invariant, reason), names in cases.items():
-        yield f"{invariant} of {some(list(names), 3)}: {reason}"
+        yield f"{invariant} of {_some_of(names)}: {reason}"
+
+
+def _some_of(names: Sequence[str]) -> str:
+    """Return the first few of names, of which each counts once."""
+    return some(list(dict.fromkeys(names)), 3)
 
 
 def _untested_sums(records: Sequence[Record]) -> Iterator[str]:
     """Say of which kernels every workload is too short to show a fault in sums of a low precision."""
-    judged: dict[str, list[Record]] = {}
-    for r in records:
-        dtype = r["shape"] and r["shape"]["dtype"]  # a model has no shape
-        if r["question"] == "check" and r["verdict"] == Verdict.PASSED and dtype in ("bfloat16", "float16"):
-            judged.setdefault(r["subject"], []).append(r)
+    passed = (r for r in records if r["question"] == "check" and r["verdict"] == Verdict.PASSED)
+    low = ("bfloat16", "float16")
+    judged = gathered((r["subject"], r) for r in passed if r["shape"] and r["shape"]["dtype"] in low)  # a model has no shape
     short = {name: mine for name, mine in judged.items() if all(LONG_SUMS in r["untested"] for r in mine)}
     if short:
         whose = f"of {next(iter(short))}" if len(short) == 1 else f"of {len(short)} kernels"
@@ -346,10 +332,8 @@ def profile_tables(records: Sequence[Record], width: int | None = None) -> Itera
 
 def _operations(profile: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield a row per operation, longest first; kernels with the same words are one operation."""
-    operations: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for launch in profile["launches"]:
-        words = tuple(launch[key] or "-" for key in ("framework", "category", "architecture", "operation"))
-        operations.setdefault(words, []).append(launch)
+    shown = ("framework", "category", "architecture", "operation")
+    operations = gathered((tuple(launch[key] or "-" for key in shown), launch) for launch in profile["launches"])
     longest = sorted(operations.items(), key=lambda operation: -_seconds(operation[1]))
     for words, launches in longest[:_MOST_OPERATIONS]:
         yield (*words, *_figures(launches, profile["seconds"]))

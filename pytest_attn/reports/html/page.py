@@ -19,7 +19,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from pytest_attn.reports.lines import count
-from pytest_attn.reports.records import RUN, Record, is_judged, name_of, verdict_of
+from pytest_attn.reports.records import RUN, Record, gathered, is_judged, mapped, name_of, verdict_of
 from pytest_attn.reports.terminal import ending, inapplicable, mutation_score, survivors, untested
 from pytest_attn.reports.verdict import Tone, Verdict
 from pytest_attn.workloads.functions import printable_lines
@@ -45,7 +45,7 @@ def report_page(records: Sequence[Record], title: str = "pytest-attn report") ->
     """
     from pytest_attn.reports.html.charts import charts
 
-    records = _printable(records)
+    records = mapped(records, lambda one: printable_lines(one) if isinstance(one, str) else one)
     script = '"use strict";\n(() => {\n' + "\n".join(_asset(f"{name}.js") for name in _SCRIPTS) + "\n})();"
     library = _library()
     return Template(_asset("page.html")).substitute(
@@ -58,15 +58,6 @@ def report_page(records: Sequence[Record], title: str = "pytest-attn report") ->
         script=script,
         library=library,
     )
-
-
-def _printable(value: Any) -> Any:
-    """Return records whose texts can be shown: no mark in them turns what stands around it."""
-    if isinstance(value, str):
-        return printable_lines(value)
-    if isinstance(value, Mapping):
-        return {_printable(key): _printable(one) for key, one in value.items()}
-    return [_printable(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _asset(name: str) -> str:
@@ -250,11 +241,13 @@ def _latency(latency: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def short(value: Any) -> Any:
     """Shorten the numbers within a value; those that JSON has no word for become their names."""
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else name_of(value)
-    if isinstance(value, Mapping):
-        return {key: short(one) for key, one in value.items()}
-    return [short(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    def shortened(one: Any) -> Any:
+        if not isinstance(one, float):
+            return one
+        return float(f"{one:.{_DIGITS}g}") if math.isfinite(one) else name_of(one)
+
+    return mapped(value, shortened)
 
 
 # -- whose records these are -------------------------------------------------------------------------------------------
@@ -275,9 +268,7 @@ def by_machine(records: Sequence[Record]) -> list[MachineRecords]:
 
     A test that raised before its machine was known belongs to the only machine, if there is only one.
     """
-    found: dict[tuple[str, ...], list[Record]] = {}
-    for record in records:
-        found.setdefault(_identity(record["machine"]), []).append(record)
+    found = gathered((_identity(record["machine"]), record) for record in records)
     nameless = found.pop((), [])
     if nameless:
         owner = next(iter(found)) if len(found) == 1 else ()
