@@ -197,7 +197,7 @@ class AttentionCase(CaseTensors):
         measuring.prepare(spec.device)
         if measuring.mode.checks_first and not self._is_checked(subject, needs_gradients):
             self._checked, self._comparison = subject, None
-            self._comparison = conclude(context, KernelEvaluator(subject, spec_with(spec, needs_gradients)))
+            self._comparison = conclude(context, KernelEvaluator(subject, replace(spec, backward=needs_gradients)))
         measurement = self._executor.of(subject).measurement(
             session=context.session,
             item=context.item,
@@ -453,11 +453,6 @@ def _with_unread(comparison: Comparison, unread: Sequence[str]) -> Comparison:
         return comparison
     words = f"{comparison.subject} never read {' nor '.join(f'attn.{name}' for name in unread)}"
     return replace(comparison, mismatch=replace(mismatch, hints=(*mismatch.hints, Hint("", words, "unread"))))
-
-
-def spec_with(spec: CheckSpec, backward: bool) -> CheckSpec:
-    """Return the spec with or without gradients."""
-    return spec if spec.backward == backward else replace(spec, backward=backward)
 
 
 # -- known defects -------------------------------------------------------------------------------------------------------

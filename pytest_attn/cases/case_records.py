@@ -32,11 +32,6 @@ _SHOWN = (
 _SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim", "dtype")
 
 
-def leave_record(item: pytest.Item, record: Record) -> None:
-    """Keep a record until the item's test is done."""
-    item.stash.setdefault(RECORDS, []).append(record)
-
-
 def change_last_record(item: pytest.Item, **changes: Any) -> None:
     """Change fields of the record that was left last."""
     records = item.stash[RECORDS]  # there is one: what is changed was left before

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NoReturn, cast
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from pytest_attn.backends.named import is_name
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError, ending_no_test, message_of
 from pytest_attn.backends.subject import RefusedError, Subject
-from pytest_attn.cases.case_records import facts_of, leave_record
+from pytest_attn.cases.case_records import RECORDS, facts_of
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator, Refusal
 from pytest_attn.cases.judgment import FailureToSave, Judgment, Result
@@ -66,8 +65,10 @@ def skip(context: CaseContext, subject: Subject | None, reason: str) -> NoReturn
 def _judged(context: CaseContext, evaluator: Evaluator[Result]) -> Judgment[Result]:
     """Return what an evaluator finds, or what the error says of its subject that ended it."""
     __tracebackhide__ = True
+    progress = context.session.progress.during(evaluator.doing, evaluator.on)
+    functions = functions_kept(f"{evaluator.name} on {evaluator.on}") if evaluator.doing else nullcontext()
     try:
-        with ending_no_test(evaluator.name, calls=False), _watched(context, evaluator):
+        with ending_no_test(evaluator.name, calls=False), progress, functions:
             return evaluator.judge(context)
     except RefusedError as error:
         if isinstance(evaluator.evidence, FailureToSave) and evaluator.evidence.subject is evaluator.subject:
@@ -80,14 +81,6 @@ def _judged(context: CaseContext, evaluator: Evaluator[Result]) -> Judgment[Resu
         raise
     finally:
         context.asked = evaluator.subject if isinstance(evaluator.subject, Subject) else context.asked
-
-
-@contextmanager
-def _watched(context: CaseContext, evaluator: Evaluator[Any]) -> Iterator[None]:
-    """Show what is done meanwhile, and put back the functions that a callable replaces."""
-    kept = functions_kept(f"{evaluator.name} on {evaluator.on}") if evaluator.doing else nullcontext()
-    with context.session.progress.during(evaluator.doing, evaluator.on), kept:
-        yield
 
 
 def _require_contained(context: CaseContext, evaluator: Evaluator[Any]) -> None:
@@ -142,7 +135,8 @@ def _leave_record(context: CaseContext, evaluator: Evaluator[Any], found: Judgme
         "command": context.command(found.rows),
     }
     facts = facts_of(context.session, found.workload or evaluator.workload, subject, context.mark.device)
-    leave_record(context.item, new_record(**{**facts, **fields, **evaluator.fields, **found.fields}))
+    left = context.item.stash.setdefault(RECORDS, [])
+    left.append(new_record(**{**facts, **fields, **evaluator.fields, **found.fields}))
     context.item.user_properties += found.properties.items()
 
 

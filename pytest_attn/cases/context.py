@@ -100,7 +100,12 @@ class CaseContext:
         subject = self.executor.asked(subject)
         asked = self.workload, self.machine, backward or self.mark.backward
         if obstruction := (subject.obstacle if subject else obstacle_of_any)(*asked):
-            is_missing = subject is not None and obstruction == self._missing_because(subject, asked[2])
+            # what cannot be imported is not tried for what it declares to refuse
+            missing = subject and (
+                subject.unavailable_because(self.machine)
+                or (subject.broken_because() if subject.claims(self.workload, asked[2]) else None)
+            )
+            is_missing = subject is not None and obstruction == missing
             is_own = subject is not None and not is_missing and subject.declines(*asked) == obstruction
             return Judgment.refused(subject, obstruction, Cause.NOT_HERE if is_missing else Cause.DECLINED if is_own else None)
         if subject is not None and (said := self.session.refused.get((subject, self.workload, asked[2], self.machine))):
@@ -114,11 +119,6 @@ class CaseContext:
         """
         if subject is not None and subject.is_backend and subject.library != FunctionBackend.library:
             self.session.refused[subject, spec.workload, spec.backward, self.machine] = reason
-
-    def _missing_because(self, subject: Subject, backward: bool) -> str | None:
-        """Say that it is not here, or cannot be imported, which is not tried for what it declares to refuse."""
-        missing = subject.unavailable_because(self.machine)
-        return missing or (subject.broken_because() if subject.claims(self.workload, backward) else None)
 
     # -- what a judgment may use ---------------------------------------------------------------------------------------
 

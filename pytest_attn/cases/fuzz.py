@@ -24,14 +24,14 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.precision import Precision
-from pytest_attn.cases.case import AttentionCase, KernelEvaluator, spec_with
+from pytest_attn.cases.case import AttentionCase, KernelEvaluator, context_of
 from pytest_attn.cases.case_records import RECORDS
 from pytest_attn.cases.conclude import conclude, skip, skip_unless_runnable
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.executor import Executor
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.latency.result import Latency
-from pytest_attn.reports.records import Record, changed, new_record
+from pytest_attn.reports.records import Record, changed, gathered, new_record
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import ATTENTION, PARAMETER, CaseParameter, fixtures, id_from_root
 from pytest_attn.session.marks import AttentionMark
@@ -151,7 +151,8 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
     """
     traits = frozenset[str]().union(*map(traits_of, named))
     features = [one for one in ("fewer queries", "fewer keys", "empty sequences", "grouped heads") if one in traits]
-    common = _common(named, (*_DRAWN, *_NEVER_DRAWN))
+    values = {field: {getattr(w, field) for w in named} for field in (*_DRAWN, *_NEVER_DRAWN)}
+    common = {field: found.pop() for field, found in values.items() if len(found) == 1}
     scope: dict[str, Any] = {
         **{field: value for field, value in common.items() if value != getattr(Workload, field)},
         "masks": _masks_like(named),
@@ -176,17 +177,9 @@ _DRAWN, _NEVER_DRAWN = (
 )
 
 
-def _common(named: Sequence[Workload], fields: Sequence[str]) -> dict[str, object]:
-    """Return the fields in which workloads do not differ, with their values."""
-    values = {field: {getattr(w, field) for w in named} for field in fields}
-    return {field: found.pop() for field, found in values.items() if len(found) == 1}
-
-
 def _masks_like(named: Sequence[Workload]) -> list[object]:
     """Return the kinds of masks of some workloads, or the mask itself where there is one of its kind."""
-    masks: dict[object, list[object]] = {}
-    for w in named:
-        masks.setdefault(_kind(w), []).append(w.mask)
+    masks = gathered((_kind(w), w.mask) for w in named)
     return [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
 
 
@@ -228,31 +221,25 @@ def make_fuzz_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> 
     item = request.node
     session = session_of(item.config)
     case = FuzzCase(CaseContext.of_item(request, parameter))
+    mark = context_of(case).mark
     if late := _fixtures_made_once(item):
         pytest.skip(f"not fuzzed: fixture {late!r} asks for an attention fixture, and would be made once for all draws")
     from hypothesis import is_hypothesis_test
 
     if is_hypothesis_test(item.obj):
         pytest.skip("not fuzzed: the test already draws with Hypothesis")
-    if any(w.is_quantized or w.v_in_k for w in [parameter.workload, *case.mark.workloads]):
+    if any(w.is_quantized or w.v_in_k for w in [parameter.workload, *mark.workloads]):
         pytest.skip("not fuzzed: drawn workloads have neither descales nor values in their keys")
     if case.backend is not None:
         with quiet():
-            reason = (
-                case.backend.unavailable_because(session.machines.machine(case.mark.device)) or case.backend.broken_because()
-            )
+            reason = case.backend.unavailable_because(session.machines.machine(mark.device)) or case.backend.broken_because()
         if reason:
-            case.skip(reason)
+            skip(context_of(case), case.backend, reason)
     return case
 
 
 class FuzzCase(AttentionCase):
     """One drawn workload, or, as the fixture makes it, what stands for all of them."""
-
-    @property
-    def mark(self) -> AttentionMark:
-        """The test's marker."""
-        return self._mark
 
     def on(self, workload: Workload, session: AttentionSession) -> FuzzCase:
         """Return the same case on another workload."""
@@ -266,18 +253,9 @@ class FuzzCase(AttentionCase):
         """Check `fn` and end the draw: its latency is of no interest."""
         __tracebackhide__ = True
         subject = self._subject(fn, name, backward=bool(backward))
-        spec = spec_with(self._spec, self._mark.backward or bool(backward))
+        spec = dataclasses.replace(self._spec, backward=self._mark.backward or bool(backward))
         conclude(self._context, KernelEvaluator(subject, spec))
         raise DrawEndsError
-
-    def skip(self, reason: str) -> NoReturn:
-        """Skip the test of a backend that cannot run at all."""
-        assert self.backend is not None
-        skip(self._context, self.backend, reason)
-
-    def skip_unless_runnable(self) -> None:
-        """Refuse a draw that the device or the backend cannot take."""
-        skip_unless_runnable(self._context, self.backend)
 
 
 class DrawEndsError(BaseException):
@@ -339,7 +317,7 @@ class Fuzzing:
     """The draws of one item, and what happened to them."""
 
     def __init__(self, item: pytest.Function, case: FuzzCase, draws: int) -> None:
-        self._item, self._case, self._draws = item, case, draws
+        self._item, self._case, self._mark, self._draws = item, case, context_of(case).mark, draws
         self._session = session_of(item.config).for_draws(ReferenceCache(_CACHE_BYTES))
         self._checked = self._unjudged = 0
         self._refusals: Counter[str] = Counter()
@@ -381,8 +359,8 @@ class Fuzzing:
     def _strategy(self) -> SearchStrategy[Workload]:
         from pytest_attn.strategies import workloads
 
-        drawn = workloads(**scope_of(self._case.mark, self._session.settings.dtypes, self._case.backend))
-        declared = self._case.mark.declared
+        drawn = workloads(**scope_of(self._mark, self._session.settings.dtypes, self._case.backend))
+        declared = self._mark.declared
         return drawn.map(declared.fitted).filter(lambda w: not declared.unfit_for(w))
 
     def _try(self, workload: Workload) -> None:
@@ -396,7 +374,7 @@ class Fuzzing:
         properties = len(item.user_properties)
         refusal = None
         try:
-            case.skip_unless_runnable()
+            skip_unless_runnable(context_of(case), case.backend)
             item.obj(**self._arguments(case))
         except DrawEndsError:
             pass
@@ -416,7 +394,8 @@ class Fuzzing:
             hypothesis.reject()
         self._checked += 1
         self._unjudged += not records
-        self._keep_worst(records)
+        passed = [record for record in records if record["verdict"] == Verdict.PASSED]
+        self._worst = max([*filter(None, [self._worst]), *passed], key=lambda one: one["z_element"] or 0.0, default=None)
 
     def _arguments(self, case: FuzzCase) -> dict[str, Any]:
         """Return the test's arguments, with this draw's in place of those that its fixtures made."""
@@ -432,11 +411,6 @@ class Fuzzing:
         assert tuple(drawn) == ATTENTION.takes
         names = self._item._fixtureinfo.argnames
         return {name: drawn[name]() if name in drawn else self._item.funcargs[name] for name in names}
-
-    def _keep_worst(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if record["verdict"] == Verdict.PASSED and (self._worst is None or _z(record) > _z(self._worst)):
-                self._worst = record
 
     # -- what is left behind: one record per item ----------------------------------------------------------------------
 
@@ -455,8 +429,7 @@ class Fuzzing:
             pytest.xfail(f"every draw shows a known defect, most often: {self._known.most_common(1)[0][0]}")
         if self._worst is not None:
             fuzz = {"workload": "fuzz", "name": "fuzz", "source": "fuzz", "reason": self._counts(), "cause": ""}
-            record = changed(self._worst, **fuzz)
-            self._item.stash[RECORDS] = [record]
+            self._item.stash[RECORDS] = [changed(self._worst, **fuzz)]
 
     def _record(self, verdict: Verdict, reason: str, cause: str = "") -> Record:
         backend = self._case.backend
@@ -468,7 +441,7 @@ class Fuzzing:
             source="fuzz",
             subject=backend.name if backend else "-",
             verdict=verdict.value,
-            backward=self._case.mark.backward,
+            backward=self._mark.backward,
             reason=reason,
             cause=cause,
         )
@@ -511,7 +484,3 @@ def _settings(draws: int) -> hypothesis.settings:
         suppress_health_check=list(hypothesis.HealthCheck),
         verbosity=hypothesis.Verbosity.quiet,
     )
-
-
-def _z(record: Record) -> float:
-    return record["z_element"] or 0.0

@@ -40,7 +40,7 @@ from pytest_attn.latency.statistics import Run
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError, WrongResultError
 from pytest_attn.reports.lines import count, labeled, raised_words
-from pytest_attn.reports.records import Record, latency_of
+from pytest_attn.reports.records import gathered, latency_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.benchmark_traces import is_asked_for
 from pytest_attn.session.deadline import DeadlineError
@@ -182,23 +182,16 @@ class Recording:
 
     def _name_the_missed(self, reasons: Mapping[str, str]) -> None:
         """Change the verdict of cases that were to be recorded and were not, by their keys."""
-
-        def is_missed(record: Record) -> bool:
-            return record["verdict"] == Verdict.RECORDED and latency_of(record).get("key") in reasons
-
-        def changes(record: Record) -> dict[str, Any]:
-            return {"verdict": Verdict.UNRECORDED.value, "reason": reasons[latency_of(record)["key"]]}
-
-        self._session.results.replace(is_missed, changes)
+        self._session.results.replace(
+            lambda record: record["verdict"] == Verdict.RECORDED and latency_of(record).get("key") in reasons,
+            lambda record: {"verdict": Verdict.UNRECORDED.value, "reason": reasons[latency_of(record)["key"]]},
+        )
 
     def _report_the_missed(self, reasons: Mapping[str, str]) -> None:
         """Report an error of the test of each such case, which itself has passed: in pytest's counts, its files and --lf."""
-        texts: dict[pytest.Item, list[str]] = {}
-        for one in _once_each(self._cases):
-            if one.key in reasons:
-                texts.setdefault(one.item, []).append(f"not recorded: {one.key}: {reasons[one.key]}")
-        for item, lines in texts.items():
-            text = "\n".join(lines)
+        missed = (one for one in _once_each(self._cases) if one.key in reasons)
+        for item, keys in gathered((one.item, one.key) for one in missed).items():
+            text = "\n".join(f"not recorded: {key}: {reasons[key]}" for key in keys)
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "teardown")
             item.ihook.pytest_runtest_logreport(report=report)
 

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
 from numbers import Real
 from types import FunctionType
 from typing import Any
 
 import pytest
 
-from pytest_attn.backends.machine import opened_nvml, text_of
+from pytest_attn.backends.machine import installed_version, opened_nvml, text_of
 from pytest_attn.cases.unjudged import functions_named, names_in
 
 _RECORDED = pytest.StashKey[bool]()
@@ -53,7 +52,9 @@ def record_samples(request: pytest.FixtureRequest, samples: Sequence[float], fac
     options = {**(marker.kwargs if marker else {}), "timer": clock}
     item.add_marker(pytest.mark.benchmark(**options), append=False)
     benchmark = request.getfixturevalue("benchmark")
-    if not _is_unused(benchmark):
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+    if not isinstance(benchmark, BenchmarkFixture) or benchmark.stats is not None:  # another's, or used at run time
         return False
     seconds = iter([float(sample) for sample in samples])
 
@@ -63,7 +64,7 @@ def record_samples(request: pytest.FixtureRequest, samples: Sequence[float], fac
         clock.pending = next(seconds, 0.0)  # --benchmark-cprofile calls once more
 
     try:
-        benchmark.pedantic(replay, rounds=len(samples))
+        benchmark.pedantic(replay, rounds=len(samples))  # type: ignore[no-untyped-call]
     except _OtherClockError:
         return False
     benchmark.extra_info["attn"] = dict(facts)
@@ -95,7 +96,12 @@ def mark_measured(config: pytest.Config, items: list[pytest.Item]) -> None:
     For pytest_collection_modifyitems, before pytest-benchmark's own.
     """
     if config.getoption("benchmark_only", False) or config.getoption("benchmark_skip", False):
-        shown = [item for item in items if isinstance(item, pytest.Function) and _measures(item)]
+        functions = [item for item in items if isinstance(item, pytest.Function)]
+        shown = [
+            item
+            for item in functions
+            if "attn_benchmark" in item.fixturenames or ("attn" in item.fixturenames and _calls_measure(item.function))
+        ]
         config.pluginmanager.register(_OwnNames(shown))
         for item in shown:
             item.fixturenames = [*item.fixturenames, "benchmark"]  # a new list: parametrized items share theirs
@@ -134,7 +140,7 @@ def machine_info(config: pytest.Config, info: dict[str, Any]) -> None:
             "gpu": ", ".join(gpus),
             "driver": driver,
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
-            "torch": _torch_version(),
+            "torch": installed_version("torch"),  # also once it is imported: a comparison asks early, saving at the end
         }
 
 
@@ -148,13 +154,6 @@ def _claim(item: pytest.Item) -> bool:
     item.stash[_RECORDED] = True
     item.addfinalizer(lambda: item.stash.__delitem__(_RECORDED))
     return True
-
-
-def _is_unused(benchmark: object) -> bool:
-    """Return whether it is pytest-benchmark's fixture, and nobody who asked for it at run time has used it."""
-    from pytest_benchmark.fixture import BenchmarkFixture
-
-    return isinstance(benchmark, BenchmarkFixture) and benchmark.stats is None
 
 
 def _seconds(samples: Sequence[float]) -> list[float]:
@@ -180,11 +179,6 @@ def _is_duration(value: Real) -> bool:
         return False
 
 
-def _measures(item: pytest.Function) -> bool:
-    names = item.fixturenames
-    return "attn_benchmark" in names or ("attn" in names and _calls_measure(item.function))
-
-
 def _calls_measure(function: object) -> bool:
     """Return whether the code of a test, or of a function that it calls by name, names `measure`."""
     tests = list(_layers(function))
@@ -197,11 +191,3 @@ def _layers(function: object) -> Iterator[FunctionType]:
     while isinstance(function, FunctionType):
         yield function
         function = vars(function).get("__wrapped__")
-
-
-def _torch_version() -> str | None:
-    """Torch's version as installed, also when it is imported: --benchmark-compare asks early in a run, saving at its end."""
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return None

@@ -61,6 +61,9 @@ class FailureSaver:
     ) -> None:
         self.folder, self._session, self._item = folder, session, item
         self._spec, self._subject, self._failure = failure.spec, failure.subject, failure
+        self._case = id_from_root(item)
+        #: the kernel's name in the diagnosis; "out" where only its output was given
+        self._name = failure.subject.name if failure.subject else "out"
         self._message, self._command, self._unnamed_because = message, command, unnamed_because
 
     def save(self, width: int) -> str:
@@ -106,11 +109,6 @@ class FailureSaver:
         backward = not {"dq", "dk", "dv"}.isdisjoint(results)
         return FailureData(distribution, reference.called_with, backward, results, reference)
 
-    @property
-    def _case(self) -> str:
-        """The node id, from rootdir."""
-        return id_from_root(self._item)
-
     def _environment(self, data: FailureData) -> dict[str, Any]:
         spec, comparison, broken = self._spec, self._failure.comparison, self._failure.broken
         machine = self._session.machines.machine(str(spec.device))
@@ -141,11 +139,6 @@ class FailureSaver:
             "versions": versions_of(machine),
         }
 
-    @property
-    def _name(self) -> str:
-        """The kernel's name in the diagnosis; "out" where only its output was given."""
-        return self._subject.name if self._subject else "out"
-
     def _kernel(self, folder: str) -> KernelSource:
         """Return how the script in `folder` gets at the kernel."""
         subject, name = self._subject, self._name
@@ -155,12 +148,12 @@ class FailureSaver:
         if subject is None:
             return KernelSource("my_kernel", missing=f"a callable of (q, k, v) that returns what {self._case} compared")
         if subject.user_function is not None and subject.named:
-            return named_backend(subject.named.name)
+            return KernelSource(repr(subject.named.name))
         if subject.user_function is not None:
             start = str(self._session.rootpath)
             return kernel_of(subject.user_function, name, self._case, subject.given_name, start)
         if Registry().is_known(name):
-            return named_backend(name)
+            return KernelSource(repr(name))
         if home := self._registered_by(name):
             return conftest_backend(name, relative_to(folder, home))
         return KernelSource("my_kernel", missing=f"the backend {name!r}, an instance of pytest_attn.Backend")
@@ -289,7 +282,7 @@ def script(title: str, kernel: KernelSource, paths: list[str]) -> str:
             "HERE = Path(__file__).resolve().parent",
             *[f"sys.path.insert(0, str((HERE / {path!r}).resolve()))" for path in reversed(paths)],
             *kernel.lines,
-            *_placeholder(kernel),
+            *(line.format(kernel=kernel) for line in (_PLACEHOLDER if kernel.missing else ())),
             f"judged = pytest_attn.load_failure(HERE).check({kernel.arguments})",
             'print(f"right now: {judged.subject} on {judged.workload}")',
             "",
@@ -297,21 +290,13 @@ def script(title: str, kernel: KernelSource, paths: list[str]) -> str:
     )
 
 
-def _placeholder(kernel: KernelSource) -> list[str]:
-    """Return the lines that a user fills in, and that end the script with status 2 until then."""
-    if not kernel.missing:
-        return []
-    return [
-        f"{kernel.expression} = None  # put your kernel here: {kernel.missing}",
-        f"if {kernel.expression} is None:",
-        f'    print(f"{{__file__}}: in place of {kernel.expression} = None, put", {kernel.missing!r}, file=sys.stderr)',
-        "    sys.exit(2)",
-    ]
-
-
-def named_backend(name: str) -> KernelSource:
-    """Return a backend that every process knows."""
-    return KernelSource(repr(name))
+#: what a user fills in, and what ends the script with status 2 until then
+_PLACEHOLDER = (
+    "{kernel.expression} = None  # put your kernel here: {kernel.missing}",
+    "if {kernel.expression} is None:",
+    '    print(f"{{__file__}}: in place of {kernel.expression} = None, put", {kernel.missing!r}, file=sys.stderr)',
+    "    sys.exit(2)",
+)
 
 
 def conftest_backend(name: str, path: str) -> KernelSource:

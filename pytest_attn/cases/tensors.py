@@ -283,12 +283,6 @@ class CaseTensors:
             return {}
         return {name: getattr(self._inputs, PARAMETERS[name].tensor) for name in parameters_of(self._workload)}
 
-    def _with_gradients(self, inputs: Inputs) -> Inputs:
-        """Have the parameters require a gradient before anybody is given them."""
-        for name in parameters_of(self._workload, self._mark.parameters):
-            getattr(inputs, PARAMETERS[name].tensor).requires_grad_()
-        return inputs
-
     @property
     def _declared(self) -> CheckSpec:
         """The spec, but for tensors."""
@@ -313,7 +307,10 @@ class CaseTensors:
     def _inputs(self) -> Inputs:
         """The case's own copies: a test may change its tensors without spoiling those of other tests."""
         if self._mark.parameters:
-            return self._with_gradients(self._session.references.inputs_of(self._declared, self._declared.inputs[0]))
+            drawn = self._session.references.inputs_of(self._declared, self._declared.inputs[0])
+            for name in parameters_of(self._workload, self._mark.parameters):  # before anybody is given them
+                getattr(drawn, PARAMETERS[name].tensor).requires_grad_()
+            return drawn
         shared = self._reference.called_with
         values = {f.name: getattr(shared, f.name) for f in dataclasses.fields(shared)}
         copied = torch.Tensor | Descales

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import torch
 
-from pytest_attn.backends.machine import Machine, usable_cores
+from pytest_attn.backends.machine import Machine, installed_version, usable_cores
 from pytest_attn.latency.disturbance import REFERENCE_LOOP
 from pytest_attn.latency.statistics import Recording, Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Mode
@@ -84,25 +84,13 @@ def conditions_of(device: torch.device, read: dict[str, Any] | None = None) -> d
     found: dict[str, object] = {"torch": torch.__version__, "python": ".".join(platform.python_version_tuple()[:2])}
     if device.type == "cuda":
         found |= {"runtime": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
-        found |= {"triton": _version("triton")}
+        found |= {"triton": installed_version("triton")}
         found |= {key: (read or {}).get(key) for key in ("driver", "power_limit_w")}
     else:
-        found |= {"blas": _blas(), "system": platform.system(), "interpreter": sys.version}  # whose speed is an anchor
+        blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+        found |= {"blas": blas and blas[1], "system": platform.system()}
+        found |= {"interpreter": sys.version}  # whose speed is an anchor
     return {key: str(value) for key, value in sorted(found.items()) if value not in (None, "")}
-
-
-def _version(distribution: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _blas() -> str:
-    found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    return found[1] if found else ""
 
 
 @dataclass(frozen=True)

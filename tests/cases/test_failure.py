@@ -31,10 +31,10 @@ from pytest_attn.cases.saved_failure import (
 )
 from pytest_attn.cases.saving import (
     FailureSaver,
+    KernelSource,
     NoSpaceError,
     import_root,
     kernel_of,
-    named_backend,
     require_space,
     safe_name,
     script,
@@ -395,7 +395,7 @@ def test_missing_safetensors_says_what_to_install(tmp_path, monkeypatch):
 def test_a_script_is_python_whatever_stands_in_it():
     lines = ["import x", 'x = """']
     kernel = kernel_of(lambda q, k, v: q, "lambda'\"-1", "test['\"\\n]")
-    for one in (named_backend("sdpa+compile"), kernel, kernel_of(on_module_level, "f", "t")):
+    for one in (KernelSource("'sdpa+compile'"), kernel, kernel_of(on_module_level, "f", "t")):
         compile(script("\n".join(lines), one, ["/a'b", 'C:\\"d']), "repro.py", "exec")
 
 

@@ -63,7 +63,7 @@ def test_machine_info_without_torch_says_none(monkeypatch):
     def version(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "metadata", version)
     monkeypatch.setitem(sys.modules, "pynvml", Nvml("NVIDIA H200"))
     pytest_benchmark.machine_info(None, info := {})
     assert info["attn"]["torch"] is None

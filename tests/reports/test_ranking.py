@@ -229,8 +229,6 @@ def test_directions_devices_shapes_and_conditions_are_lines_of_their_own():
     records += [*right("a", 0.004, shape="b2"), timed("a", 0.005, latency={"l2": "warm"})]
     lines = rank(records).lines
     found = [(one.direction, one.machine["device"], one.shape, one.l2, one.exact.fastest.timed.p50) for one in lines]
-        (one.direction, one.machine["device"], one.shape, one.l2, one.exact.fastest.timed.p50) for one in rank(records).lines
-    ]
     assert found == [
         ("forward", "cuda:0", "b1", "cold", 1e-3),
         ("forward", "cuda:0", "b1", "warm", 5e-3),
