@@ -24,7 +24,7 @@ from rings import HONEST  # noqa: E402
 
 from pytest_attn import Document, Window, Workload  # noqa: E402
 from pytest_attn.correctness.spec import ReferenceCache  # noqa: E402
-from pytest_attn.workloads.sharding import SHARDS  # noqa: E402
+from pytest_attn.guests.ranks.sharding import SHARDS  # noqa: E402
 
 PLAIN = Workload(64, heads=4, kv_heads=2, head_dim=32)
 WORKLOADS = [
@@ -45,7 +45,7 @@ import pytest
 from exchanges import GlooExchange
 from rings import HONEST, Problem
 from pytest_attn import Workload
-from pytest_attn.workloads.sharding import SHARDS, Sharding
+from pytest_attn.guests.ranks.sharding import SHARDS, Sharding
 
 WORKLOADS = [
     Workload(67, heads=4, kv_heads=2, head_dim=32, mask="causal"),

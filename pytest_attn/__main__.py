@@ -19,8 +19,8 @@ from pytest_attn.reports.ranking import rank
 from pytest_attn.reports.ranking_output import rank_summary
 from pytest_attn.reports.records import Record, read_records
 from pytest_attn.reports.terminal import listing
+from pytest_attn.seam import guests
 from pytest_attn.session.devices import NoTorchError, require_torch
-from pytest_attn.session.guests import guests
 from pytest_attn.version import __version__
 from pytest_attn.workloads.catalog import builtin_catalog
 

@@ -15,9 +15,18 @@ import pytest
 
 from pytest_attn import hooks
 from pytest_attn.processes.lifetime import keep_status
+from pytest_attn.seam import Kind
 from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
-from pytest_attn.session.guests import guests
-from pytest_attn.session.kinds import KINDS, PARAMETER, CaseParameter, Kind, is_case, is_marked, kind_of, parameter_of
+from pytest_attn.session.kinds import (
+    KINDS,
+    PARAMETER,
+    CaseParameter,
+    is_case,
+    is_marked,
+    kind_of,
+    parameter_of,
+    register_kinds_of_guests,
+)
 from pytest_attn.session.options import add_options, require_known
 from pytest_attn.session.pytest_versions import items_of
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
@@ -34,7 +43,7 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Have guests register themselves, and declare the options."""
-    guests()
+    register_kinds_of_guests()
     add_options(parser)
 
 

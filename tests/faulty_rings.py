@@ -11,9 +11,9 @@ from pytest_attn import Window, Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.diagnosis.diagnose import diagnose
-from pytest_attn.diagnosis.ranks import with_ranks
+from pytest_attn.guests.ranks.rank_faults import with_ranks
 from pytest_attn.guests.ranks.ranked_subject import RankedCallable
-from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.guests.ranks.sharding import Sharding
 
 FULL = Workload(64, heads=4, kv_heads=2, head_dim=32)
 CAUSAL = FULL.replace(mask="causal")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import Sequences
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import sequence_lengths
 
 

@@ -22,7 +22,6 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -33,9 +32,8 @@ import yaml
 
 import pytest_attn
 from pytest_attn import hooks, plugin
-from pytest_attn.backends.declaration import Declaration
 from pytest_attn.latency import protocol
-from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.marks import arguments_of_attention
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -297,10 +295,7 @@ def test_every_option_in_the_pages_is_one(pytestconfig):
 def test_the_table_of_arguments_is_that_of_the_marker():
     arguments = (DOCS / "reference" / "markers.md").read_text().partition("## attention\n")[2].partition("## ")[0]
     listed = re.findall(r"^\| `(\w+)` \|", arguments, re.M)
-    declared = [field.name for field in fields(Declaration)]
-    derived = ("workloads", "declared", "leaves", "parameters")
-    own = [field.name for field in fields(AttentionMark) if field.name not in derived]
-    assert sorted(listed) == sorted([*own, *declared])
+    assert sorted(listed) == sorted(one.name for one in arguments_of_attention())
 
 
 #: what the examples in docstrings take for granted

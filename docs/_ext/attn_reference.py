@@ -16,7 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import pytest_attn
 from pytest_attn import hooks, plugin
-from pytest_attn.diagnosis.faults import FAULTS
+from pytest_attn.diagnosis.faults import all_faults
 from pytest_attn.workloads.catalog import builtin_catalog
 
 
@@ -45,7 +45,7 @@ def list_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator
 
 def faults() -> Iterator[str]:
     """Every fault that a diagnosis can name, by its identity."""
-    yield from list_table(("identity", "what is wrong"), FAULTS.items())
+    yield from list_table(("identity", "what is wrong"), all_faults().items())
 
 
 def catalog() -> Iterator[str]:

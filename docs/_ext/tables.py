@@ -23,7 +23,8 @@ from pytest_attn.backends.registry import Registry, capability_table
 from pytest_attn.reports.lines import aligned
 from pytest_attn.reports.records import FIELDS
 from pytest_attn.reports.runs import RunFacts
-from pytest_attn.session.guests import guests
+from pytest_attn.seam import guests
+from pytest_attn.session.kinds import register_kinds_of_guests
 from pytest_attn.session.marks import marker_help
 from pytest_attn.workloads.catalog import Entry, builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
@@ -62,6 +63,7 @@ def _first(documented: object) -> str:
 
 def markers() -> Iterator[str]:
     """Every marker: its signature and what it does."""
+    register_kinds_of_guests()
     for marker in marker_help():
         summary = plain(marker.summary[0].upper() + marker.summary[1:])
         yield from (f"## {marker.name}", "", f"`@pytest.mark.{marker.signature}`", "", f"{summary}.", "")

@@ -38,6 +38,8 @@ class Backend(Subject):
     runs_kernels_of: str = ""
     #: what it needs, in a few words, for the table of docs/reference/backends.md
     needs: str = ""
+    #: the argument of the marker attention, one of a guest, whose tests take it; "" for tests without any
+    argument: str = ""
     #: the options that its configurations may set (backends/configured.py); None where it takes any
     tunable: frozenset[str] | None = frozenset()
     #: those that this one is run with; empty for the backend as it is

@@ -33,18 +33,6 @@ BUILTIN = {
     "sage_fp8": ("sage", "SageFp8"),
     "int8_dynamic": ("eager", "Int8Dynamic"),
 }
-#: those that compute over several ranks, for tests with ranks=...
-OVER_RANKS = {
-    "torch_cp": ("torch_cp", "TorchCp"),
-    "torch_cp_flex": ("torch_cp", "TorchCpFlex"),
-    "ring_flash": ("ring_flash", "RingFlash"),
-    "zigzag": ("ring_flash", "Zigzag"),
-    "llama3": ("ring_flash", "Llama3"),
-    "ulysses": ("yunchang", "Ulysses"),
-    "usp": ("yunchang", "Usp"),
-    "te_cp": ("transformer_engine", "TeCp"),
-    "diffusers_cp": ("diffusers", "DiffusersCp"),
-}
 #: prefix of a name -> (module, class, what follows the colon, what it stands for): "hub:REPO" makes class(REPO)
 FAMILIES = {
     "hub": ("hub", "HubKernel", "REPO", "a kernel of the Hugging Face Hub"),

@@ -77,7 +77,8 @@ def in_fully_masked_rows(comparison: Any, workload: Workload) -> bool:
     return not is_of_rows or sees_nothing(workload, comparison.worst[2])
 
 
-def _on_affected_cudnn(workload: Workload, machine: Machine) -> bool:
+def is_on_affected_cudnn(workload: Workload, machine: Machine) -> bool:
+    """Return whether a machine has a GPU and a cuDNN that write NaN into dq."""
     is_affected = machine.capability == (9, 0) and (2, 11) <= machine.torch_release <= (2, 13)
     return is_affected and workload.dtype != "float32"
 
@@ -89,7 +90,7 @@ def is_half_tile(rows: int) -> bool:
 
 def _half_tile_without_causal(workload: Workload, machine: Machine) -> bool:
     is_half = workload.q_len > 128 and is_half_tile(workload.q_len)
-    return is_half and _on_affected_cudnn(workload, machine) and not is_plain_causal(workload)
+    return is_half and is_on_affected_cudnn(workload, machine) and not is_plain_causal(workload)
 
 
 #: Reported with an explicit attn_mask; on an H200 with torch 2.11 it shows without any mask as well.
@@ -106,25 +107,9 @@ CUDNN_NAN = KnownDefect(
 CUDNN_NAN_OF_ONE_TILE = replace(
     CUDNN_NAN,
     summary="NaN in dq where q_len is 64 and scores are large",
-    applies=lambda workload, machine: workload.q_len == 64 and _on_affected_cudnn(workload, machine),
+    applies=lambda workload, machine: workload.q_len == 64 and is_on_affected_cudnn(workload, machine),
     inputs=None,
     invariants=("magnitude",),
-)
-
-
-#: of rings around cuDNN: with 64 rows as well, where scores are large
-CUDNN_NAN_OF_A_RANK = replace(
-    CUDNN_NAN,
-    summary="NaN in dq where a rank has q_len with q_len % 128 == 64, and a row's lse is below -88",
-    applies=_on_affected_cudnn,  # and backends over ranks look at the rows of a rank
-)
-
-#: torch's ring hands the backward kernel the lengths of another step; flash and cuDNN do not look at them
-BALANCED_RING_OF_CUTLASS = KnownDefect(
-    issue="pytorch#163075",
-    summary="with load balance, dq and dk of the kernel efficient come from memory that nobody wrote",
-    applies=lambda workload, machine: machine.kind == "cuda",  # under load balance
-    tensors=("dq", "dk"),
 )
 
 
@@ -141,7 +126,7 @@ def _is_garbage(comparison: Any, workload: Workload) -> bool:
 CUDNN_STALE_STRIDES = KnownDefect(
     issue="docs/results/findings.md, seen on an H200 with torch 2.11, no report found",
     summary="dout is read with the strides that it had when q, k and v were first of these shapes and strides",
-    applies=_on_affected_cudnn,
+    applies=is_on_affected_cudnn,
     tensors=("dq", "dk", "dv"),
     invariants=("layout",),
     kernel="cudnn",

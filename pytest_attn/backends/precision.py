@@ -68,7 +68,7 @@ class Precision:
         sums_rounded_heads: dk and dv of each query head are rounded before they are summed over the group (GQA).
         sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows and the heads of a group, dq over
             blocks of 512 keys, as in torch's CPU kernel.
-        parts: results are sums of so many parts, each rounded to the dtype before it is added, as those of ranks are.
+        parts: results are sums of so many parts, each rounded to the dtype before it is added, as several processes do.
         exponential_unit: relative error of its exponential, which shows in float32; ex2.approx on NVIDIA GPUs has 2 ulp.
         float32_unit: unit roundoff of float32 products, larger where tensor cores put them together from three tf32
             products.
@@ -148,10 +148,6 @@ class Precision:
         """
         is_fp8 = self.name in (DEFAULT, DEFAULT_ON_CPU) and dtype == "float8_e4m3fn"
         return dataclasses.replace(self, p_dtype=dtype) if is_fp8 else self
-
-    def over_ranks(self, ranks: int) -> Precision:
-        """Return the profile of a kernel that each of some ranks runs on its part, or that a ring of them hands on."""
-        return dataclasses.replace(self, name=f"{self.name} over {ranks} ranks", parts=ranks) if ranks > 1 else self
 
     def unit(self, dtype: str) -> float:
         """Return the unit roundoff of one rounding in this profile."""

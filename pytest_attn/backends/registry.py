@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from pytest_attn.backends.backend import Backend, FunctionBackend, LibraryBackend
-from pytest_attn.backends.builtin import ALIASES, BUILTIN, FAMILIES, OVER_RANKS
+from pytest_attn.backends.builtin import ALIASES, BUILTIN, FAMILIES
 from pytest_attn.backends.capabilities import COLUMNS
 from pytest_attn.backends.compilers import compilers_of
 from pytest_attn.backends.configured import Declared, Options, joined, options_of, split
@@ -18,10 +19,10 @@ from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.library import try_imports
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.named import NamedFunction, is_name
-from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.precision import DEFAULT, Precision, precision_named
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.backends.variants import Compiled, Graphed
+from pytest_attn.seam import added
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.functions import describe, printable
@@ -37,20 +38,27 @@ class Registry:
         self.function_named = cache(named)
         self._loaders: dict[str, Callable[[], Backend]] = {}
         self._loaded: dict[str, Backend] = {}
-        for name, (module, cls) in {**BUILTIN, **OVER_RANKS}.items():
+        for name, (module, cls) in BUILTIN.items():
             self._loaders[name] = _loader(module, cls)
+        #: by the names of backends that guests bring, the argument of the marker attention whose tests take them
+        self._of_guests = {name: argument for argument, backends in added("backends").items() for name in backends}
+        for backends in added("backends").values():
+            self._loaders |= {name: partial(_made, cls) for name, cls in backends.items()}
 
-    def computes_over_ranks(self, name: str) -> bool:
-        """Return whether a backend is for tests with ranks=...; loads none of the built-in ones."""
+    def argument_of(self, name: str) -> str:
+        """Return the argument of the marker attention whose tests take a backend, "" for tests without any of a guest's.
+
+        Loads none of the built-in ones.
+        """
         base = split(self.canonical(name))[0].partition("+")[0]
-        if base in BUILTIN or base in OVER_RANKS or base not in self._loaders:
-            return base in OVER_RANKS
-        return isinstance(self[base], RankBackend)
+        if base in BUILTIN or base in self._of_guests or base not in self._loaders:
+            return self._of_guests.get(base, "")
+        return self[base].argument
 
     def is_own(self, name: str) -> bool:
         """Return whether a backend is a user's, and of none of the libraries that this package knows."""
         base = split(self.canonical(name))[0].partition("+")[0]
-        return base not in (*BUILTIN, *OVER_RANKS) and (base in self._loaders or self._names_function(base))
+        return base not in (*BUILTIN, *self._of_guests) and (base in self._loaders or self._names_function(base))
 
     @property
     def families(self) -> list[tuple[str, str]]:
@@ -258,6 +266,12 @@ def _takes_workload(fn: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # none is known, as of some builtins
         return True
     return "workload" in arguments or any(one.kind is one.VAR_KEYWORD for one in arguments.values())
+
+
+def _made(name: str) -> Backend:
+    """Return a backend of a guest. name: "module:class"."""
+    backend: Backend = resolve_name(name)()
+    return backend
 
 
 def _loader(module: str, cls: str, *arguments: str) -> Callable[[], Backend]:

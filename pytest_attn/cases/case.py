@@ -14,7 +14,6 @@ import torch
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import eager_because
-from pytest_attn.backends.declaration import arguments_of
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.streams import leave_memory
 from pytest_attn.backends.subject import Dequantizer, Subject
@@ -37,10 +36,10 @@ from pytest_attn.latency.profiler import Profile, answers_to, may_answer
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.work import PeakMemory, direction_of
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.seam import added
 from pytest_attn.session.cover import enough_because
-from pytest_attn.session.guests import methods_of_guests
 from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
-from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.marks import arguments_of_attention
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
 from pytest_attn.workloads.fields import did_you_mean, suggests_arguments
@@ -49,7 +48,7 @@ from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 #: with which the names of judgments begin
 _JUDGES = ("check", "measure", "assert")
-_suggests_arguments = suggests_arguments(lambda: [one.name for one in arguments_of(AttentionMark)])
+_suggests_arguments = suggests_arguments(lambda: [one.name for one in arguments_of_attention()])
 
 
 def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:
@@ -86,12 +85,14 @@ class AttentionCase(CaseTensors):
         self._measuring = Measuring(context.item.config)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method that a guest adds, as `check_module` is one."""
+        """Return a method or an attribute that a guest adds."""
         __tracebackhide__ = True
-        methods = methods_of_guests()
+        methods, attributes = added("methods"), added("attributes")
         if name in methods:
             return partial(resolve_name(methods[name]), self)
-        known = sorted(one for one in (*dir(type(self)), *methods) if not one.startswith("_"))
+        if name in attributes:
+            return resolve_name(attributes[name])(self)
+        known = sorted(one for one in (*dir(type(self)), *methods, *attributes) if not one.startswith("_"))
         judgments = ", ".join(one for one in known if one.startswith(_JUDGES))
         said = did_you_mean(name, known) or f" its judgments are {judgments}"
         raise AttributeError(f"attn has no attribute {name!r};{said}")

@@ -16,7 +16,7 @@ from pytest_attn.cases.judgment import Judgment
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import Context
 from pytest_attn.reports.verdict import Cause
-from pytest_attn.session.kinds import CaseParameter, kind_of, marker_of, typed_name
+from pytest_attn.session.kinds import CaseParameter, made_items, marker_of, typed_name
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.option_types import declared_options
 from pytest_attn.session.options import Settings
@@ -27,7 +27,7 @@ from pytest_attn.workloads.functions import shell_word
 
 def mark_of(item: pytest.Item, session: AttentionSession) -> AttentionMark:
     """Read the marker of a test."""
-    mark: AttentionMark = kind_of(item).made_items().read(marker_of(item), session)
+    mark: AttentionMark = made_items(item).read(marker_of(item), session)
     return mark
 
 
@@ -62,7 +62,7 @@ class CaseContext:
         mark = mark_of(item, session)
         if session.cuda.lost_because and session.machines.device(mark.device).type == "cuda":
             pytest.skip(session.cuda.lost_because)
-        return cls(request, parameter, mark, session, Executor.in_process(parameter.workload))
+        return cls(request, parameter, mark, session, Executor(parameter.workload))
 
     # -- what is judged ------------------------------------------------------------------------------------------------
 

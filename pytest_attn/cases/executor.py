@@ -1,8 +1,8 @@
-"""Where the callable of a test runs: in this process, in one of its own, or on several ranks. All look alike from here."""
+"""Where the callable of a test runs: in this process, in one of its own, or where a guest says. All look alike from here."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.measurement import Measurement
@@ -10,24 +10,12 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.diagnose import Locate
 from pytest_attn.latency.profiler import Profile, profile_subject
 from pytest_attn.session.progress import Progress
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # which not every build of torch has
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Executor:
-    """Runs a callable in this process.
+    """Runs a callable in this process."""
 
-    sharding: which rows and keys each rank has; here one has all.
-    """
-
-    #: the number of this process among the ranks; 0 where it judges what the others compute
-    rank = 0
-    group: ProcessGroup | None = None
-    mesh: DeviceMesh | None = None
     #: whether this is the process that computes, so that an output of the test's own is that of the whole workload
     is_here = True
     #: whether what runs there may be lost without this process
@@ -37,18 +25,8 @@ class Executor:
     #: why a saved failure cannot name the callable of a test; None where it can
     unnamed_because: str | None = None
 
-    def __init__(self, sharding: Sharding) -> None:
-        self.sharding = sharding
-
-    @classmethod
-    def in_process(cls, workload: Workload) -> Executor:
-        """Return the one of this process."""
-        return cls(Sharding(workload, "contiguous", 1))
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes that compute the case together."""
-        return self.sharding.ranks
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
 
     def of(self, subject: Subject) -> Executor:
         """Return what runs a subject: a function that is named may bring its own."""

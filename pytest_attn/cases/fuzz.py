@@ -244,7 +244,7 @@ class FuzzCase(AttentionCase):
     def on(self, workload: Workload, session: AttentionSession) -> FuzzCase:
         """Return the same case on another workload."""
         backend = self.backend.name if self.backend else None
-        drawn, executor = CaseParameter(workload, backend), Executor.in_process(workload)
+        drawn, executor = CaseParameter(workload, backend), Executor(workload)
         return FuzzCase(CaseContext(self._context.request, drawn, self._mark, session, executor))
 
     def measure(

@@ -24,8 +24,7 @@ from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # which not every build of torch has
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 
 class ReferenceTensors(NamedTuple):
@@ -75,36 +74,6 @@ class CaseTensors:
     def device(self) -> torch.device:
         """The torch device."""
         return self._session.machines.device(self._mark.device)
-
-    @property
-    def rank(self) -> int:
-        """The number of this process among the ranks; 0 in the process that judges."""
-        return self._executor.rank
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that compute the case together; 1 in a test without ranks=."""
-        return self._executor.ranks
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The process group of all ranks; None in the process that judges, where no callable over ranks is called."""
-        return self._executor.group
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks as a DeviceMesh of one dimension, "ranks"; None in the process that judges."""
-        return self._executor.mesh
-
-    @property
-    def shards(self) -> list[torch.Tensor]:
-        """For each rank the positions of its query rows; int64, on the CPU."""
-        return self._executor.sharding.rows
-
-    @property
-    def kv_shards(self) -> list[torch.Tensor]:
-        """For each rank the positions of its keys."""
-        return self._executor.sharding.keys
 
     @cached_property
     def q(self) -> torch.Tensor:

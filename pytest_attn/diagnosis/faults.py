@@ -1,11 +1,14 @@
 """The identities of the faults that a diagnosis can name: what hints, records and mutants call them.
 
 Plain data, which hints and mutants share: neither knows of the other's code, so that one can be measured by the other. What a
-fault predicts, and the words of its hint, are in attention_faults.py, forward_faults.py, backward_faults.py and ranks.py, and
-with the masks.
+fault predicts, and the words of its hint, are in attention_faults.py, forward_faults.py and backward_faults.py, and with the
+masks; guests have their own.
 """
 
 from collections.abc import Iterable
+from pkgutil import resolve_name
+
+from pytest_attn.seam import guests
 
 #: before the identity of a fault with which P is computed again in the backward pass, while the forward pass is right
 RECOMPUTED = "recomputed-"
@@ -245,47 +248,6 @@ FAULTS = {
     "group-first-head-only": "only the first query head of each group is kept in dk and dv",
     "group-summed-interleaved": "query head h is added to key head h % kv_heads in dk and dv",
     "row-tiles-overwrite": "only the last tile of rows is kept in dk and dv",
-    # over ranks
-    "own-keys-only": "a rank attends to its own keys only",
-    "rank-keys-missing": "the keys of a rank are left out",
-    "rank-keys-twice": "the keys of a rank count twice",
-    "rank-keys-zero": "zeros are read in the place of a rank's keys and values",
-    "rank-keys-of-another": "the keys of a rank count twice, in the place of those of another",
-    "shard-tails-missing": "the tail of longer shards is left out",
-    "ring-steps-missing": "the keys of the last steps of a ring are left out",
-    "stale-keys": "a rank reads its own keys and values at every step",
-    "stale-values": "a rank reads its own values at every step",
-    "values-of-another-rank": "the values of another rank are read",
-    "chunks-reversed": "chunks are read in reverse order",
-    "chunks-merged-in-base-2": "results of ranks are merged by a natural lse as if it were one of base 2",
-    "chunks-averaged": "results of ranks are averaged, whatever their lse",
-    "chunks-added-up": "results of ranks are added up, without a common denominator",
-    "ranks-not-merged": "the result of one rank is taken, and not merged",
-    "mask-by-positions-in-shards": "a mask counts positions within the shards",
-    "mask-as-if-rows-begin-sequence": "a mask takes the rows of each rank to begin the sequence",
-    "mask-within-own-chunk-only": "a rank masks its own chunk only",
-    "mask-of-other-shards": "a mask takes shards for others",
-    "mask-of-keys-in-order": "a mask takes gathered keys to lie in the order of the sequence",
-    "mask-of-opposite-direction": "a mask takes chunks to come in the opposite direction",
-    "mask-of-reverse-order": "a mask takes chunks to be in reverse order",
-    "mask-of-later-step": "a mask takes chunks to come one step later",
-    "mask-of-earlier-step": "a mask takes chunks to come one step earlier",
-    "own-chunks-swapped": "the two chunks of a rank are swapped",
-    "rows-of-another-rank": "a rank holds the rows of another",
-    "rank-last-page-missing": "the last page of a rank is not read",
-    "rank-last-page-twice": "the last page of a rank counts twice",
-    "rank-page-missing": "a page of a rank is not read",
-    "rank-page-twice": "a page of a rank counts twice",
-    "gradient-zero": "a gradient is 0 on a rank",
-    "gradient-not-reduced": "a gradient is not reduced over ranks",
-    "gradient-of-others-twice": "the shares of other ranks count twice in a gradient",
-    "gradient-without-a-rank": "the share of a rank is missing in a gradient",
-    "gradient-of-a-rank-twice": "the share of a rank counts twice in a gradient",
-    "gradient-at-wrong-rank": "a gradient is sent to the wrong rank",
-    "gradient-reduced-twice": "a gradient is reduced twice over ranks",
-    "gradient-averaged-over-ranks": "a gradient is the mean over ranks, not the sum",
-    "stale-keys-in-backward": "the backward pass reads its own keys and values at every step",
-    "lse-of-own-chunk": "the backward pass takes the lse of a rank's own chunk",
     # from call to call, and memory
     "calls-differ": "equal calls return different results",
     "other-calls-matter": "a result depends on other calls",
@@ -299,7 +261,12 @@ FAULTS = {
 
 def is_known(fault: str) -> bool:
     """Return whether an identity is one of a fault, of one in P computed again, or of a precision profile."""
-    return fault.removeprefix(RECOMPUTED) in FAULTS or fault.startswith(PRECISION)
+    return fault.removeprefix(RECOMPUTED) in all_faults() or fault.startswith(PRECISION)
+
+
+def all_faults() -> dict[str, str]:
+    """Return all identities with what is wrong: also those of guests."""
+    return FAULTS | {name: said for guest in guests() if guest.faults for name, said in resolve_name(guest.faults).items()}
 
 
 def is_of_rounding(fault: str) -> bool:

@@ -21,19 +21,19 @@ from pytest_attn.session.progress import Progress
 
 
 class InOwnProcess(Executor):
-    """Runs a function in its own process, and where its case says: on ranks, that of each."""
+    """Runs a function in its own process, from where its case says."""
 
     is_expendable = True  # a process that is lost is replaced
     has_deadline = True
 
     def __init__(self, function: IsolatedFunction, executor: Executor) -> None:
-        super().__init__(executor.sharding)
+        super().__init__(executor.workload)
         self._function, self._executor = function, executor
         self.is_here = executor.is_here
 
     def place(self, subject: Subject, progress: Progress) -> Subject:
         """Return the subject, whose module has been imported in its process. Raises as `IsolatedFunction.start`."""
-        with progress.during(f"importing {subject.name} in its process", self.sharding.workload.id):
+        with progress.during(f"importing {subject.name} in its process", self.workload.id):
             self._function.start()
         return self._executor.place(subject, progress)
 

@@ -25,7 +25,7 @@ from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, scre
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Prior, Recording, Run
-from pytest_attn.reports.lines import describe_ranks, duration, labeled, timed_as, z_figure
+from pytest_attn.reports.lines import duration, labeled, said_by_guests, timed_as, z_figure
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: what accepts a slowdown, and what records a case that has no baseline that can be used
@@ -246,7 +246,7 @@ def describe_regression(decision: Decision, recorded: Baseline, latency: Latency
         labeled("recorded", f"{span}, {recorded.date}: {recorded.reason}"),
         labeled("controls", f"{moved}: fixed operations that were timed beside it") if moved else "",
         labeled("timed", timed_as(latency.mode, latency.calls, latency.l2)),
-        labeled("ranks", describe_ranks(latency.ranks)) if latency.ranks else "",
+        *(labeled(name, text) for name, text in said_by_guests(latency.more)),
         labeled("certainty", _describe_certainty(decision.detectable)) if decision.detectable is not None else "",
     ]
     return "\n".join(line for line in lines if line)

@@ -9,6 +9,7 @@ from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import LatencyDirection
 from pytest_attn.reports.verdict import Verdict
+from pytest_attn.seam import added
 
 #: fields that records have under another name
 _NAMES_IN_RECORDS = {"launch": "host"}
@@ -39,10 +40,7 @@ class Latency:
         conditions: clocks, temperature and the like while it was taken.
         spent: seconds of wall time that it took.
         cupti: the device's seconds by torch's profiler, where asked for.
-        ranks: of a callable that ranks compute together (ranks/communication.py): number, shard, topology; by rank
-            seconds (p50), own (of these, outside collectives) and communication (the share of collectives);
-            communication_by: who says so; apart: seconds by which the last rank begins after the common moment, the median.
-            None for one process.
+        more: what a guest adds, by its name, which is an attribute, too; None there in a latency without it.
         decision: what the comparison with a baseline gave; None where nobody did.
     """
 
@@ -65,8 +63,14 @@ class Latency:
     conditions: Mapping[str, Any] = field(default_factory=dict)
     spent: float = 0.0
     cupti: float | None = None
-    ranks: Mapping[str, Any] | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
     decision: Decision | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a guest adds."""
+        if name not in added("latency"):
+            raise AttributeError(f"a latency has no {name!r}")
+        return self.more.get(name)
 
     @property
     def verdict(self) -> Verdict:
@@ -76,5 +80,7 @@ class Latency:
     def to_dict(self) -> dict[str, Any]:
         """Return builtin types, by their names in records."""
         fields = {_NAMES_IN_RECORDS.get(name, name): value for name, value in asdict(self).items()}
+        more = fields.pop("more")
         decision = self.decision.to_dict() if self.decision else None
+        fields |= dict.fromkeys(added("latency")) | more
         return {**fields, "interval": list(self.interval), "decision": decision, "verdict": self.verdict.value}

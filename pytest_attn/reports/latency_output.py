@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.reports.lines import count, describe_ranks, duration, duration_in_column, narrowed, timed_as
+from pytest_attn.reports.lines import count, duration, duration_in_column, narrowed, said_by_guests, timed_as
 from pytest_attn.reports.records import Record, gathered, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line, in_table
 from pytest_attn.reports.verdict import Cause, Tone, Verdict
@@ -38,8 +38,8 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
     for line in step_lines(shown):
         yield line, {}
     for r in shown:
-        if ranks := latency_of(r).get("ranks"):
-            yield f"{'ranks':12}  {r['subject']} on {r['workload']}: {describe_ranks(ranks)}", {}
+        for name, said in said_by_guests(latency_of(r)):
+            yield f"{name:12}  {r['subject']} on {r['workload']}: {said}", {}
     yield from _reasons(records)
     yield closing(records)
 

@@ -7,9 +7,10 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from statistics import median
+from pkgutil import resolve_name
 from typing import Any
 
+from pytest_attn.seam import added
 from pytest_attn.workloads.functions import printable
 
 #: characters of the labels of a mismatch or a regression
@@ -104,49 +105,14 @@ def duration_in_column(seconds: float) -> str:
     return f"{seconds * 1e3:.4f} ms" if seconds < 1e-2 else f"{seconds * 1e3:.2f} ms"
 
 
-# -- over ranks --------------------------------------------------------------------------------------------------------
-
-#: how much longer than the median of the others a rank takes outside collectives that is named
-_SLOWER = 1.2
+# -- of guests ---------------------------------------------------------------------------------------------------------
 
 
-def describe_ranks(ranks: Mapping[str, Any]) -> str:
-    """Say which rank is slower than the others, how much of the time collectives take, and how well ranks were aligned.
-
-    ranks: of a latency, as `Latency.ranks` has them.
-    """
-    said = [f"{count(ranks['number'], 'rank')} ({ranks['shard']}, {ranks['topology']})"]
-    own, shares = ranks["own"], ranks["communication"]
-    if own:
-        said.append(f"outside collectives {_who_takes(own)}")
-    if shares:
-        least, most = f"{min(shares):.0%}", f"{max(shares):.0%}"
-        said.append(f"in collectives {least if least == most else f'{least} to {most}'} of the time")
-    if ranks["apart"] is not None:
-        said.append(f"begun within {duration(ranks['apart'])} of one another")
-    return "; ".join(said)
-
-
-def _who_takes(own: Sequence[float]) -> str:
-    """Say what ranks take, and which of them takes longer than the others."""
-    slow = slow_rank(own)
-    if slow is None:
-        return f"each took {duration(median(own))}" if len(own) > 1 else f"it took {duration(own[0])}"
-    others = [one for rank, one in enumerate(own) if rank != slow]
-    whose = "the others" if len(others) > 1 else f"rank {1 - slow}"
-    return f"rank {slow} took {duration(own[slow])}, {whose} {duration(median(others))}"
-
-
-def slow_rank(own: Sequence[float]) -> int | None:
-    """Return the rank that takes notably longer than the others; None where none does, or there are no others.
-
-    own: seconds of each rank outside collectives: inside, all of them wait for the slow one.
-    """
-    if len(own) < 2:
-        return None
-    slowest = max(range(len(own)), key=own.__getitem__)
-    others = [one for rank, one in enumerate(own) if rank != slowest]
-    return slowest if own[slowest] > _SLOWER * median(others) else None
+def said_by_guests(latency: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what guests say of a latency's fields of theirs: the field, and a line. latency: as records have it."""
+    for name, describe in added("latency").items():
+        if latency.get(name):
+            yield name, resolve_name(describe)(latency[name])
 
 
 # -- tables: columns of equal width --------------------------------------------------------------------------------------

@@ -9,27 +9,25 @@ import pytest
 
 from pytest_attn.backends.backend import Backend, LibraryBackend
 from pytest_attn.backends.configured import split
-from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import obstacle_of_any
-from pytest_attn.session.devices import NoTorchError, require_torch, too_few_gpus_because, untimed_because
-from pytest_attn.session.guests import maker_of
+from pytest_attn.seam import Kind
+from pytest_attn.session.devices import NoTorchError, require_torch, untimed_because
 from pytest_attn.session.kinds import (
     ATTENTION,
     MUTANT,
     PARAMETER,
     CaseParameter,
-    Kind,
     case_id,
     device_of,
     fixtures,
     is_case,
     kind_of,
+    made_items,
     parameter_of,
 )
 from pytest_attn.session.marks import AttentionMark, MarkerHelp, RequiresMark
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.catalog import is_generated
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
 #: stands in the id of a fuzz item, and for its workload until one is drawn
@@ -43,12 +41,15 @@ _FUZZ_MAKER = "pytest_attn.cases.fuzz:make_fuzz_case"
 class Items:
     """The items of one kind of tests: one per workload of the marker, and per backend where the test takes one."""
 
+    #: what the marker is read into
+    mark: type[AttentionMark] = AttentionMark
+
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
 
     def read(self, marker: pytest.Mark, session: AttentionSession) -> AttentionMark:
         """Read a marker. Raises ValueError for a bad one."""
-        return AttentionMark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
+        return self.mark.from_marker(marker, session.registrations.catalog, session.registrations.registry)
 
     def help(self) -> MarkerHelp | None:
         """Return what is said of the marker; None where its kind says it."""
@@ -88,25 +89,12 @@ class Items:
 
 
 class KernelItems(Items):
-    """The items of a kernel's test: also one per number of ranks, and those of --attn-fuzz."""
+    """The items of a kernel's test: also those of --attn-fuzz."""
 
     def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
         cases = super().cases(mark, names, session)
-        if mark.ranks:
-            return [replace(case, ranks=ranks, maker=maker_of("ranks")) for case in cases for ranks in mark.ranks]
         backends = dict.fromkeys(case.backend for case in cases) if session.settings.fuzz and "attn" in names else ()
         return [*cases, *(CaseParameter(PLACEHOLDER, backend, maker=_FUZZ_MAKER) for backend in backends)]
-
-    def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:
-        if not case.ranks:
-            return super().obstacle(case, marker, session)
-        machine, backward = session.machines.machine(marker.kwargs.get("device")), bool(marker.kwargs.get("backward"))
-        backend = session.registrations.registry[case.backend] if case.backend else None
-        sharding = Sharding(case.workload, marker.kwargs.get("shard", "contiguous"), case.ranks)
-        reason = too_few_gpus_because(case.ranks, machine) or sharding.refused_because()
-        if reason or not isinstance(backend, RankBackend):
-            return reason or obstacle_of_any(case.workload, machine, backward)
-        return backend.obstacle_over(sharding, machine, backward)
 
 
 def mark_groups(items: list[pytest.Item]) -> None:
@@ -117,7 +105,7 @@ def mark_groups(items: list[pytest.Item]) -> None:
     for item in items:
         if (parameter := parameter_of(item)) is None or item.get_closest_marker("xdist_group"):
             continue
-        if group := kind_of(item).made_items().group(item, parameter):
+        if group := made_items(item).group(item, parameter):
             item.add_marker(pytest.mark.xdist_group(re.sub(r"[\[\]@:]+", "~", group)))  # what ids are read by
     items.sort(key=lambda item: not _compiles(item))
 
@@ -143,7 +131,7 @@ def kernel_of(backend: Backend, workload: Workload) -> Hashable:
 def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
     """Give a test that uses one of the fixtures an item per case. Raises pytest.Collector.CollectError for a bad marker."""
     kind, where = kind_of(metafunc.definition), metafunc.definition.nodeid
-    items: Items = kind.made_items()
+    items: Items = made_items(metafunc.definition)
     try:
         mark = items.read(_only_marker(metafunc, kind), session)
         for requirement in metafunc.definition.iter_markers(_REQUIRES):

@@ -30,6 +30,7 @@ from pytest_attn.session.kinds import (
     asks_gradients,
     device_of,
     kind_of,
+    made_items,
     marker_of,
     parameter_of,
     test_of,
@@ -82,7 +83,7 @@ class _Case:
         """True where nothing that is known stands in its way, as libraries say, which may take them a while."""
         marker = marker_of(self.item)
         with contextlib.suppress(Exception):  # what raises will raise when it runs, and the test says so then
-            return kind_of(self.item).made_items().obstacle(self.parameter, marker, self.session) is None
+            return made_items(self.item).obstacle(self.parameter, marker, self.session) is None
         return True
 
     @property

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_attn.seam import Kind, added, guests
+
 if TYPE_CHECKING:
     from pytest_attn.workloads.workload import Workload
 
@@ -29,52 +31,12 @@ class CaseParameter:
 
     workload: Workload
     backend: str | None  # its name, where the test takes one
-    ranks: int = 0  # how many processes compute it together; 0 in a test without ranks=
     maker: str = ""  # what makes the case, where that is not what its kind says
 
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of tests.
-
-    Args:
-        marker: of its tests.
-        maker: "module:function" of (request, parameter) that makes the case of an item, loaded when one is set up.
-        must_call: what a test calls so that something is judged, as a reader would write it.
-        fixture: its own, which is the case.
-        takes: the plugin's fixtures that a test of it may take, its own among them.
-        items: "module:class" that makes its items of a marked test, loaded when one is collected.
-        example: what to add to a test that takes the fixture and has no marker.
-        help: of the marker, as `pytest --markers` shows it; "" where plugin.py says it.
-        unknown: what reports call the workload of a test that raised before it was known; "" where its item says it. What its
-            tests judge has then no workload that a run could select.
-        about: what `pytest --fixtures` says of the fixture.
-    """
-
-    marker: str
-    maker: str
-    must_call: str
-    fixture: str
-    takes: tuple[str, ...]
-    items: str = "pytest_attn.session.collection:Items"
-    example: str = ""
-    help: str = ""
-    unknown: str = ""
-    about: str = "The case of a test; its kind says what it judges."
-
     @property
-    def has_workloads(self) -> bool:
-        """True where its tests are of workloads, which a run selects."""
-        return not self.unknown
-
-    @property
-    def example_of_marker(self) -> str:
-        """Marker to add to a test that has none."""
-        return self.example or f"@pytest.mark.{self.marker}"
-
-    def made_items(self) -> Any:
-        """Return what makes its items."""
-        return resolve_name(self.items)(self)
+    def label(self) -> str:
+        """The case in its id, without the backend."""
+        return self.workload.id
 
 
 #: the kind of a test that asks for no other
@@ -103,6 +65,13 @@ def fixtures() -> frozenset[str]:
     return frozenset(name for kind in KINDS.values() for name in kind.takes)
 
 
+def register_kinds_of_guests() -> None:
+    """Register the kinds that guests add."""
+    for kind in (one for guest in guests() for one in guest.kinds):
+        if KINDS.get(kind.marker) is not kind:
+            register(kind)
+
+
 def kind_of(item: pytest.Item) -> Kind:
     """Return the kind of a test: its marker's, or that of the fixture that it takes."""
     names = getattr(item, "fixturenames", ())
@@ -118,6 +87,14 @@ def is_marked(item: pytest.Item) -> bool:
 def marker_of(item: pytest.Item) -> pytest.Mark | None:
     """Return the marker of a test's kind, None where it has none."""
     return item.get_closest_marker(kind_of(item).marker)
+
+
+def made_items(item: pytest.Item) -> Any:
+    """Return what makes the items of a test: what its kind says, or a guest of an argument that its marker gives."""
+    kind, marker = kind_of(item), marker_of(item)
+    given = marker.kwargs if marker and kind is ATTENTION else ()
+    name = next((items for argument, items in added("items").items() if argument in given), kind.items)
+    return resolve_name(name)(kind)
 
 
 def device_of(item: pytest.Item) -> str | None:
@@ -151,9 +128,8 @@ def parameter_of(item: pytest.Item) -> CaseParameter | None:
 
 
 def case_id(case: CaseParameter) -> str:
-    """Return the id of a case: workload, then ranks, then backend."""
-    named = f"{case.workload.id}-ranks{case.ranks}" if case.ranks else case.workload.id
-    return named if case.backend is None else f"{named}-{case.backend.removeprefix(MUTANT)}"
+    """Return the id of a case: workload, then what a guest adds, then backend."""
+    return case.label if case.backend is None else f"{case.label}-{case.backend.removeprefix(MUTANT)}"
 
 
 def test_of(item: pytest.Item) -> str:

@@ -6,12 +6,14 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_attn.backends.declaration import FORM, Argument, Declaration, argument, arguments_of, checked, described, one_of
+from pytest_attn.backends.declaration import Argument, Declaration, argument, arguments_of, checked, described, one_of
 from pytest_attn.backends.machine import is_device_name, satisfies
+from pytest_attn.seam import added
 from pytest_attn.session.kinds import KINDS
 from pytest_attn.session.option_types import size
 from pytest_attn.workloads.catalog import Catalog
@@ -20,7 +22,6 @@ from pytest_attn.workloads.dtypes import dtype_name
 from pytest_attn.workloads.fields import instead_of
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.parameters import PARAMETERS, asked_gradients
-from pytest_attn.workloads.sharding import SHARDS, Shard
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -56,17 +57,6 @@ class AttentionMark:
     )
     leaves: tuple[str, ...] = ("q", "k", "v")
     parameters: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = argument(
-        None,
-        "how many processes call fn, each with its shards; each of several numbers makes an item",
-        unset="one process, whole tensors",
-    )
-    shard: Shard = argument(
-        "contiguous",
-        f"which positions a rank holds: {', '.join(map(_quoted, SHARDS))}, or a function of (length, ranks) that returns those"
-        " of each rank",
-    )
-
     covering: int | None = argument(
         None,
         "2 or 1: where nobody names workloads, a backend runs as few as cover each pair of values that it takes, or each"
@@ -81,7 +71,7 @@ class AttentionMark:
     @classmethod
     def from_marker(cls, mark: pytest.Mark, catalog: Catalog, registry: Registry) -> AttentionMark:
         """Check every argument; raise ValueError naming what was found and what was expected."""
-        values = _known(mark, [one.name for one in arguments_of(cls)])
+        values = _known(mark, [one.name for one in arguments_of_attention()])
         values["workloads"] = tuple(w for argument in mark.args for w in _workloads(argument, catalog))
         if mark.args and not values["workloads"]:
             raise ValueError("attention was given an empty list of workloads; name one, or nothing for the run's selection")
@@ -99,8 +89,20 @@ class AttentionMark:
         device = values.get("device")
         if device is not None and not is_device_name(str(device)):
             raise ValueError(f"device must be cpu, cuda, cuda:N, xpu or mps, got {device!r}")
-        values["ranks"] = _ranks(values, said)
-        return cls(**values)
+        return cls(**values | cls.read_more(values, said))
+
+    @classmethod
+    def read_more(cls, values: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a subclass makes of the arguments that it adds; raise as `from_marker` does.
+
+        said: what the marker says of the callable.
+        """
+        return {}
+
+    @property
+    def argument(self) -> str:
+        """The argument of a guest whose tests these are; "" for none."""
+        return ""
 
     @classmethod
     def from_keywords(cls, mark: pytest.Mark, names: Sequence[str], registry: Registry, **defaults: Any) -> AttentionMark:
@@ -109,6 +111,12 @@ class AttentionMark:
         if "backward" in values:
             one_of(True, False)("backward", values["backward"])
         return cls.from_marker(pytest.mark.attention(**values).mark, Catalog(), registry)
+
+
+def arguments_of_attention() -> tuple[Argument, ...]:
+    """Return the arguments of the marker attention, with those that guests add."""
+    marks = (AttentionMark, *(resolve_name(items).mark for items in dict.fromkeys(added("items").values())))
+    return tuple({one.name: one for mark in marks for one in arguments_of(mark)}.values())
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,7 @@ def marker_help() -> tuple[MarkerHelp, ...]:
             "attention",
             "run the test on these attention workloads (catalog names, Workload objects, lists of both; by default the run's"
             " selection), which --attn-workloads narrows, and on each selected backend if it uses attn_backend",
-            tuple(arguments_of(AttentionMark)),
+            arguments_of_attention(),
             before="*workloads",
         ),
         *(one for one in others if one is not None),
@@ -240,30 +248,6 @@ def _backends(given: object, registry: Registry) -> tuple[str, ...]:
             raise ValueError(f"backends must be names, got {name!r}")
         registry.require(name)
     return tuple(map(registry.canonical, names))
-
-
-def _ranks(values: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the world sizes of a marker, none where it names none; check what goes with them. said: of the callable."""
-    ranks, shard = values.get("ranks"), values.get("shard", "contiguous")
-    if not (callable(shard) or (isinstance(shard, str) and shard in SHARDS)):
-        raise ValueError(f"shard must be {', '.join(SHARDS)}, or a function of (length, ranks), got {shard!r}")
-    if ranks is None:
-        if "shard" in values:
-            raise ValueError("shard says how ranks share a sequence; say over how many with ranks=2, or ranks=(2, 4)")
-        return ()
-    found = _as_tuple(ranks)
-    if not found or not all(map(_is_number_of_processes, found)):
-        raise ValueError(f"ranks must be a number of processes, 1 or more, or several such numbers, got {ranks!r}")
-    if unfit := [name for name in sorted(FORM) if name in said and name not in ("layout", "returns_lse")]:
-        raise ValueError(f"ranks return out, or (out, lse) with returns_lse=True; leave out {', '.join(unfit)}")
-    if values.get("parameters") or len(values.get("leaves", "qkv")) < 3:
-        *others, last = PARAMETERS
-        raise ValueError(f"ranks have gradients of q, k and v; leave out {', '.join(others)} and {last} in backward")
-    return tuple(dict.fromkeys(found))
-
-
-def _is_number_of_processes(one: object) -> bool:
-    return isinstance(one, int) and not isinstance(one, bool) and one >= 1
 
 
 def _as_tuple(value: object) -> tuple[Any, ...]:

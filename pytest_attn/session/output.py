@@ -24,7 +24,7 @@ from pytest_attn.reports.terminal import Line, listing, mutation_summary, profil
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.collection import unmet_because
 from pytest_attn.session.devices import NoTorchError
-from pytest_attn.session.kinds import kind_of, marker_of, parameter_of
+from pytest_attn.session.kinds import made_items, marker_of, parameter_of
 from pytest_attn.session.manifest import Manifest
 from pytest_attn.session.pytest_versions import verbosity_of
 from pytest_attn.session.session import AttentionSession
@@ -362,7 +362,7 @@ def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:
         if parameter is None or marker is None:
             continue
         with contextlib.suppress(Exception):  # one whose checks fail will fail when it runs, and say so then
-            reason = unmet_because(item, session) or kind_of(item).made_items().obstacle(parameter, marker, session)
+            reason = unmet_because(item, session) or made_items(item).obstacle(parameter, marker, session)
             session.collected.count(reason, parameter.backend or "any kernel")
 
 

@@ -59,7 +59,7 @@ class SelectedKernels:
         Raises ValueError for a marker whose layout is not that of its workloads.
         """
         cases = self.plain_cases(mark, takes_backend)
-        if mark.workloads or mark.ranks or self.settings.workloads or self.settings.fuzz:
+        if mark.workloads or mark.argument or self.settings.workloads or self.settings.fuzz:
             return cases
         kernels = self._kernels(mark, takes_backend)
         return [*cases, *(CaseParameter(w, name) for name in kernels for w in self._more(mark, name))]
@@ -89,8 +89,8 @@ class SelectedKernels:
     def backends(self, mark: AttentionMark) -> list[str] | list[None]:
         """Return the backends of a marker that are selected; where nobody selected any, all of them.
 
-        A test with ranks takes those that compute over ranks, any other test takes the others. A configuration that the
-        marker names is selected with its backend.
+        A test whose marker has an argument of a guest takes the backends for it, any other test takes the others. A
+        configuration that the marker names is selected with its backend.
         """
         named = mark.backends or ()
         are_chosen = "backends" in self.settings.given  # then markers only narrow
@@ -98,8 +98,7 @@ class SelectedKernels:
         if mark.backends is not None:
             narrowed = [name for name in selected if name in named or split(name)[0] in named]
             selected = list(dict.fromkeys([*narrowed, *(name for name in named if split(name)[0] in selected)]))
-        over_ranks = self.registrations.registry.computes_over_ranks
-        return [name for name in selected if over_ranks(name) == bool(mark.ranks)]
+        return [name for name in selected if self.registrations.registry.argument_of(name) == mark.argument]
 
     def backend_named(self, name: str) -> Backend:
         """Return the backend of a case."""

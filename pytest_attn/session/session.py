@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn.processes.worker import Worker
+from pytest_attn.seam import guests
 from pytest_attn.session.devices import Machines, memory_lock, sharers_of
-from pytest_attn.session.guests import guests
 from pytest_attn.session.options import Settings
 from pytest_attn.session.registrations import Registrations
 

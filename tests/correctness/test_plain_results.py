@@ -10,9 +10,9 @@ from judging import SMALL, attention, failure, timed, with_gradients
 import pytest_attn
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.guests.ranks.rank_server import RankServer
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.latency.work import verified
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.sharding import Sharding
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pytest_attn.reports.records import read_records
-from pytest_attn.session.guests import guests, maker_of
-from pytest_attn.session.kinds import ATTENTION, KINDS
+from pytest_attn.seam import guests
+from pytest_attn.session.kinds import ATTENTION, KINDS, register_kinds_of_guests
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "howto" / "extend.md").read_text()
 EXAMPLE = re.search(r'```python\n("""RMSNorm.*?)```', PAGE, re.DOTALL)[1]
@@ -43,7 +43,7 @@ def guest(pytester, monkeypatch):
         _forget_guests()
         yield lambda *options: pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
     _forget_guests()
-    guests()
+    register_kinds_of_guests()
 
 
 def _forget_guests():
@@ -78,9 +78,3 @@ def test_an_entry_point_that_names_something_else_is_told(guest, pytester):
     (pytester.path / "rms_norm-1.0.dist-info" / "entry_points.txt").write_text("[pytest_attn]\nrms_norm = rms_norm:KIND\n")
     with pytest.raises(TypeError, match="the entry point rms_norm:KIND of pytest_attn must name a Guest, got Kind"):
         guests()
-
-
-def test_what_no_guest_makes_says_so():
-    assert len(guests()) >= 3
-    with pytest.raises(ValueError, match="moons= of the marker attention needs a guest of pytest-attn that is not installed"):
-        maker_of("moons")

@@ -15,7 +15,7 @@ from pytest_attn.cases.judgment import FailureToSave, Judgment
 from pytest_attn.cases.conclude import conclude, skip_unless_runnable
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.session.kinds import Kind
+from pytest_attn.seam import Kind
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.workloads.inputs import draw_inputs
 

@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent.parent
 #: lets CUDA backends run on a CPU, and teaches torch's ring the CPU's kernel; `plant` makes one thing wrong on the ranks
 CONFTEST = """
 import pytest
-from pytest_attn.backends.libraries import ring_flash, torch_cp, yunchang
+from pytest_attn.guests.ranks.libraries import ring_flash, torch_cp, yunchang
 
 for cls in (torch_cp.TorchCp, ring_flash.RingFlash, ring_flash.Zigzag, ring_flash.Llama3, yunchang.Ulysses, yunchang.Usp):
     cls.unavailable_because = lambda self, machine: None

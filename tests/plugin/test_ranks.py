@@ -21,7 +21,7 @@ import torch.distributed as dist
 from exchanges import GlooExchange
 from rings import AllGather, Problem, Ring, Ulysses
 from pytest_attn import Workload
-from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.guests.ranks.sharding import Sharding
 
 W = Workload(34, heads=4, kv_heads=2, head_dim=32, mask="causal")
 

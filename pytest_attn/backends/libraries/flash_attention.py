@@ -38,12 +38,10 @@ from pytest_attn.backends.layouts import (
 )
 from pytest_attn.backends.library import Library, refusal_of_trial
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.kv_layout import split_cache
 from pytest_attn.workloads.masks import Window
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
 
@@ -396,21 +394,6 @@ def _limits(w: Workload, family: int, backward: bool) -> list[tuple[bool, str]]:
         (backward and family in (10, 11) and w.head_dim == 256 and bool(w.sinks), "has no backward with sinks for 256"),
         (backward and family == 12 and w.softcap is not None, "has no backward with softcap on sm120"),
     ]
-
-
-# -- libraries around flash-attn 2 -------------------------------------------------------------------------------------------
-
-
-class OverFlash2(RankBackend):
-    """A library around flash-attn 2, which computes each rank's part."""
-
-    precision = "flash2"
-    needs = "CUDA, sm80 to sm121, flash-attn 2, ranks"
-
-    def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
-        reasons = super().refusals_over(sharding, machine, backward)
-        w = sharding.workload
-        return reasons or list(filter(None, [refused_by_build(w.head_dim, w.dtype, machine.device)]))
 
 
 # -- calls of a model --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,11 +21,9 @@ from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.contexts import environment
 from pytest_attn.backends.defects import (
     CUDNN_NAN,
-    CUDNN_NAN_OF_A_RANK,
     CUDNN_NAN_OF_ONE_TILE,
     FLASH4_DQ,
     KnownDefect,
-    is_half_tile,
     sees_nothing,
 )
 from pytest_attn.backends.dense import boolean_mask
@@ -40,13 +38,9 @@ from pytest_attn.backends.layouts import (
 from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_by_compiler, refused_head_dims
 from pytest_attn.backends.library import Library, refusal_of_trial
 from pytest_attn.backends.machine import Machine, release
-from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile, heads_refusals
-from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal, Mask
-from pytest_attn.workloads.sharding import Sharding
-from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
 
 #: its kernels by the names of its log, with the variables that allow them, in the order of its list of available ones
@@ -436,81 +430,6 @@ def _refused_by_build(token: Workload, device: str) -> str | None:
     """Try one token: flash-attn is often built for a few head dimensions, of which Transformer Engine knows nothing."""
     inputs = draw_inputs(token, device=device)
     return refusal_of_trial(lambda: TeFlash().prepare(inputs)(inputs.q, inputs.k, inputs.v))
-
-
-# -- over ranks --------------------------------------------------------------------------------------------------------------
-
-
-#: its kernels by the words of the option `kernel`: their names in its log, and how they round
-_KERNELS_OVER_RANKS = {"fused": ("FusedAttention", "cudnn"), "flash": ("FlashAttention", "flash2")}
-
-
-class TeCp(RankBackend):
-    """DotProductAttention with chunks r and 2n-1-r on each rank, whatever the mask.
-
-    comm: the library's cp_comm_type. kernel: cuDNN's ("fused") or flash-attn's.
-    """
-
-    name = "te_cp"
-    source = TRANSFORMER_ENGINE
-    shards = ("head-tail",)
-    needs = "CUDA, sm80 to sm121, ranks"
-    choices = MappingProxyType({"comm": ("p2p", "all_gather", "a2a"), "kernel": tuple(_KERNELS_OVER_RANKS)})
-    known_defects = (CUDNN_NAN_OF_A_RANK,)
-    capabilities = Capabilities(
-        masks=frozenset(("causal", "causal-bottom-right", "window")),
-        features=frozenset(("scale", "grouped heads", "packed", "backward")),
-        square=True,
-    )
-
-    @property
-    def _comm(self) -> str:
-        return str(self.configuration.get("comm", "p2p"))
-
-    @property
-    def _kernel(self) -> tuple[str, str]:
-        return _KERNELS_OVER_RANKS[str(self.configuration.get("kernel", "fused"))]
-
-    def precision_on(self, kind: str) -> str | Precision:
-        return self._kernel[1]
-
-    def defects_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[KnownDefect]:
-        """Those of cuDNN's kernel, where what it gets of the split shows them: comm=a2a gives it whole sequences."""
-        is_half = is_half_tile(sharding.workload.q_len) if self._comm == "a2a" else has_half_tile(sharding)
-        return super().defects_over(sharding, machine, backward) if self._kernel[1] == "cudnn" and is_half else []
-
-    def refused_over(self, sharding: Sharding, machine: Machine, backward: bool) -> list[str]:
-        w = sharding.workload
-        reasons = half_open_window_refused(w)
-        if "window" in traits_of(w) and self._comm == "p2p":
-            reasons.append("has sliding windows with comm=all_gather and comm=a2a only")
-        if w.is_packed and self._comm == "all_gather":
-            reasons.append("has packed sequences with comm=p2p and comm=a2a only")
-        if w.is_packed and w.q_lens != w.kv_lens:
-            reasons.append("takes packed keys as long as the queries only")
-        return reasons + (heads_refusals(w, sharding.ranks) if self._comm == "a2a" else [])
-
-    def prepare_on_rank(self, inputs: Inputs, sharding: Sharding, place: Place, backward: bool = False) -> AttentionFn:
-        te, w = self.source.load(), sharding.workload
-        module, in_sequence = module_of(te, inputs, backward), goes_in_sequence(w)
-        options = call_options(inputs, in_sequence)
-        if in_sequence:
-            options |= {f"cu_seqlens_{name}_padded": options[f"cu_seqlens_{name}"] for name in ("q", "kv")}
-        module.set_context_parallel_group(place.group, list(range(place.ranks)), _stream(place.device), self._comm)
-        remembered: dict[str, Any] = {}
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            with selected(te, self._kernel[0], remembered), listening(te, []):
-                out: torch.Tensor = module(*(t.contiguous() for t in (q, k, v)), **options)
-            return out.view(*out.shape[:-1], w.heads, w.v_head_dim) if out.dim() < q.dim() else out
-
-        return call if in_sequence else in_bshd(call)
-
-
-@cache
-def _stream(device: torch.device) -> Any:
-    """Return the stream on which the library communicates, one for all its modules; None on a CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 # -- calls of a model --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The guest models: the marker attention_model, its fixture, and `attn.check_module`."""
 
-from pytest_attn.session.guests import Guest
-from pytest_attn.session.kinds import Kind
+from pytest_attn.seam import Guest, Kind
 
 MODEL = Kind(
     marker="attention_model",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from pytest_attn.backends.streams import wait
 from pytest_attn.latency.nvml import AbsentError, Gpu
 from pytest_attn.latency.work import Work
+from pytest_attn.reports.lines import count, duration
 
 #: functions of torch.distributed that wait for other ranks, and which argument names the other one
 _WAITING = {
@@ -218,3 +219,50 @@ def topology_of(kind: str, ranks: int) -> str:
     if None in linked:
         return UNKNOWN
     return NVLINK if all(linked) else PCIE
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+#: how much longer than the median of the others a rank takes outside collectives that is named
+_SLOWER = 1.2
+
+
+def describe_ranks(ranks: Mapping[str, Any]) -> str:
+    """Say which rank is slower than the others, how much of the time collectives take, and how well ranks were aligned.
+
+    ranks: the field of a latency: number, shard, topology; by rank seconds (p50), own (of these, outside collectives) and
+        communication (the share of collectives); communication_by: who says so; apart: seconds by which the last rank begins
+        after the common moment, the median.
+    """
+    said = [f"{count(ranks['number'], 'rank')} ({ranks['shard']}, {ranks['topology']})"]
+    own, shares = ranks["own"], ranks["communication"]
+    if own:
+        said.append(f"outside collectives {_who_takes(own)}")
+    if shares:
+        least, most = f"{min(shares):.0%}", f"{max(shares):.0%}"
+        said.append(f"in collectives {least if least == most else f'{least} to {most}'} of the time")
+    if ranks["apart"] is not None:
+        said.append(f"begun within {duration(ranks['apart'])} of one another")
+    return "; ".join(said)
+
+
+def _who_takes(own: Sequence[float]) -> str:
+    """Say what ranks take, and which of them takes longer than the others."""
+    slow = slow_rank(own)
+    if slow is None:
+        return f"each took {duration(median(own))}" if len(own) > 1 else f"it took {duration(own[0])}"
+    others = [one for rank, one in enumerate(own) if rank != slow]
+    whose = "the others" if len(others) > 1 else f"rank {1 - slow}"
+    return f"rank {slow} took {duration(own[slow])}, {whose} {duration(median(others))}"
+
+
+def slow_rank(own: Sequence[float]) -> int | None:
+    """Return the rank that takes notably longer than the others; None where none does, or there are no others.
+
+    own: seconds of each rank outside collectives: inside, all of them wait for the slow one.
+    """
+    if len(own) < 2:
+        return None
+    slowest = max(range(len(own)), key=own.__getitem__)
+    others = [one for rank, one in enumerate(own) if rank != slowest]
+    return slowest if own[slowest] > _SLOWER * median(others) else None

@@ -36,13 +36,13 @@ from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.tripwire import functions_kept, switches_kept
 from pytest_attn.guests.ranks.communication import watch_collectives
 from pytest_attn.guests.ranks.rank_group import COLLECTIVE, STACK, Tensors, read_tensors, write_tensors
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.guests.ranks.shards import cut, parts_of
 from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.channel import Message
 from pytest_attn.processes.worker import Worker
 from pytest_attn.reports.lines import raised_words
 from pytest_attn.workloads.functions import describe
-from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which not every build of torch has

@@ -15,7 +15,6 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import current, machine_of
 from pytest_attn.backends.named import is_name
-from pytest_attn.backends.over_ranks import Place, RankBackend
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.cases.case import AttentionCase, case_of, make_case
 from pytest_attn.cases.conclude import skip
@@ -23,25 +22,25 @@ from pytest_attn.cases.context import CaseContext, mark_of
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.guests.ranks.over_ranks import Place, RankBackend
 from pytest_attn.guests.ranks.rank_server import Rank, RankServer, rank_of
 from pytest_attn.guests.ranks.ranked_executor import OnRanks
+from pytest_attn.guests.ranks.ranked_items import RankedMark, RankedParameter
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.guests.ranks.shards import RankCache, parts_of, whole_of
 from pytest_attn.guests.ranks.worker_timing import RankTiming
 from pytest_attn.invariants.report import InvariantReport
 from pytest_attn.latency.protocol import threads
 from pytest_attn.latency.result import Latency
-from pytest_attn.session.kinds import CaseParameter
-from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.inputs import Inputs, PageLists, draw_inputs, page_lists
-from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which not every build of torch has
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def make_ranked_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase | RankCase:
+def make_ranked_case(request: pytest.FixtureRequest, parameter: RankedParameter) -> AttentionCase | RankCase:
     """Make the case of a test over ranks: in the process that judges one whose callables run on them; on a rank its part.
 
     Skips the test where it cannot run.
@@ -50,6 +49,7 @@ def make_ranked_case(request: pytest.FixtureRequest, parameter: CaseParameter) -
     item: pytest.Item = request.node
     session = session_of(item.config)
     mark = mark_of(item, session)
+    assert isinstance(mark, RankedMark)
     if rank := rank_of(request.config):
         return RankCase(rank, parameter, mark, session)
     if not session.kernels.are_tested:
@@ -62,24 +62,6 @@ def make_ranked_case(request: pytest.FixtureRequest, parameter: CaseParameter) -
     return case_of(context)
 
 
-class WithinRank(Executor):
-    """Runs a callable in the process of one rank."""
-
-    def __init__(self, rank: Rank, sharding: Sharding) -> None:
-        super().__init__(sharding)
-        self.rank, self._rank = rank.rank, rank
-
-    @property
-    def group(self) -> ProcessGroup:  # type: ignore[override]
-        """That of all ranks."""
-        return self._rank.group
-
-    @property
-    def mesh(self) -> DeviceMesh:  # type: ignore[override]
-        """That of all ranks, made when it is first asked for."""
-        return self._rank.mesh
-
-
 class RankCase(CaseTensors):
     """One rank's part of a workload. Tensors are its shards; `workload` is the whole.
 
@@ -89,10 +71,10 @@ class RankCase(CaseTensors):
 
     is_judged = True  # which the other process finds out
 
-    def __init__(self, rank: Rank, parameter: CaseParameter, mark: AttentionMark, session: AttentionSession) -> None:
+    def __init__(self, rank: Rank, parameter: RankedParameter, mark: RankedMark, session: AttentionSession) -> None:
         self._sharding = Sharding(parameter.workload, mark.shard, parameter.ranks)
-        super().__init__(parameter.workload, mark, session, WithinRank(rank, self._sharding))
-        self._rank = rank
+        super().__init__(parameter.workload, mark, session, Executor(parameter.workload))
+        self._rank, self.rank, self.ranks = rank, rank.rank, parameter.ranks
         self._registry = session.registrations.registry
         self._backend = session.kernels.backend_named(parameter.backend) if parameter.backend else None
 
@@ -104,6 +86,26 @@ class RankCase(CaseTensors):
     @property
     def device(self) -> torch.device:
         return self._rank.device
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group of all ranks."""
+        return self._rank.group
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a DeviceMesh of one dimension, "ranks", made when it is first asked for."""
+        return self._rank.mesh
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """For each rank the positions of its query rows; int64, on the CPU."""
+        return self._sharding.rows
+
+    @property
+    def kv_shards(self) -> list[torch.Tensor]:
+        """For each rank the positions of its keys."""
+        return self._sharding.keys
 
     @property
     def mask(self) -> torch.Tensor | None:

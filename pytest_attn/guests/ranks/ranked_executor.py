@@ -13,27 +13,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pytest_attn.backends.builtin import OVER_RANKS
-from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.subject import CallableSubject, Subject
+from pytest_attn.cases.case import AttentionCase, context_of
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.diagnosis.diagnose import Locate
-from pytest_attn.diagnosis.ranks import with_ranks
 from pytest_attn.guests.ranks.communication import figures_of, topology_of
 from pytest_attn.guests.ranks.controller_timing import RankedStopwatch, RankedWork
+from pytest_attn.guests.ranks.nccl import too_few_gpus_because
+from pytest_attn.guests.ranks.over_ranks import RankBackend
 from pytest_attn.guests.ranks.pool import Pool, PoolRegistry
+from pytest_attn.guests.ranks.rank_faults import with_ranks
 from pytest_attn.guests.ranks.ranked_subject import RankedBackend, RankedCallable
+from pytest_attn.guests.ranks.ranks_guest import BACKENDS
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.guests.ranks.worker_timing import threads_of_rank
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.reports.lines import count
-from pytest_attn.session.devices import too_few_gpus_because
 from pytest_attn.session.kinds import name_for_processes
 from pytest_attn.session.progress import Progress
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.functions import function_label
-from pytest_attn.workloads.sharding import Sharding
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -48,7 +49,8 @@ class OnRanks(Executor):
 
     def __init__(self, item: pytest.Item, sharding: Sharding, device: str | None, session: AttentionSession) -> None:
         """Start nothing yet. device: the one that a marker names."""
-        super().__init__(sharding)
+        super().__init__(sharding.workload)
+        self.sharding, self.ranks = sharding, sharding.ranks
         self._item, self._settings = item, session.settings
         self._device, self._machine = session.machines.device(device), session.machines.machine(device)
         self._pool: Pool | None = None
@@ -80,7 +82,7 @@ class OnRanks(Executor):
         if not isinstance(subject, CallableSubject | RankBackend):
             raise ValueError(
                 f"{subject.name} computes in one process; with ranks, attn.check takes a callable of (q, k, v),"
-                f" or one of {', '.join(OVER_RANKS)}"
+                f" or one of {', '.join(BACKENDS)}"
             )
         if subject.is_approximate and isinstance(subject, CallableSubject):
             raise ValueError(
@@ -122,6 +124,42 @@ class OnRanks(Executor):
     def _ready(self) -> Pool:
         assert self._pool is not None
         return self._pool
+
+
+# -- what `attn` has of ranks in the process that judges, where no callable over ranks is called ------------------------
+
+
+def rank_of(case: AttentionCase) -> int:
+    """Return 0, as of a single process."""
+    return 0
+
+
+def ranks_of(case: AttentionCase) -> int:
+    """Return how many ranks compute the case together; 1 in a test without ranks=."""
+    return _sharding_of(case).ranks
+
+
+def group_of(case: AttentionCase) -> None:
+    """Return no process group."""
+
+
+def mesh_of(case: AttentionCase) -> None:
+    """Return no DeviceMesh."""
+
+
+def shards_of(case: AttentionCase) -> list[torch.Tensor]:
+    """Return for each rank the positions of its query rows; int64, on the CPU."""
+    return _sharding_of(case).rows
+
+
+def kv_shards_of(case: AttentionCase) -> list[torch.Tensor]:
+    """Return for each rank the positions of its keys."""
+    return _sharding_of(case).keys
+
+
+def _sharding_of(case: AttentionCase) -> Sharding:
+    executor = context_of(case).executor
+    return executor.sharding if isinstance(executor, OnRanks) else Sharding(executor.workload, "contiguous", 1)
 
 
 # -- times --------------------------------------------------------------------------------------------------------------
@@ -174,7 +212,8 @@ class RankedMeasurement(Measurement):
         latency = stopwatch.measure(work, self.spec.workload.id, self.subject.name, mode)
         profiled = pool.step("communication") if device.type == "cuda" else []
         where = {"number": self.sharding.ranks, "shard": self._shard, "topology": self._topology}
-        return replace(latency, ranks={**where, **figures_of(stopwatch.shares(), profiled)}, threads=threads)
+        figures = {**where, **figures_of(stopwatch.shares(), profiled)}
+        return replace(latency, more={"ranks": figures}, threads=threads)
 
     @property
     def _ranks(self) -> str:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import RankBackend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn, CallableSubject, Subject
 from pytest_attn.correctness.contract import ContractError, native_shape
+from pytest_attn.guests.ranks.over_ranks import RankBackend, profile_over
 from pytest_attn.guests.ranks.rank_group import RankGroup, Tensors
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.guests.ranks.shards import join
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import canonical
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RankedSubject(Subject):
     def declares(self, asked: Declaration, kind: str) -> Declaration:
         """Return what is declared, with a rounding of each rank's part."""
         declared = super().declares(asked, kind)
-        return dataclasses.replace(declared, precision=declared.profile.over_ranks(self.sharding.ranks))
+        return dataclasses.replace(declared, precision=profile_over(declared.profile, self.sharding.ranks))
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         import torch

@@ -7,9 +7,9 @@ import torch
 
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.workloads.inputs import Inputs, cut_into_pages
 from pytest_attn.workloads.kv_layout import handed_over
-from pytest_attn.workloads.sharding import Sharding
 
 #: dimension of the rows in each layout
 _ROWS = {"bhsd": 2, "bshd": 1, "thd": 0}

@@ -25,7 +25,9 @@ from pytest_attn.correctness.contract import native_shape, plain
 from pytest_attn.correctness.reference import Held
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.guests.ranks.communication import Collectives, RankTimes, communication_of
+from pytest_attn.guests.ranks.over_ranks import profile_over
 from pytest_attn.guests.ranks.rank_server import Rank, StartBarrier
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.guests.ranks.shards import RankCache, cut, parts_of, whole_of
 from pytest_attn.latency.anchors import anchor_item, make_anchors
 from pytest_attn.latency.cuda_timer import CudaTimer
@@ -38,7 +40,6 @@ from pytest_attn.latency.timer import Item, repeated
 from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, first_of, peak_of, verified
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
-from pytest_attn.workloads.sharding import Sharding
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which not every build of torch has
@@ -174,7 +175,7 @@ class AttentionOfShard(Attention):
         rank: int,
         defects: Sequence[KnownDefect] = (),
     ) -> None:
-        declared = replace(spec.declared, precision=spec.profile.over_ranks(sharding.ranks))
+        declared = replace(spec.declared, precision=profile_over(spec.profile, sharding.ranks))
         super().__init__(replace(spec, declared=declared), inputs, direction, defects=defects)
         self._sharding, self._rank, self._is_whole = sharding, rank, False
         self._cache = RankCache(sharding, rank) if sharding.shares_pages else None

@@ -3,11 +3,17 @@
 import pytest
 
 from pytest_attn.guests.ranks import communication, controller_timing
-from pytest_attn.guests.ranks.communication import RankTimes, SharedSample, figures_of, seconds_of
+from pytest_attn.guests.ranks.communication import (
+    RankTimes,
+    SharedSample,
+    describe_ranks,
+    figures_of,
+    seconds_of,
+    slow_rank,
+)
 from pytest_attn.guests.ranks.controller_timing import RankedMonitor, RankedTimer, RankedWork
 from pytest_attn.latency.cuda_timer import BacklogError
 from pytest_attn.latency.timer import Item
-from pytest_attn.reports.lines import describe_ranks, slow_rank
 
 FORWARD = RankedWork("forward", None)
 

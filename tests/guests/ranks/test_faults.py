@@ -13,8 +13,8 @@ from pytest_attn import Document, Workload
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis.diagnose import diagnose
-from pytest_attn.diagnosis.ranks import faults_of_ranks, with_ranks
-from pytest_attn.workloads.sharding import SHARDS, Sharding
+from pytest_attn.guests.ranks.rank_faults import faults_of_ranks, with_ranks
+from pytest_attn.guests.ranks.sharding import SHARDS, Sharding
 
 REFERENCES = ReferenceCache()
 WORKLOADS = [

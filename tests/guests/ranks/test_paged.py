@@ -9,9 +9,9 @@ from rings import Problem
 from pytest_attn import Pages, Workload
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import ReferenceCache
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.guests.ranks.shards import RankCache, parts_of
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.sharding import Sharding
 
 REFERENCES = ReferenceCache()
 DECODE = Workload(1, 70, batch=3, heads=4, kv_heads=2, head_dim=32, kv_pages=Pages(8), kv_lens=(70, 33, 5))

@@ -8,7 +8,7 @@ import torch
 from pytest_attn import Workload
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.guests.ranks.ranked_executor import RankedMeasurement
-from pytest_attn.workloads.sharding import Sharding
+from pytest_attn.guests.ranks.sharding import Sharding
 
 
 @pytest.mark.parametrize(

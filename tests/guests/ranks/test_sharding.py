@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pytest_attn import Pages, Workload
+from pytest_attn.guests.ranks.sharding import SHARDS, Sharding, positions_of
 from pytest_attn.guests.ranks.shards import cut, join, laid_like
-from pytest_attn.workloads.sharding import SHARDS, Sharding, positions_of
 
 
 def lists(shards):

@@ -12,10 +12,10 @@ from rings import Problem, Ring
 
 from pytest_attn import Pages, Workload
 from pytest_attn.guests.ranks.controller_timing import RankedStopwatch, RankedWork
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.guests.ranks.worker_timing import RankTiming
 from pytest_attn.latency.disturbance import WaitingMonitor
 from pytest_attn.latency.work import StaleError
-from pytest_attn.workloads.sharding import Sharding
 
 CPU = torch.device("cpu")
 FULL = Workload(48, heads=2, head_dim=32, dtype="float32")

@@ -7,17 +7,29 @@ import torch
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import BFLOAT16_DQ
 from pytest_attn.backends.layouts import in_bshd
-from pytest_attn.backends.libraries.flash_attention import OverFlash2
+from pytest_attn.backends.libraries.flash_attention import refused_by_build
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import Place
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.guests.ranks.over_ranks import Place, RankBackend
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
 _CAUSAL = frozenset(("causal", "causal-bottom-right"))
 _FEATURES = frozenset(("scale", "grouped heads", "backward"))
+
+
+class OverFlash2(RankBackend):
+    """A library around flash-attn 2, which computes each rank's part."""
+
+    precision = "flash2"
+    needs = "CUDA, sm80 to sm121, flash-attn 2, ranks"
+
+    def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
+        reasons = super().refusals_over(sharding, machine, backward)
+        w = sharding.workload
+        return reasons or list(filter(None, [refused_by_build(w.head_dim, w.dtype, machine.device)]))
 
 
 class _RingFlash(OverFlash2):

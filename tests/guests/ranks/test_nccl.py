@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from pytest_attn import Machine
-from pytest_attn.session import devices
-from pytest_attn.session.devices import too_few_gpus_because
+from pytest_attn.guests.ranks import nccl as asked
+from pytest_attn.guests.ranks.nccl import too_few_gpus_because
 
 ONE = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
-SHOW = "from pytest_attn.session.devices import loaded_nccl; print(loaded_nccl())"
+SHOW = "from pytest_attn.guests.ranks.nccl import loaded_nccl; print(loaded_nccl())"
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_nothing_is_loaded_to_ask_it(nccl):
     ],
 )
 def test_what_is_said_where_there_are_fewer_gpus_than_ranks(monkeypatch, found, said):
-    monkeypatch.setattr(devices, "loaded_nccl", lambda: found)
+    monkeypatch.setattr(asked, "loaded_nccl", lambda: found)
     assert too_few_gpus_because(2, ONE) == said
     assert too_few_gpus_because(2, replace(ONE, device_count=2)) is None
     assert too_few_gpus_because(4, replace(ONE, device="cpu", device_count=0)) is None

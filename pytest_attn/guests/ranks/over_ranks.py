@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.defects import KnownDefect, is_half_tile
+from pytest_attn.backends.defects import CUDNN_NAN, KnownDefect, is_half_tile, is_on_affected_cudnn
 from pytest_attn.backends.machine import Machine, current
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.workloads.functions import function_label
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -26,6 +27,22 @@ if TYPE_CHECKING:
 
 #: into how many equal parts each way to split cuts a sequence, for every rank
 PARTS_OF_A_RANK = {"contiguous": 1, "head-tail": 2, "striped": 1}
+
+
+#: of rings around cuDNN: with 64 rows as well, where scores are large
+CUDNN_NAN_OF_A_RANK = replace(
+    CUDNN_NAN,
+    summary="NaN in dq where a rank has q_len with q_len % 128 == 64, and a row's lse is below -88",
+    applies=is_on_affected_cudnn,  # and backends over ranks look at the rows of a rank
+)
+
+#: torch's ring hands the backward kernel the lengths of another step; flash and cuDNN do not look at them
+BALANCED_RING_OF_CUTLASS = KnownDefect(
+    issue="pytorch#163075",
+    summary="with load balance, dq and dk of the kernel efficient come from memory that nobody wrote",
+    applies=lambda workload, machine: machine.kind == "cuda",  # under load balance
+    tensors=("dq", "dk"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,7 @@ class RankBackend(LibraryBackend):
     only the split tells.
     """
 
+    argument = "ranks"
     #: the ways to split a sequence that it knows, of `SHARDS`
     shards: tuple[str, ...] = ("contiguous",)
     #: whether all ranks must hold as much
@@ -113,6 +131,11 @@ class RankBackend(LibraryBackend):
         if self.needs_equal_shards and (uneven := sorted(length for length in lengths if length % parts)):
             return [f"needs lengths that are multiples of {parts} over {sharding.ranks} ranks, not {uneven[0]}"]
         return []
+
+
+def profile_over(profile: Precision, ranks: int) -> Precision:
+    """Return the profile of a kernel that each of some ranks runs on its part, or that a ring of them hands on."""
+    return replace(profile, name=f"{profile.name} over {ranks} ranks", parts=ranks) if ranks > 1 else profile
 
 
 def has_half_tile(sharding: Sharding) -> bool:

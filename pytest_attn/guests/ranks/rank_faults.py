@@ -20,7 +20,7 @@ from pytest_attn.correctness.comparison import Evidence, Hint, Mismatch
 from pytest_attn.correctness.reference import Reference, heads_first, score_elements
 from pytest_attn.diagnosis.hypothesis import FaultHypothesis, Fit, Prediction, Tolerance, View, explains
 from pytest_attn.diagnosis.steps import AttentionSteps, Region, RegionScores, honest_steps
-from pytest_attn.workloads.sharding import SHARDS, Sharding
+from pytest_attn.guests.ranks.sharding import SHARDS, Sharding
 
 #: scores of a workload above which no fault is tried
 _MOST_SCORES = 1 << 22
@@ -33,6 +33,50 @@ _SHOWN = 4
 _OF_RANKS, _OF_PAGES = Tolerance(left=0.1), Tolerance(left=0.2)
 #: faults that others, which have nothing to do with ranks, look like
 _AMBIGUOUS = ("gradient-reduced-twice", "gradient-averaged-over-ranks")
+
+#: identity -> what is wrong
+FAULTS_OF_RANKS = {
+    "own-keys-only": "a rank attends to its own keys only",
+    "rank-keys-missing": "the keys of a rank are left out",
+    "rank-keys-twice": "the keys of a rank count twice",
+    "rank-keys-zero": "zeros are read in the place of a rank's keys and values",
+    "rank-keys-of-another": "the keys of a rank count twice, in the place of those of another",
+    "shard-tails-missing": "the tail of longer shards is left out",
+    "ring-steps-missing": "the keys of the last steps of a ring are left out",
+    "stale-keys": "a rank reads its own keys and values at every step",
+    "stale-values": "a rank reads its own values at every step",
+    "values-of-another-rank": "the values of another rank are read",
+    "chunks-reversed": "chunks are read in reverse order",
+    "chunks-merged-in-base-2": "results of ranks are merged by a natural lse as if it were one of base 2",
+    "chunks-averaged": "results of ranks are averaged, whatever their lse",
+    "chunks-added-up": "results of ranks are added up, without a common denominator",
+    "ranks-not-merged": "the result of one rank is taken, and not merged",
+    "mask-by-positions-in-shards": "a mask counts positions within the shards",
+    "mask-as-if-rows-begin-sequence": "a mask takes the rows of each rank to begin the sequence",
+    "mask-within-own-chunk-only": "a rank masks its own chunk only",
+    "mask-of-other-shards": "a mask takes shards for others",
+    "mask-of-keys-in-order": "a mask takes gathered keys to lie in the order of the sequence",
+    "mask-of-opposite-direction": "a mask takes chunks to come in the opposite direction",
+    "mask-of-reverse-order": "a mask takes chunks to be in reverse order",
+    "mask-of-later-step": "a mask takes chunks to come one step later",
+    "mask-of-earlier-step": "a mask takes chunks to come one step earlier",
+    "own-chunks-swapped": "the two chunks of a rank are swapped",
+    "rows-of-another-rank": "a rank holds the rows of another",
+    "rank-last-page-missing": "the last page of a rank is not read",
+    "rank-last-page-twice": "the last page of a rank counts twice",
+    "rank-page-missing": "a page of a rank is not read",
+    "rank-page-twice": "a page of a rank counts twice",
+    "gradient-zero": "a gradient is 0 on a rank",
+    "gradient-not-reduced": "a gradient is not reduced over ranks",
+    "gradient-of-others-twice": "the shares of other ranks count twice in a gradient",
+    "gradient-without-a-rank": "the share of a rank is missing in a gradient",
+    "gradient-of-a-rank-twice": "the share of a rank counts twice in a gradient",
+    "gradient-at-wrong-rank": "a gradient is sent to the wrong rank",
+    "gradient-reduced-twice": "a gradient is reduced twice over ranks",
+    "gradient-averaged-over-ranks": "a gradient is the mean over ranks, not the sum",
+    "stale-keys-in-backward": "the backward pass reads its own keys and values at every step",
+    "lse-of-own-chunk": "the backward pass takes the lse of a rank's own chunk",
+}
 
 
 # -- what is seen ----------------------------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ import torch
 from fakes import install, uninstall
 
 from pytest_attn import Machine, Window, Workload
-from pytest_attn.backends.builtin import BUILTIN, OVER_RANKS
+from pytest_attn.backends.builtin import BUILTIN
 from pytest_attn.backends.contexts import within
-from pytest_attn.backends.libraries import flash_attention
 from pytest_attn.backends.library import Library
-from pytest_attn.backends.over_ranks import Place
 from pytest_attn.backends.registry import Registry
+from pytest_attn.guests.ranks.libraries import ring_flash
+from pytest_attn.guests.ranks.over_ranks import Place
+from pytest_attn.guests.ranks.ranks_guest import BACKENDS
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.sharding import Sharding
 
 CPU = Machine("cpu", "a CPU", None, "cpu", 64 << 30, 0, "2.13.0")
 H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 8, "2.13.0+cu130")
@@ -110,15 +111,15 @@ def test_gradients_are_refused_where_gloo_or_flex_has_none():
 
 def test_one_process_is_not_enough_and_what_is_missing_is_said():
     registry = Registry()
-    for name in OVER_RANKS:
+    for name in BACKENDS:
         assert (
             registry[name].obstacle(W, H200, False)
             == f"{name} computes over several ranks; say ranks=2 in the marker of the test"
         )
-        assert registry.computes_over_ranks(name)
+        assert registry.argument_of(name) == "ranks"
         with pytest.raises(ValueError, match=f"{name} computes over several ranks"):
             registry[name].prepare(None)
-    assert not any(map(registry.computes_over_ranks, [*BUILTIN, "diffusers:native", "sdpa+compile"]))
+    assert not any(map(registry.argument_of, [*BUILTIN, "diffusers:native", "sdpa+compile"]))
     assert registry["torch_cp"].unavailable_because(CPU) == "needs a CUDA device"
     assert "needs torch 2.10" in registry["torch_cp_flex"].unavailable_because(dataclasses.replace(CPU, torch_version="2.9.1"))
 
@@ -211,7 +212,7 @@ class Yunchang(Recorder):
 
 
 def test_yunchang_gets_groups_and_options(called):
-    from pytest_attn.backends.libraries.yunchang import _groups_of
+    from pytest_attn.guests.ranks.libraries.yunchang import _groups_of
 
     windowed = W.replace(mask=Window(3, 0), softcap=5.0)
     ((_, args, kwargs, options),) = called("ulysses", windowed, Yunchang())
@@ -238,9 +239,9 @@ def test_yunchang_gets_groups_and_options(called):
     ],
 )
 def test_diffusers_gets_degrees_and_kernel(called, monkeypatch, name, kernel, degrees):
-    from pytest_attn.backends.libraries import diffusers
+    from pytest_attn.guests.ranks.libraries import diffusers_cp
 
-    monkeypatch.setattr(diffusers, "_configuration", lambda device, ring, ulysses, rank: (ring, ulysses, rank))
+    monkeypatch.setattr(diffusers_cp, "_configuration", lambda device, ring, ulysses, rank: (ring, ulysses, rank))
     library = Recorder(AttentionBackendName=str)
     ((function, (q, *_), options),) = called(name, FULL.replace(kv_heads=4), library, ranks=4)
     assert (function, q.shape) == ("dispatch_attention_fn", (2, 16, 4, 32))
@@ -254,13 +255,13 @@ def test_diffusers_gets_degrees_and_kernel(called, monkeypatch, name, kernel, de
 def test_transformer_engine_gets_group_and_communication(called, monkeypatch, name, comm, workload):
     from contextlib import nullcontext
 
-    from pytest_attn.backends.libraries import transformer_engine
+    from pytest_attn.guests.ranks.libraries import te_cp
 
     asked = []
     module = Recorder()
-    monkeypatch.setattr(transformer_engine, "module_of", lambda te, inputs, backward: _Module(module))
-    monkeypatch.setattr(transformer_engine, "selected", lambda te, kernel, remembered: asked.append(kernel) or nullcontext())
-    monkeypatch.setattr(transformer_engine, "listening", lambda te, said: nullcontext())
+    monkeypatch.setattr(te_cp, "module_of", lambda te, inputs, backward: _Module(module))
+    monkeypatch.setattr(te_cp, "selected", lambda te, kernel, remembered: asked.append(kernel) or nullcontext())
+    monkeypatch.setattr(te_cp, "listening", lambda te, said: nullcontext())
     (grouped, _, _), (_, (q, *_), options) = called(name, workload, module, shard="head-tail")
     assert grouped == ("group", GROUP, [0, 1], None, comm)
     assert asked == ["FusedAttention"]
@@ -358,7 +359,7 @@ def test_what_ring_flash_attn_imports_of_an_older_transformers_is_said(tmp_path,
 @pytest.mark.parametrize("name", ["zigzag", "usp"])
 def test_what_the_build_of_flash_attn_lacks_is_a_refusal(monkeypatch, name):
     lacks = "this flash-attn build has head_dim 64 and 128 only"
-    monkeypatch.setattr(flash_attention, "refused_by_build", lambda dim, *_: lacks if dim == 32 else None)
+    monkeypatch.setattr(ring_flash, "refused_by_build", lambda dim, *_: lacks if dim == 32 else None)
     shard = "head-tail" if name == "zigzag" else "contiguous"
     for dim, refusals in ((32, [lacks]), (64, [])):
         sharding = Sharding(Workload(256, heads=4, head_dim=dim, mask="causal"), shard, 2)

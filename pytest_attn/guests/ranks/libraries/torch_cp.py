@@ -14,16 +14,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_attn.backends.capabilities import ANY_SIZE
 from pytest_attn.backends.contexts import within
-from pytest_attn.backends.defects import BALANCED_RING_OF_CUTLASS, CUDNN_NAN_OF_A_RANK, KnownDefect
+from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.libraries.flex import BLOCK, block_mask_of
 from pytest_attn.backends.libraries.sdpa import Flash
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.over_ranks import Place, RankBackend, has_half_tile
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.guests.ranks.over_ranks import (
+    BALANCED_RING_OF_CUTLASS,
+    CUDNN_NAN_OF_A_RANK,
+    Place,
+    RankBackend,
+    has_half_tile,
+)
+from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.sharding import Sharding
 from pytest_attn.workloads.workload import Workload
 
 _MODULE = "torch.distributed.tensor.experimental._attention"

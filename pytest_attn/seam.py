@@ -1,0 +1,114 @@
+"""Additions to the core: what stands on it and not in it registers itself, by entry points of the group `pytest_attn`.
+
+A guest of a distribution is a line of its pyproject, `[project.entry-points.pytest_attn]`, that names a `Guest`. Loads nothing
+else, as every run of pytest reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+#: the group of entry points
+GROUP = "pytest_attn"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of tests.
+
+    Args:
+        marker: of its tests.
+        maker: "module:function" of (request, parameter) that makes the case of an item, loaded when one is set up.
+        must_call: what a test calls so that something is judged, as a reader would write it.
+        fixture: its own, which is the case.
+        takes: the plugin's fixtures that a test of it may take, its own among them.
+        items: "module:class" that makes its items of a marked test, loaded when one is collected.
+        example: what to add to a test that takes the fixture and has no marker.
+        help: of the marker, as `pytest --markers` shows it; "" where plugin.py says it.
+        unknown: what reports call the workload of a test that raised before it was known; "" where its item says it. What its
+            tests judge has then no workload that a run could select.
+        about: what `pytest --fixtures` says of the fixture.
+    """
+
+    marker: str
+    maker: str
+    must_call: str
+    fixture: str
+    takes: tuple[str, ...]
+    items: str = "pytest_attn.session.collection:Items"
+    example: str = ""
+    help: str = ""
+    unknown: str = ""
+    about: str = "The case of a test; its kind says what it judges."
+
+    @property
+    def has_workloads(self) -> bool:
+        """True where its tests are of workloads, which a run selects."""
+        return not self.unknown
+
+    @property
+    def example_of_marker(self) -> str:
+        """Marker to add to a test that has none."""
+        return self.example or f"@pytest.mark.{self.marker}"
+
+    def made_items(self) -> Any:
+        """Return what makes its items."""
+        return resolve_name(self.items)(self)
+
+
+@dataclass(frozen=True)
+class Guest:
+    """The additions of a capability to a run; each by a name, "module:object", that is loaded when it is first needed.
+
+    Args:
+        kinds: kinds of tests: marker, fixture, items and case of each.
+        items: by an argument of the marker `attention`, a class of `Items` for the tests that give it: its `mark` reads the
+            argument, its cases say what makes them.
+        backends: by such an argument, backends by their names that are for the tests that give it, and for no others.
+        kernels: by the setting that asks for it, a class of `SelectedKernels` that says whose kernels a run tests.
+        methods: of `attn`, by their names: functions that take the `AttentionCase` first.
+        attributes: of `attn`, by their names: functions of the `AttentionCase`.
+        latency: by a field of `Latency.more`, a function of its value that says it in a line.
+        commands: of `python -m pytest_attn`: functions that take the subparsers, and add theirs.
+        faults: identities that its diagnoses give to faults, with what is wrong: a mapping.
+    """
+
+    kinds: tuple[Kind, ...] = ()
+    items: Mapping[str, str] = field(default_factory=dict)
+    backends: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    methods: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    latency: Mapping[str, str] = field(default_factory=dict)
+    commands: tuple[str, ...] = ()
+    faults: str = ""
+
+
+@cache
+def guests() -> tuple[Guest, ...]:
+    """Return all guests. Raises TypeError for an entry point that names something else than a `Guest`.
+
+    Those of this package are found beside it, too, where it is not installed but on sys.path.
+    """
+    named = dict.fromkeys(one.value for one in metadata.entry_points(group=GROUP))
+    beside = Path(__file__).parent / "guests"
+    own = [f"pytest_attn.guests.{path.parent.name}.{path.stem}:GUEST" for path in sorted(beside.glob("*/*_guest.py"))]
+    named |= dict.fromkeys(own)
+    found = []
+    for name in named:
+        guest = resolve_name(name)
+        if not isinstance(guest, Guest):
+            raise TypeError(f"the entry point {name} of {GROUP} must name a Guest, got {type(guest).__name__}")
+        found.append(guest)
+    return tuple(found)
+
+
+def added(what: str) -> dict[str, Any]:
+    """Return what all guests add in a field of `Guest` that is a mapping."""
+    return {key: value for guest in guests() for key, value in getattr(guest, what).items()}
