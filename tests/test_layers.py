@@ -306,27 +306,6 @@ def test_only_the_registry_asks_what_kind_of_subject_it_has():
     assert [str(path.relative_to(ROOT)) for path in asking] == ["backends/registry.py"]
 
 
-@pytest.mark.slow("imports torch anew")
-def test_finding_out_what_is_installed_imports_nothing():
-    ask = """
-import contextlib, sys, torch
-with contextlib.suppress(ImportError):  # torch 2.6 has none
-    import torch.nn.attention.varlen
-from pytest_attn import Machine
-from pytest_attn.backends.machine import machine_of, resolve_device
-from pytest_attn.backends.registry import Registry
-before = set(sys.modules)
-for machine in (machine_of(resolve_device()), Machine("cuda:0", "H200", (9, 0), "sm90", 1 << 37, 1, torch.__version__)):
-    registry = Registry()
-    for name in registry.names:
-        registry[name].unavailable_because(machine)
-tops = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(sorted(tops - {"pytest_attn"} - set(sys.stdlib_module_names)))
-"""
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_what_fresh_processes_find_imported_imports_no_other_plugin_of_pytest():
     """Or pytest warns that it cannot rewrite the assertions of that plugin any more, where warnings may be errors."""
     names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in FILES}

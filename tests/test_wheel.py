@@ -55,15 +55,6 @@ def metadata_of(wheel):
     return zipfile.ZipFile(wheel).read(name).decode()
 
 
-@pytest.mark.slow("starts an environment")
-def test_the_wheel_of_a_release_links_to_its_repository(wheel):
-    links = dict(re.findall(r"^Project-URL: (\w+), (\S+)$", metadata_of(wheel), re.MULTILINE))
-    assert links["Repository"] == "https://example.org/attention/pytest-attn"
-    paths = [link.partition("/main/")[2] for link in links.values() if "/main/" in link]
-    assert len(paths) == 3
-    assert all((ROOT / path).exists() for path in paths)
-
-
 def test_readme_in_the_wheel_of_a_release_links_to_files_of_the_repository(wheel):
     links = re.findall(r"\]\(([^)#]+)", metadata_of(wheel))
     here = [link.removeprefix("https://example.org/attention/pytest-attn/") for link in links]

@@ -269,30 +269,6 @@ def test_variables_are_set_for_the_import_only(plant, monkeypatch):
     assert "PLANTED" not in os.environ
 
 
-@pytest.mark.slow("starts processes")
-def test_the_stale_folder_of_flash_attn_2_breaks_flash_attn_4_only(monkeypatch, tmp_path):
-    """flash-attn 2.8.3 overwrites flash-attn-4's flash_attn/cute with its own, which cannot be imported."""
-    files = {
-        "flash_attn/flash_attn_interface.py": "flash2.py",
-        "flash_attn/cute/__init__.py": "import math\nmath.cute_dsl_of_another_version\n",
-    }
-    put_on_path(monkeypatch, tmp_path, files, "flash-attn", "2.8.3")
-    newer = tmp_path / "flash_attn_4-4.0.0b36.dist-info"
-    newer.mkdir()
-    (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b36\n")
-    forget()
-    flash4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install flash-attn-4 --pre")
-    assert flash4.missing_because() is None
-    assert flash4.broken_because() == (
-        "flash_attn.cute is installed but cannot be imported:"
-        " AttributeError: module 'math' has no attribute 'cute_dsl_of_another_version'"
-    )
-    flash2 = Registry()["flash2"]
-    assert (flash2.unavailable_because(H200), flash2.broken_because()) == (None, None)
-    assert flash2.source.load().flash_attn_func
-    uninstall(files)
-
-
 def test_a_library_that_warns_is_not_broken_where_warnings_are_errors(monkeypatch, tmp_path):
     files = {"loud.py": "import warnings\nwarnings.warn('old', DeprecationWarning)\n"}
     install(monkeypatch, tmp_path, files, "loud")

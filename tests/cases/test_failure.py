@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import random
 import re
 import sys
 from pathlib import Path
@@ -46,7 +45,6 @@ from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.records import new_record
 from pytest_attn.session.devices import Machines
-from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.functions import UnknownFunctionError
 from pytest_attn.workloads.source import decode_workload, encode_workload
@@ -227,36 +225,6 @@ def save(folder, spec, target=on_module_level):
     assert saved.startswith("  saved      "), saved
     (found,) = folder.iterdir()
     return load_failure(found)
-
-
-def words(error):
-    return str(error.value).splitlines()
-
-
-@pytest.mark.slow("draws workloads")
-@pytest.mark.parametrize("seed", range(3))
-def test_drawn_workloads_fail_again_in_the_same_words(tmp_path, seed):
-    hypothesis = pytest.importorskip("hypothesis")
-    drawn = []
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(max_examples=8, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-    @hypothesis.given(workloads())
-    def draw(workload):
-        drawn.append(workload)
-
-    draw()
-    for number, workload in enumerate(random.Random(seed).sample(drawn, 4)):
-        spec = CheckSpec(workload, CPU, inputs=("flat",), limits="strict")
-
-        def zeros(q, k, v, dim=workload.v_head_dim):
-            return q.new_ones(*q.shape[:-1], dim)
-
-        failure = save(tmp_path / str(number), spec, zeros)
-        with pytest.raises(AssertionError) as wrong:
-            failure.check(zeros)
-        assert str(wrong.value) == failure.message
-        assert failure.workload == workload
 
 
 def test_nothing_that_was_saved_is_computed_again(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from judging import attention, measure, with_gradients
 
 from pytest_attn import Workload
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.latency import kernel_work
 from pytest_attn.latency.exact_results import Attention
 from pytest_attn.latency.work import StaleError
 from pytest_attn.workloads.inputs import draw_inputs
@@ -66,39 +65,6 @@ def test_each_look_at_a_small_result_is_at_all_of_its_heads(names, of):
     assert all(looks.fault_of(seen, given, inputs.dout) for _ in range(20))
 
 
-def hits(kernel_of, workload=WORKLOAD):
-    """Return how often a kernel that keeps results has found one, of all its calls."""
-    counted = {"found": 0, "calls": 0}
-    measure(kernel_of(counted), CPU, "forward", workload, seconds=0.2)
-    return counted["found"] / counted["calls"]
-
-
-@pytest.mark.slow("makes many calls")
-@pytest.mark.parametrize(
-    "fingerprint",
-    [
-        lambda q, k, v: tuple(float(t.flatten()[:8].double().sum()) for t in (q, k, v)),
-        lambda q, k, v: tuple(float(t.abs().double().sum()) for t in (q, k, v)),  # whatever the signs
-    ],
-    ids=["values", "magnitudes"],
-)
-def test_results_kept_by_value_are_hardly_ever_found(fingerprint):
-    def kernel_of(counted):
-        kept = {}
-
-        def kernel(q, k, v):
-            key = fingerprint(q, k, v)
-            counted["calls"] += 1
-            counted["found"] += key in kept
-            if key not in kept:
-                kept[key] = attention(q, k, v)
-            return kept[key]
-
-        return kernel
-
-    assert hits(kernel_of) < 0.05
-
-
 def test_probabilities_that_are_kept():
     kept = {}
 
@@ -108,37 +74,6 @@ def test_probabilities_that_are_kept():
         return kept["p"] @ v
 
     refused(kernel)
-
-
-@pytest.mark.slow("makes many calls")
-def test_scores_of_all_the_memory_that_data_come_from():
-    """It computes them once for all places where q and k may begin, and looks its own up."""
-
-    def kernel_of(counted):
-        kept = {}
-
-        def rows(tensor, start):
-            room = tensor.untyped_storage()
-            size = (room.nbytes() // tensor.element_size() - start) // tensor.shape[-1]
-            return tensor.new_empty(0).set_(room, start, (size, tensor.shape[-1]), (tensor.shape[-1], 1))
-
-        def kernel(q, k, v):
-            places = [divmod(t.storage_offset(), t.shape[-1]) for t in (q, k)]
-            memory = [rows(t, start) for t, (_, start) in zip((q, k), places, strict=True)]
-            key = tuple((start, float(room[:2].sum()), len(room)) for (_, start), room in zip(places, memory, strict=True))
-            counted["calls"] += 1
-            counted["found"] += key in kept
-            if key not in kept:
-                kept[key] = (memory[0] @ memory[1].T * q.shape[-1] ** -0.5).exp()
-            of_all, (_, heads, length, _) = kept[key], q.shape
-            strides, (row, column) = of_all.stride(), (first for first, _ in places)
-            p = of_all.as_strided((heads, length, length), (length * sum(strides), *strides), row * strides[0] + column)
-            return torch.bmm(p, v[0])[None] / p.sum(-1, keepdim=True)
-
-        return kernel
-
-    takes_a_sample = Workload(1536, heads=1, head_dim=16, dtype="float32")
-    assert hits(kernel_of, takes_a_sample) < 0.6
 
 
 def test_a_result_of_known_signs():
@@ -214,17 +149,6 @@ def test_a_kernel_that_is_late_now_and_then_is_still_timed():
         return attention(q, k, v)
 
     assert measure(kernel, CPU, workload=WORKLOAD).p50 > 0.0005
-
-
-@pytest.mark.slow("makes many calls")
-def test_idle_once_looking_at_results_has_become_too_costly(monkeypatch):
-    monkeypatch.setattr(kernel_work, "_SHARE_OF_LOOKS", 0.0)
-    monkeypatch.setattr(kernel_work, "_FEWEST_LOOKS", 1)
-    looks, verify = [], kernel_work.KernelWork._verify
-    monkeypatch.setattr(
-        kernel_work.KernelWork, "_verify", lambda self, what, *of: looks.append(what) or verify(self, what, *of)
-    )
-    refused(lambda q, k, v: v * 0.5 if "timed" in looks else attention(q, k, v))
 
 
 @pytest.mark.one_in(8)

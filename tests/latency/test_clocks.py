@@ -1,14 +1,10 @@
 """The clocks of a GPU are locked while it is timed, and released whatever happens, on GPUs of the tests."""
 
 import atexit
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from fakes import HERE
-from fakes.gpus import UUID, two_gpus
+from fakes.gpus import two_gpus
 
 from pytest_attn.latency.nvml import ClockError, locked_clocks
 
@@ -141,23 +137,3 @@ def test_a_refusal_to_unlock_is_logged_and_fails_no_test(nvml, gpu, leaving, cap
         gpu.faults["nvmlDeviceResetGpuLockedClocks"] = nvml.NVML_ERROR_GPU_IS_LOST
     assert caplog.messages == ["cuda:0 keeps its locked clocks: GPU is lost; nvidia-smi --reset-gpu-clocks"]
     assert leaving == []
-
-
-@pytest.mark.slow("starts processes")
-def test_a_process_that_exits_inside_the_block_unlocks_once(nvml, tmp_path):
-    script = f"""
-import sys, atexit, pynvml, torch
-from types import SimpleNamespace
-from pytest_attn.latency.nvml import locked_clocks
-pynvml.GPUS.append(pynvml.Gpu("GPU-{UUID}"))
-atexit.register(lambda: print(pynvml.GPUS[0].locked, pynvml.CALLS.count("nvmlDeviceResetGpuLockedClocks")))
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="{UUID}")
-torch.cuda.synchronize = lambda device: None
-held = locked_clocks(torch.device("cuda:0"), 1200)
-print(held.__enter__(), pynvml.GPUS[0].locked)
-sys.exit()
-"""
-    paths = [str(tmp_path), str(HERE.parent.parent), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert run.stdout.splitlines() == ["1200 (1200, 1200)", "None 1"], run.stderr

@@ -155,21 +155,6 @@ def test_a_kernel_that_slows_the_core_itself_is_timed_all_the_same(machine):
     assert monitor.disturbance() is None
 
 
-@pytest.mark.slow("times in many processes")
-def test_short_moments_between_others_do_not_make_a_kernel_slow_by_itself(machine):
-    """Each sample begins in one of them; only every thirtieth is long enough for it to end there."""
-    monitor = monitor_on(machine)
-    begun = machine.now
-    machine.others = [(begun + 2e-3 * n + 0.5e-3, begun + 2e-3 * (n + 1)) for n in range(10_000) if n % 30]
-    starts = []
-    sample = machine.sample(0.45e-3)
-    for _ in range(20):
-        taken(monitor, lambda: starts.append(machine.now) or sample())
-        assert round((starts[-1] - begun) // 2e-3) % 30 == 0
-    assert len(starts) > 60
-    assert monitor.disturbance() is None
-
-
 def test_a_core_that_turns_out_faster_later_was_shared_until_then(machine):
     machine.others = [(0.0, 0.5)]
     monitor = monitor_on(machine)

@@ -319,34 +319,6 @@ def spins(q, k, v):
         result.stdout.fnmatch_lines(["*worker 'gw0' crashed while running '*::test_kernel[[]h2-s32-d32[]]'*"])
 
 
-@pytest.mark.slow("starts processes")
-def test_torch_that_is_missing_or_broken_is_one_clear_error(pytester, kernel_test):
-    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker='"smoke-full"')
-    file = next(pytester.path.glob("*.py"))
-    file.write_text(file.read_text().replace("import torch\n", "").replace("from torch.nn.functional", "# from torch"))
-    for name, body, message in (
-        (
-            "missing",
-            'raise ModuleNotFoundError("No module named \'torch\'", name="torch")',
-            'pytest-attn needs torch, which is not installed; pip install "pytest-attn[torch]"',
-        ),
-        (
-            "broken",
-            'raise OSError("libcudart.so.12: cannot open")',
-            "torch is installed but cannot be imported: OSError: libcudart.so.12: cannot open; reinstall torch",
-        ),
-    ):
-        folder = pytester.mkdir(name)
-        (folder / "torch.py").write_text(body)
-        for workers in ([], ["-n", "1"]):
-            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--attn-backends=all", *workers]
-            pytester._monkeypatch.setenv("PYTHONPATH", str(folder))
-            result = pytester.run(*command)
-            assert f"::test_kernel: {message}" in result.stdout.str()
-            result.stdout.fnmatch_lines(["*1 error*"])
-            assert "INTERNALERROR" not in result.stdout.str()
-
-
 FAULTY = """
 import pytest
 from pytest_attn import Backend

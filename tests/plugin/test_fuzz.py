@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import hypothesis
 import pytest
@@ -98,18 +97,6 @@ def test_a_wrong_kernel_fails_with_the_smallest_workload(run, kernel_test):
     assert "session/fuzz.py" not in text, "the plugin's own frames show"
 
 
-@pytest.mark.slow("draws workloads")
-def test_the_printed_test_fails_in_the_same_way(kernel_test, fuzz, pytester):
-    kernel_test(CHECK_FORGETS, marker=CAUSAL, before=FORGETS)
-    first = fuzz()
-    path = next(pytester.path.glob("test_*.py"))
-    path.write_text(f"{path.read_text()}\n\n{pasted(first)}\n")
-    second = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "s71_d16_causal")
-    second.assert_outcomes(failed=1, deselected=2)
-    worst = [re.search(r"E +worst.*", result.stdout.str())[0] for result in (first, second)]
-    assert worst[0] == worst[1], "the pasted test has other inputs"
-
-
 def test_the_printed_test_stands_alone_in_a_file_of_its_own(fuzz, pytester):
     pytester.makepyfile(
         test_mine="""
@@ -140,48 +127,6 @@ def test_the_printed_test_stands_alone_in_a_file_of_its_own(fuzz, pytester):
 
 
 @pytest.mark.slow("draws workloads")
-def test_the_printed_test_of_a_backend_names_it_and_keeps_other_decorators(conftest, fuzz, pytester):
-    conftest(
-        after="""
-from torch.nn.functional import scaled_dot_product_attention as sdpa
-
-def broken(q, k, v, workload):
-    if workload.is_packed or workload.kv_pages:
-        raise RuntimeError("no such layout")
-    return sdpa(q, k, v, enable_gqa=True)
-
-def pytest_attn_backends(registry):
-    registry.add_function("broken", broken, unsupported_because=lambda w: ["only plain"] if w.mask or w.kv_lens else [])
-"""
-    )
-    pytester.makepyfile("""
-        import pytest
-
-        class TestBackends:
-            @pytest.mark.parametrize("times", [1])
-            @pytest.mark.attention("smoke-full", dtypes=("fp32", "bf16"), device="cpu")
-            def test_it(self, attn, times, attn_backend):
-                for _ in range(times):
-                    attn.check(attn_backend)
-        """)
-    result = fuzz("--attn-backends=broken,math", number=100)
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(
-        ["mismatch * broken on *: out z * (found by --attn-fuzz=100, draw *; the smallest that fails)"]
-    )
-    text = pasted(result)
-    assert "backends='broken'" in text
-    assert "class TestBackendsAgain:\n    @pytest.mark.attention(" in text
-    assert "    @pytest.mark.parametrize('times', [1])\n    def test_it_" in text
-    assert "dtypes=" not in text
-    path = next(pytester.path.glob("test_*.py"))
-    path.write_text(f"{path.read_text()}\n\n{text}\n")
-    again = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "test_it_")
-    again.assert_outcomes(failed=1, deselected=16)
-    again.stdout.fnmatch_lines(["E*AssertionError: mismatch: out of broken: *"])
-
-
-@pytest.mark.slow("draws workloads")
 def test_a_failure_is_replayed_first_the_next_time(conftest, kernel_test, pytester):
     conftest(before=KEPT)
     kernel_test(CHECK_FORGETS, marker=CAUSAL, before=FORGETS)
@@ -193,30 +138,6 @@ def test_a_failure_is_replayed_first_the_next_time(conftest, kernel_test, pytest
     again = pytester.runpytest_inprocess("--lf", *args)
     again.assert_outcomes(failed=1)
     assert re.search(draw, again.stdout.str())[1] == "1"
-
-
-@pytest.mark.slow("draws workloads")
-def test_each_item_replays_its_own_failure(conftest, pytester):
-    conftest(before=KEPT)
-    pytester.makepyfile("""
-        import pytest
-        from torch.nn.functional import scaled_dot_product_attention as sdpa
-        from pytest_attn import Workload
-
-        FAULTS = {"long": lambda q: q.shape[2] > 70, "wide": lambda q: q.shape[1] > 1 and q.shape[2] < 60}
-
-        @pytest.mark.attention(Workload(32, head_dim=16), device="cpu")
-        @pytest.mark.parametrize("fault", FAULTS)
-        def test_it(attn, fault):
-            attn.check(lambda q, k, v: sdpa(q, k, v) * (2 if FAULTS[fault](q) else 1))
-        """)
-    args = ("-k", "fuzz", "--attn-fuzz=100")
-    pytester.runpytest_inprocess(*args).assert_outcomes(failed=2, deselected=2)
-    again = pytester.runpytest_inprocess(*args).stdout.str()
-    assert set(re.findall(r"draw (\d+) failed; the smallest workload that does is (.*)", again)) == {
-        ("1", "Workload(71, head_dim=16)"),
-        ("1", "Workload(1, heads=2, head_dim=16)"),
-    }
 
 
 @pytest.mark.slow("draws workloads")
@@ -357,27 +278,6 @@ FEW = ("a right kernel", "a test may refuse a draw", "measure only checks", "not
 def test_what_is_drawn_ends_as_the_test_does_and_is_said(tell, pytester):
     stories = {name: story for name, story in STORIES.items() if name not in FEW}
     tell(stories, "--attn-fuzz=60", "-k", "fuzz", passed=3, deselected=len(stories))
-
-
-@pytest.mark.slow("draws workloads")
-def test_a_few_draws_leave_no_properties(tell, pytester):
-    tell({name: STORIES[name] for name in FEW}, "--attn-fuzz=8", "-k", "fuzz", "--junitxml=junit.xml", deselected=len(FEW))
-    cases = ElementTree.parse(pytester.path / "junit.xml").findall(".//testcase")
-    assert len(cases) == len(FEW)
-    assert [case for case in cases if case.find("properties") is not None] == []
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", "test_0.py").assert_outcomes(passed=1)
-
-
-@pytest.mark.slow("draws workloads")
-def test_the_first_failure_ends_a_run_with_x_and_junit_has_the_workload(fuzz, kernel_test, pytester):
-    kernel_test(CHECK_FORGETS, marker=CAUSAL, before=f"{FORGETS}\n")
-    path = next(pytester.path.glob("test_*.py"))
-    path.write_text(f"{path.read_text()}\n\n@pytest.mark.attention({CAUSAL})\ndef test_z(attn):\n    {CHECK_FORGETS}\n")
-    fuzz("-x", "--junitxml=junit.xml").assert_outcomes(failed=1, deselected=4)
-    case = ElementTree.parse(pytester.path / "junit.xml").find(".//testcase")
-    assert case.get("name") == "test_kernel[fuzz]"
-    assert "AssertionError: mismatch: out of lambda[forgets]: " in case.find("failure").get("message")
-    assert 'Workload(71, head_dim=16, mask="causal")' in case.find("failure").text
 
 
 @pytest.mark.slow("draws workloads")

@@ -7,7 +7,6 @@ import pytest
 from pytest_attn import BooleanMask
 from pytest_attn.backends.registry import VARIANTS, Registry
 from pytest_attn.session.kinds import CaseParameter, case_id
-from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.workload import Workload
@@ -47,19 +46,6 @@ def test_ids_of_functions_need_no_quotes():
             Workload(8, mask=BooleanMask(lambda *shape, spread=spread: spread)),
         ):
             assert PLAIN.fullmatch(workload.id)
-
-
-@pytest.mark.slow("draws workloads")
-def test_ids_of_drawn_workloads_need_no_quotes():
-    hypothesis = pytest.importorskip("hypothesis")
-
-    @hypothesis.seed(0)
-    @hypothesis.settings(max_examples=300, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-    @hypothesis.given(workloads())
-    def check(workload):
-        assert PLAIN.fullmatch(workload.id)
-
-    check()
 
 
 @pytest.mark.parametrize(

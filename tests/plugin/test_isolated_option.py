@@ -281,19 +281,6 @@ def test_memory_that_is_given(attn):
 """
 
 
-@pytest.mark.slow("times in many processes")
-def test_a_time_that_is_claimed_and_results_that_are_kept_are_refused(pytester):
-    pytester.makepyfile(test_it=TIMES.format(names=["idles_in_a_row", "claims_a_time"]))
-    result = run(pytester, "--attn-isolated", "-k", "idles_in_a_row or claims_a_time")
-    result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(
-        [
-            "*kernels:idles_in_a_row on *called in a row*: its result is not that of the data it was given*",
-            "*kernels:claims_a_time: its process returned garbage in place of a time*",
-        ]
-    )
-
-
 @pytest.mark.slow("times a dozen kernels in processes of their own")
 def test_what_a_process_claims_of_its_times_is_held_against_the_clock_of_the_judge(pytester):
     names = ["slows_the_clock", "keeps_answers", "is_ready_before", "idles_when_it_times_itself", "idles_in_a_row"]

@@ -70,20 +70,6 @@ def test_the_groups_of_pytest_split_are_one_run(run, merge, pytester):
 
 
 @pytest.mark.slow("starts processes")
-@pytest.mark.twice
-@pytest.mark.parametrize("dist", ["load", "loadgroup", "each"])
-def test_a_group_is_the_same_through_xdist(run, merge, pytester, dist):
-    for number in (1, 2):
-        run(f"part-{number}.jsonl", *group(number))
-    arguments = BACKENDS, "--attn-output=other-2.jsonl", *group(2), "-n", "2", "--dist", dist
-    pytester.runpytest_subprocess(*arguments)
-    straight, spread = closing(pytester.path / "part-2.jsonl"), closing(pytester.path / "other-2.jsonl")
-    assert {name for name in straight if straight[name] != spread[name]} == {"command"}
-    assert len(straight["ran"]["test_it.py::test_plain"]) == 6
-    assert merge("part-1.jsonl", "other-2.jsonl")[0] == 0
-
-
-@pytest.mark.slow("starts processes")
 def test_workers_that_crash_are_no_whole_run(run, merge, pytester):
     pytester.makepyfile(test_it="import os\ndef test_one(): pass\ndef test_two(): os._exit(1)\ndef test_three(): pass\n")
     pytester.runpytest_subprocess("--attn-output=run.jsonl", "-n", "1", "--max-worker-restart=0")
@@ -155,18 +141,6 @@ def test_a_run_that_stops_early_is_not_whole(run, merge):
     run("run.jsonl", "-x")
     code, said = merge("run.jsonl")
     assert (code, "merge: run.jsonl ran 10 of its 13 tests, and not test_it.py::test_plain[4], " in said) == (1, True)
-
-
-@pytest.mark.slow("starts processes")
-def test_a_run_that_is_killed_is_not_whole_even_if_it_leaves_an_earlier_file(run, merge, pytester):
-    run("run.jsonl")
-    pytester.makepyfile(test_it="import os\ndef test_it(): os._exit(9)\n" + TESTS)
-    pytester.runpytest_subprocess(BACKENDS, "--attn-output=run.jsonl")
-    assert merge("run.jsonl") == (
-        1,
-        "merge: run.jsonl has 0 records and no closing line: its run was killed, is not over, or used an older pytest-attn;"
-        " run it again\nmerge: not one whole run, so all.jsonl was not written; --force writes it all the same\n",
-    )
 
 
 def test_a_file_that_cannot_be_collected_on_one_host_is_seen(run, merge, pytester):

@@ -83,24 +83,6 @@ def test_a_random_seed_is_said_in_the_header_and_repeats_what_it_drew(run, kerne
     assert f"sum {number}" not in other
 
 
-@pytest.mark.slow("starts processes")
-def test_the_workers_of_xdist_share_a_random_seed(pytester):
-    pytester.makepyfile("""
-import pytest
-from pytest_attn import Workload
-
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.attention(Workload(16, head_dim=16), device="cpu")
-def test_kernel(attn, worker_id, number):
-    print("drew", worker_id, attn._session.settings.seed)
-    attn.check("math")
-""")
-    shown = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "2", "--attn-seed=random", "-rA").stdout.str()
-    drawn = re.findall(r"drew (gw\d) (\d+)", shown)
-    assert {worker for worker, _ in drawn} == {"gw0", "gw1"}
-    assert {seed for _, seed in drawn} == {re.search(r"attn: --attn-seed=(\d+)", shown)[1]}
-
-
 def test_strict_limits_reach_the_judgment(run, kernel_test):
     kernel_test("attn.check(lambda q, k, v: q)")
     result = run("--attn-limits=strict")
@@ -227,14 +209,6 @@ def test_workers_whose_threads_somebody_chose_keep_them(pytester, kernel_test, m
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: pytest.fail("the threads were changed"))
     kernel_test("attn.check(sdpa)")
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
-
-
-@pytest.mark.slow("starts processes")
-def test_xdist_says_how_many_workers_there_are(pytester, kernel_test, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    kernel_test("attn.check(sdpa); print(f'{torch.get_num_threads()} threads')")
-    threads = max(1, os.cpu_count() // 2)
-    pytester.runpytest_subprocess("-n", "2", "-rP").stdout.fnmatch_lines([f"{threads} threads"])
 
 
 def test_a_refusal_at_the_first_call_is_a_skip(run, kernel_test, pytester):

@@ -120,24 +120,6 @@ def test_a_job_of_github_actions_gets_annotations_and_a_summary(pytester, monkey
     assert text.startswith("# Another step\n## Attention\n")
 
 
-@pytest.mark.slow("starts processes")
-def test_a_report_to_a_worker_is_made_of_builtin_types(pytester):
-    pytester.makepyfile(TESTS)
-    pytester.makeconftest("""
-        import json
-
-        def pytest_runtest_logreport(report):
-            for record in getattr(report, "attn", ()):
-                assert type(record["machine"]["torch"]) is str
-                json.dumps(record)
-                print("traveled:", record["verdict"])
-        """)
-    result = pytester.runpytest_inprocess("-s", *OPTIONS)
-    result.assert_outcomes(passed=4, failed=2)
-    traveled = [line.partition("traveled: ")[2] for line in result.outlines if "traveled: " in line]
-    assert traveled == ["passed", "passed", "mismatch", "raised", "passed", "held"]
-
-
 def test_what_a_failure_says_is_the_same_in_every_output(pytester, monkeypatch):
     """In the terminal, the record, the page, Markdown, annotations and JUnit: each line, and one z."""
     monkeypatch.setenv("GITHUB_ACTIONS", "true")

@@ -32,22 +32,6 @@ def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_pro
     assert len(case["z"]) == 3
 
 
-@pytest.mark.slow("times in many processes")
-def test_a_recording_replaces_disturbed_processes(project, baseline_file):
-    result = project("--attn-update-baselines=first", HOT_IN="0,3,4")
-    result.assert_outcomes(passed=1)
-    assert result.stdout.str().count("baselines: 1 case disturbed, one more process") == 3
-    (case,) = json.loads(baseline_file().read_text())["cases"].values()
-    assert len(case["p50_ns"]) == 3
-
-
-@pytest.mark.slow("times in many processes")
-def test_a_recording_on_a_busy_machine_keeps_the_good_processes_until_there_are_enough(project, baseline_file):
-    project("--attn-update-baselines=first", HOT_IN="0,2,3,4,5,6,7,8,9").assert_outcomes(passed=1)
-    (case,) = json.loads(baseline_file().read_text())["cases"].values()
-    assert len(case["p50_ns"]) == 3
-
-
 def test_what_was_not_recorded_is_an_error_of_its_test(project, pytester, monkeypatch):
     monkeypatch.setattr("pytest_attn.cases.latency.MORE_PROCESSES", 4)
     result = project("--attn-update-baselines=first", "--attn-output=run.jsonl", "--junitxml=run.xml", HOT_IN="0,3,4,5,6")
@@ -68,63 +52,6 @@ def test_what_fails_before_or_after_its_time_is_not_recorded(project, pytester):
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines_random(["E * mismatch: out of mine: *", "E * after its time*"])
     assert not (pytester.path / "baselines").exists()
-
-
-#: one backend in two tests, ids with an at sign, two callables of one factory: one case, two, and two
-CASES = """
-@pytest.mark.parametrize("n", [1, 2], ids=["k@1", "k@2"])
-@MARK
-def test_ids(attn, n):
-    attn.measure(mine)
-
-@MARK
-def test_backend(attn):
-    attn.measure("math")
-
-@pytest.mark.attention(Workload(32, heads=2, head_dim=32, name="tiny"), device="cpu", inputs="large")
-def test_backend_again(attn):
-    attn.measure("math")
-
-def make(n):
-    def fn(q, k, v):
-        return sdpa(q, k, v) * 1.0 ** n
-    return fn
-
-@MARK
-def test_factory(attn):
-    [attn.measure(make(n)) for n in (1, 8)]
-"""
-
-
-@pytest.mark.slow("times in many processes")
-def test_what_is_one_case_and_what_are_two(project, pytester, baseline_file):
-    head, _, body = KERNEL.partition("@pytest.mark")
-    pytester.makepyfile(test_mine=head + CASES.replace("@MARK", f"@pytest.mark{body.splitlines()[0]}"))
-    project("--attn-update-baselines=first").assert_outcomes(passed=5)
-    cases = json.loads(baseline_file().read_text())["cases"]
-    assert {key: len(case["p50_ns"]) for key, case in cases.items()} == dict.fromkeys(cases, 3)
-    assert len(cases) == 5
-    assert len([key for key in cases if "| math" in key or key.startswith("math")]) == 1, cases.keys()
-    project().assert_outcomes(passed=5)
-
-
-@pytest.mark.slow("times in many processes")
-def test_recording_again_keeps_the_history_and_the_rest(recorded, pytester, baseline_file):
-    path = pytester.path / "test_mine.py"
-    path.write_text(path.read_text() + "\n" + KERNEL[KERNEL.index("@pytest.mark") :].replace("test_mine", "test_other"))
-    recorded("--attn-update-baselines=slower on purpose", "-k", "test_other", TIMES="150").assert_outcomes(
-        passed=1, deselected=1
-    )
-    cases = json.loads(baseline_file().read_text())["cases"]
-    assert sorted(case["reason"] for case in cases.values()) == ["first recording", "slower on purpose"]
-    recorded("--attn-update-baselines=accepted", "-k", "not test_other", TIMES="150").assert_outcomes(passed=1, deselected=1)
-    cases = json.loads(baseline_file().read_text())["cases"]
-    assert [entry[2] for key, case in cases.items() for entry in case["history"] if "test_mine[" in key] == [
-        "first recording",
-        "accepted",
-    ]
-    result = recorded("-k", "not test_other", TIMES="150")
-    result.stdout.re_match_lines([r".*\+(49|5\d)\.\d% since the first recording on .*"], consecutive=False)
 
 
 @pytest.mark.one_in(2)

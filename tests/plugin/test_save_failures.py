@@ -307,20 +307,6 @@ def test_an_older_folder_of_the_case_is_replaced(run, kernel_test, saved):
     assert torch.equal(saved().tensors["out"], first.tensors["v"] * 2)
 
 
-@pytest.mark.slow("starts processes")
-def test_workers_write_a_folder_for_each_case(pytester, kernel_test):
-    kernel_test("attn.check(lambda q, k, v: v)", marker='"smoke-full", "smoke-half", "smoke-window", device="cpu"')
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", SAVE, "-n", "2", "--dist", "loadgroup")
-    result.assert_outcomes(failed=3)
-    assert result.stdout.str().count("AssertionError: mismatch: out of ") == 3
-    folders = list((pytester.path / "out").iterdir())
-    assert len(folders) == 3
-    for folder in folders:
-        assert f"out/{folder.name}  (python" in result.stdout.str()
-        case = pytest_attn.load_failure(folder).environment["case"]
-        assert case.endswith("]")  # without the group, which xdist adds to ids
-
-
 @pytest.mark.slow("draws workloads")
 def test_a_fuzzed_failure_is_saved_as_it_shrank(pytester, kernel_test, saved):
     pytest.importorskip("hypothesis")

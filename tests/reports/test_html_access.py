@@ -85,15 +85,3 @@ def test_a_narrow_page_does_not_scroll_sideways(show, small):
     page = show(small, width=400, height=800)
     assert page("document.documentElement.scrollWidth") <= 400
     page.close()
-
-
-@pytest.mark.slow("is another way")
-def test_paper_gets_every_section_and_no_controls(page, tmp_path):
-    page.send("Emulation.setEmulatedMedia", media="print")
-    visible = "(s) => [...document.querySelectorAll(s)].filter((e) => e.offsetParent).length"
-    assert page(f"({visible})('#filters, #theme, .command button, select')") == 0
-    assert page(f"({visible})('main section')") == 10
-    assert page("document.querySelectorAll('main svg.marks').length") == 6
-    page.print(tmp_path / "report.pdf")
-    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
-    page.send("Emulation.setEmulatedMedia", media="")

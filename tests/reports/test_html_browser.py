@@ -65,18 +65,6 @@ def test_the_filters_narrow_the_whole_page(page):
     assert set(texts(page, "#cases tbody td:nth-child(5)")) == {"backward"}
 
 
-@pytest.mark.slow("is another view")
-def test_backends_are_chosen_by_their_boxes(page):
-    page("document.querySelector('#filter-backends input[value=math]').click()")
-    settled(page)
-    assert "math" not in texts(page, "#curve .legend li")
-    assert "math" not in texts(page, "#matrix thead th")
-    assert texts(page, "#filter-backends summary span") == ["15 of 16"]
-    page("[...document.querySelectorAll('#filter-backends button')].find((b) => b.textContent === 'None').click()")
-    settled(page)
-    assert texts(page, "#matrix .nothing, #wrong .nothing")[0] == "Nothing passes the filters."
-
-
 def test_headers_sort_and_say_how(page):
     z = "document.querySelector('#cases thead th:nth-child(6)')"
     page(f"{z}.querySelector('button').click()")
@@ -114,31 +102,6 @@ def test_the_matrix_is_walked_with_arrows_and_shows_what_is_behind_a_cell(page):
 
 
 @pytest.mark.slow("is another view")
-def test_groups_open_to_their_workloads(page):
-    page("document.querySelector('input[name=matrix-rows][value=groups]').click()")
-    settled(page)
-    assert page("document.activeElement.value") in ("groups", None)
-    button = "document.querySelector('#matrix .expand')"
-    assert page(f"{button}.textContent") == "flux 6"
-    before = len(texts(page, "#matrix tbody tr"))
-    page(f"{button}.click()")
-    assert page(f"{button}.getAttribute('aria-expanded')") == "true"
-    assert texts(page, "#matrix .child th")[:2] == ["flux-L512", "flux-L256"], "the gravest first"
-    page(f"{button}.click()")
-    assert len(texts(page, "#matrix tbody tr")) == before
-    page("document.querySelector('input[name=matrix-rows][value=workloads]').click()")
-
-
-@pytest.mark.slow("is another view")
-def test_backends_that_ran_nowhere_are_shown_on_demand(page):
-    assert "natten" not in texts(page, "#matrix thead th")
-    page("document.querySelector('#matrix input[type=checkbox]').click()")
-    assert "natten" in texts(page, "#matrix thead th")
-    assert "natten is not installed" in texts(page, "#skipped tbody th")
-    page("document.querySelector('#matrix input[type=checkbox]').click()")
-
-
-@pytest.mark.slow("is another view")
 def test_the_curve_has_a_line_per_backend_linear_and_log(page):
     for scale in ("linear", "log"):
         page(f"document.querySelector('#curve input[value={scale}]').click()")
@@ -163,30 +126,6 @@ def test_speed_is_told_against_the_fastest_that_is_exact(page):
     assert re.search(r"≈ 0\.7\d\u00d7", row), "an approximate one is no measure"
     assert re.search(r"1\.99\u00d7\n1\.98 to 2\.0", row) or re.search(r"1\.9\d\u00d7\n1\.9\d to [12]\.\d", row)
     assert "tie" in row, "flash3 is 0.2 % slower, and its interval is as wide"
-
-
-@pytest.mark.slow("is another view")
-def test_errors_are_held_against_three_limits(page):
-    assert texts(page, "#errors figcaption") == ["in one element, limit 8", "in one row, limit 4", "in one head, limit 1.5"]
-    assert page("document.querySelectorAll('#errors svg').length") == 3
-    backends = texts(page, "#errors svg:first-of-type .role-axis-label text")
-    assert "xformers" in backends
-    page("document.querySelector('#errors details').open = true")
-    row = page(
-        "[...document.querySelectorAll('#errors tbody tr')].find((r) => r.textContent.startsWith('xformers')).innerText"
-    )
-    assert "✗ " in row
-    assert "gpt-oss-s64-float32" in row
-
-
-@pytest.mark.slow("opens another page")
-def test_the_roofline_is_drawn_where_it_is_known(page, show):
-    assert "bfloat16 ceiling" in texts(page, "#roofline svg text")
-    unprofiled = show([timing("passed", FLUX[0], backend, "forward", random.Random(0)) for backend in (SDPA, BACKENDS[3])])
-    assert "not known: --attn-profile" in unprofiled("document.querySelector('#roofline .lead').textContent")
-    assert unprofiled("document.querySelectorAll('#roofline .mark-line path').length") == 0
-    assert unprofiled("document.querySelectorAll('#roofline .mark-symbol path').length") == 2
-    unprofiled.close()
 
 
 def call_of(module, z, tensor="out", passed=True):
@@ -241,18 +180,6 @@ def test_a_models_layers_stand_in_a_table_with_a_column_per_backend(show):
     page.close()
 
 
-@pytest.mark.slow("opens another page")
-def test_work_of_both_passes_is_added_up(show):
-    both = timing("passed", FLUX[0], SDPA, "forward", random.Random(0))
-    both["direction"] = "forward+backward"
-    page = show([both, timing("passed", FLUX[0], BACKENDS[3], "forward", random.Random(0))])
-    page("document.querySelector('#roofline details').open = true")
-    flops = FLUX[0][2]["flops"]
-    expected = (flops["forward"] + flops["backward"]) / both["latency"]["p50"] * 1e-12
-    assert f"{expected:,.0f} TFLOP/s" in page("document.querySelector('#roofline tbody').innerText")
-    page.close()
-
-
 def test_history_shows_recordings_band_and_now_of_the_case_that_is_chosen(page):
     assert "sdpa_flash on flux-L512, forward" in page("document.querySelector('#history h3').textContent")
     ticks = texts(page, "#history svg .role-axis-label text")
@@ -274,14 +201,6 @@ def test_a_time_is_that_which_was_compared_as_a_terminal_writes_it(page):
     set_filter(page, "filter-verdict", "regressed")
     assert compared in texts(page, "#cases tbody tr:first-child td")
     assert compared in texts(page, "#history tbody tr:first-child td")
-
-
-@pytest.mark.slow("is another view")
-def test_kernels_are_listed_when_a_case_is_opened(page):
-    assert page("document.querySelectorAll('#kernels table table').length") == 0
-    page("document.querySelector('#kernels tbody details').open = true")
-    page.wait_for("document.querySelectorAll('#kernels table table').length === 1")
-    assert "void sdpa_cudnn_kernel<bfloat16, 128>" in page("document.querySelector('#kernels table table').textContent")
 
 
 @pytest.mark.slow("opens another page")

@@ -1,6 +1,5 @@
 """Which cases --dist loadgroup keeps in one worker: those that share what is compiled or imported."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -87,29 +86,6 @@ def test_a_faulty_kernel_has_one_worker_and_so_has_a_workload_on_a_gpu_of_ones_o
     by_workload = groups("--attn-gpu-per-worker")
     assert set(by_workload.values()) == {"smoke-full", "smoke-causal-gqa"}
     assert len(by_workload) == 10
-
-
-@pytest.mark.slow("starts workers of xdist")
-def test_workers_share_no_kernel(pytester, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    test = TEST + (
-        "    from pytest_attn.backends.machine import usable_cores\n"
-        '    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(max(1, usable_cores() // 2))\n'
-    )
-    pytester.makepyfile(test_first=test, test_other=test)
-    at_end = 'open(f"{os.getpid()}.frozen", "w").write(str(gc.get_freeze_count()))'
-    pytester.makeconftest(f"import atexit, gc, os\natexit.register(lambda: {at_end})\n{CONFTEST}")
-    options = ("-n", "2", "--dist=loadgroup", "-rP", "--attn-unjudged=ignore", "--attn-backends=compiling,sharing")
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
-    ran = re.findall(r"^ran (\S+) (\S+) (gw\d)$", result.stdout.str(), re.MULTILINE)
-    result.assert_outcomes(passed=8)
-    workers = {}
-    for workload, backend, worker in ran:
-        workers.setdefault(backend if backend == "sharing" else workload, set()).add(worker)
-    assert len(ran) == 8
-    assert {name: len(found) for name, found in workers.items()} == {"sharing": 1, "smoke-full": 1, "smoke-causal-gqa": 1}
-    frozen = sorted(int(path.read_text()) for path in pytester.path.glob("*.frozen"))
-    assert [count > 0 for count in frozen] == [False, True, True], "nobody waits for the end of workers"
 
 
 def test_a_node_of_a_config_that_nobody_configured_is_left_alone(pytester):

@@ -200,54 +200,6 @@ def test_gpus_are_counted(worker, monkeypatch):
         assert count_gpus() == count
 
 
-WORKERS = """
-import os, pathlib, pytest, time
-
-@pytest.mark.parametrize("number", range(12))
-def test_it(number):
-    worker = os.environ["PYTEST_XDIST_WORKER"]
-    with open(pathlib.Path(__file__).with_name("log"), "a") as log:
-        print(worker, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["PYTEST_ATTN_GPU_SHARERS"], file=log)
-    CRASH
-"""
-
-
-@pytest.mark.slow("starts processes")
-@pytest.mark.parametrize(
-    ("arguments", "crash", "wanted"),
-    [
-        (["-p", "attn", "-n", "auto"], "", {("gw0", "4", "1"), ("gw1", "7", "1")}),  # before xdist, which is asked first
-        (["--tx", "popen//id=left", "--tx", "popen//id=right"], "", {("left", "4", "1"), ("right", "7", "1")}),
-        (
-            ["-n", "2"],
-            "os._exit(1) if worker == 'gw0' else time.sleep(0.6)",
-            {("gw0", "4", "1"), ("gw1", "7", "1"), ("gw2", "4", "1")},
-        ),
-    ],
-)
-def test_workers_of_xdist_have_gpus_of_their_own(pytester, monkeypatch, arguments, crash, wanted):
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "3")  # what xdist itself says of this host
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    pytester.makepyfile(WORKERS.replace("CRASH", crash))
-    pytester.runpytest_subprocess("--attn-gpu-per-worker", "--dist=each" if not crash else "--dist=load", *arguments)
-    assert {tuple(line.split()) for line in (pytester.path / "log").read_text().splitlines()} == wanted
-
-
-@pytest.mark.slow("starts processes")
-def test_without_a_gpu_no_worker_starts(pytester, monkeypatch):
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    pytester.makepyfile("def test_it():\n    pass\n")
-    result = pytester.runpytest_subprocess("--attn-gpu-per-worker", "-n", "2")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    said = result.stdout.str() + result.stderr.str()
-    assert said.count("there is no GPU that this process may use; leave it out") == 1
-    assert "Traceback" not in said
-
-
 def test_the_controller_keeps_all_gpus(worker, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     take_own_gpu(types.SimpleNamespace())

@@ -129,38 +129,6 @@ def test_a_forked_process_sees_what_a_wholly_fresh_one_sees(ask, serve):
     assert opened.count("socket") == 1, "its channel"
 
 
-@pytest.mark.slow("starts processes")
-def test_two_forked_processes_are_two(ask, serve):
-    server = serve()
-    first, second = (said(forked_by(server)(ask(SELF))) for _ in range(2))
-    assert len({first["pid"], second["pid"], server.pid, os.getpid()}) == 4
-    assert not first["was_here"]
-    assert not second["was_here"], "what one process changes, another one sees"
-    assert first["random"][0] != second["random"][0]
-    assert first["random"][1] != second["random"][1]
-
-
-@pytest.mark.slow("starts processes")
-def test_a_plugin_that_is_named_may_be_imported_ahead(ask, serve):
-    server = serve(["pytest", "torch", "pytest_attn.plugin"])
-    command = ask("def test_it():\n    pass\n")
-    named = ["-p", "pytest_attn.plugin", "-W", "error::pytest.PytestAssertRewriteWarning", *command.arguments]
-    ended = forked_by(server)(command._replace(arguments=named))
-    assert ended.returncode == 0, ended.output
-
-
-@pytest.mark.slow("starts processes")
-def test_a_forked_process_leaves_no_file_and_says_what_it_printed(ask, serve, tmp_path):
-    server = serve()
-    command = ask("import sys\ndef test_it(capfd):\n    with capfd.disabled():\n        print('here', file=sys.stderr)\n")
-    before = set(tmp_path.rglob("*")) - set(tmp_path.rglob("__pycache__/*"))
-    ended = forked_by(server)(command)
-    assert "here" in ended.output
-    assert "1 passed" in ended.output
-    after = {path for path in tmp_path.rglob("*") if "__pycache__" not in str(path)}
-    assert after - before == {command.output}
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("planted", "words"),
@@ -177,22 +145,6 @@ def test_a_forked_process_leaves_no_file_and_says_what_it_printed(ask, serve, tm
 def test_a_server_that_is_not_as_good_as_new_forks_nothing(serve, planted, words):
     with pytest.raises(ServerError, match=words):
         serve(["torch"], FAKE_TORCH=planted)
-
-
-@pytest.mark.slow("starts processes")
-def test_without_a_server_all_processes_are_wholly_fresh(ask, fresh):
-    saw = [said(fresh.run(ask(SELF, FAKE_TORCH=planted), 60)) for planted in ("initialized", "")]
-    assert [one["parent"] for one in saw] == [os.getpid()] * 2
-    assert not fresh.launcher.can_fork
-
-
-@pytest.mark.slow("starts processes")
-def test_a_server_looks_at_itself_before_each_fork(ask, serve):
-    server = serve(FAKE_TORCH="later")
-    said(forked_by(server)(ask(SELF)))
-    os.kill(server.pid, signal.SIGUSR1)
-    with pytest.raises(ServerError, match="CUDA is initialized"):
-        forked_by(server)(ask(SELF))
 
 
 #: in a forked process, this goes wrong; a wholly fresh one, whose parent is these tests' own, does what it should
@@ -359,27 +311,6 @@ def test_a_server_ends_with_the_run(ask, fresh):
     assert is_gone(server)
 
 
-@pytest.mark.slow("waits for processes")
-def test_another_environment_is_another_server(ask, fresh):
-    first = said(fresh.run(ask(SELF), 60))
-    second = said(fresh.run(ask(SELF, OMP_PROC_BIND="true"), 60))
-    third = said(fresh.run(ask(SELF, OMP_PROC_BIND="true"), 60))
-    assert first["parent"] != second["parent"]
-    assert second["parent"] == third["parent"]
-    assert is_gone(first["parent"])
-
-
-@pytest.mark.slow("starts processes")
-def test_another_environment_ends_no_server_whose_workers_live_on(ask):
-    launcher = Launcher(lambda: ["pytest", "torch"], keeps_server=True)
-    first = launcher.start(ask(HANG))
-    assert first.channel.recv(60)
-    assert said(launcher.start(ask(SELF, OMP_PROC_BIND="true")).finish(60))["environment"]["OMP_PROC_BIND"] == "true"
-    assert not is_gone(first.pid)
-    launcher.close()
-    wait_until(lambda: is_gone(first.pid))
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("can_fork", [True, False])
 def test_nothing_is_forked_where_it_is_not_asked_for_or_not_safe(ask, fresh, monkeypatch, can_fork):
@@ -449,15 +380,6 @@ def test_prepared_processes_get_ready_together_and_wait_for_their_turn(prepare, 
     assert fresh.launcher.can_fork
 
 
-@pytest.mark.slow("starts processes")
-def test_processes_that_find_no_room_in_memory_are_started_when_they_are_run(prepare, fresh, monkeypatch):
-    monkeypatch.setattr(worker_pool, "how_many_fit", lambda process: 0)
-    commands = prepare()
-    assert len(fresh.prepared) == 1
-    assert [fresh.run(command, 60).returncode for command in commands] == [0, 0]
-    assert fresh.launcher.can_fork
-
-
 def test_room_is_what_a_process_takes_of_half_the_memory_that_is_left(monkeypatch):
     files = {f"/proc/{os.getpid()}/status": "Name:\tpython\nRssAnon:\t  300 kB\n", "/proc/meminfo": "MemAvailable: 1900 kB\n"}
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
@@ -472,30 +394,6 @@ def test_room_is_what_a_process_takes_of_half_the_memory_that_is_left(monkeypatc
     monkeypatch.undo()
     assert worker_pool.how_many_fit(os.getpid()) > 0
     assert worker_pool.how_many_fit(2**22 - 1) == 0, "it has ended"
-
-
-@pytest.mark.slow("starts processes")
-def test_processes_that_initialize_cuda_as_they_get_ready_do_it_one_by_one(prepare, fresh):
-    """Each would be seen on the GPU while others are timed."""
-    commands = prepare("if os.getppid() != int(os.environ['TESTS']): import torch; torch.planted = 'initialized'", TESTS="0")
-    assert not fresh.prepared
-    server = fresh.launcher.server.pid
-    assert {said(fresh.run(command, 60))["parent"] for command in commands} == {server}, "it was needed anew"
-
-
-@pytest.mark.slow("starts processes")
-def test_what_cannot_get_ready_is_asked_as_a_wholly_fresh_process(prepare, fresh):
-    planted = "if os.getppid() != int(os.environ['TESTS']): raise RuntimeError('cannot be forked')"
-    first, _ = prepare(planted, TESTS=str(os.getpid()))
-    assert said(fresh.run(first, 60))["parent"] == os.getpid()
-
-
-@pytest.mark.slow("waits for processes")
-def test_what_takes_too_long_to_get_ready_is_not_prepared(prepare, fresh, monkeypatch):
-    monkeypatch.setattr(worker_pool, "_READY_SECONDS", 0.5)
-    first, _ = prepare("import time\nif is_gated: time.sleep(60)")
-    assert not fresh.prepared
-    assert fresh.run(first, 60).returncode == 0
 
 
 def test_what_was_prepared_in_vain_ends_with_its_server(prepare, fresh):

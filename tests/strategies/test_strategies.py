@@ -6,14 +6,13 @@ import sys
 import pytest
 from hypothesis import find, given, settings
 
-from pytest_attn import Document, Pages, Window, Workload, check
+from pytest_attn import Document, Pages, Workload
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.strategies import FEATURES, LAYOUT_KINDS, MASK_KINDS, workloads
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.traits import layout_of, traits_of
-from pytest_attn.workloads.workload import sequence_lengths
 
 MANY = settings(max_examples=3000, deadline=None, database=None, derandomize=True)
 SMALLEST = Workload(1, head_dim=16)
@@ -52,38 +51,6 @@ def test_everything_that_may_be_drawn_is():
     assert {w.dtype for w in seen} == {"bfloat16", "float16", "float32"}
     assert sum(w.kv_len > 16 for w in seen) > 200, "most draws are trivial"
     assert sum(w.kv_len in (63, 64, 65, 127, 128, 129) for w in seen) > 30, "few draws lie at the ends of tiles"
-
-
-@pytest.mark.slow("draws workloads")
-def test_a_prefix_pages_as_they_lie_and_padding_on_the_left_are_drawn_where_asked_for():
-    pages = Pages(4, "HND", fused=True)
-    seen = drawn(workloads(layouts=("padded", "packed pages"), page_sizes=(pages,), head_dims=(16,), max_rows=20, cached=True))
-    assert all(w.cached and all(k - q == n for (q, k), n in zip(sequence_lengths(w), w.cached, strict=True)) for w in seen)
-    assert {w.kv_pages for w in seen} == {None, pages}
-    assert all(w.pad == "left" for w in drawn(workloads(max_rows=20, pad="left")))
-
-
-@pytest.mark.slow("draws workloads")
-def test_nothing_is_drawn_that_may_not_be():
-    seen = drawn(
-        workloads(
-            masks=(None, Window(9, 0)),
-            layouts=("plain", "packed"),
-            features=("grouped heads",),
-            dtypes=("fp16",),
-            head_dims=((32, 16),),
-            max_rows=40,
-            max_heads=8,
-            softcap=20.0,
-        )
-    )
-    assert {w.mask for w in seen} == {None, Window(9, 0)}
-    assert {layout_of(w) for w in seen} == {"plain", "packed"}
-    had = frozenset().union(*map(traits_of, seen))
-    assert had == {"plain", "packed", "window", "grouped heads", "softcap", "v_head_dim"}
-    assert {(w.dtype, w.head_dim, w.v_head_dim, w.softcap) for w in seen} == {("float16", 32, 16, 20.0)}
-    assert max(max(w.q_len, w.kv_len) for w in seen) <= 40
-    assert max(w.heads for w in seen) == 8
 
 
 @pytest.mark.slow("draws workloads")
@@ -129,32 +96,6 @@ def test_bad_arguments_are_refused_at_once(arguments, text):
 )
 def test_a_fault_shrinks_to_the_smallest_workload_that_has_it(fault, smallest):
     assert find(workloads(), fault, settings=MANY) == smallest
-
-
-@pytest.mark.slow("draws workloads")
-def test_a_users_own_test_finds_a_fault():
-    def forgets_the_mask(workload):
-        import torch
-
-        def kernel(q, k, v):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] <= 8)
-
-        check(kernel, workload, device="cpu", inputs="flat")
-
-    failed = []
-
-    @settings(max_examples=200, deadline=None, database=None, derandomize=True)
-    @given(workloads(masks=("causal",), layouts=("plain",), features=(), dtypes=("float32",)))
-    def mine(workload):
-        try:
-            forgets_the_mask(workload)
-        except AssertionError:
-            failed.append(workload)
-            raise
-
-    with pytest.raises(AssertionError, match="it equals attention without the mask"):
-        mine()
-    assert failed[-1] == Workload(9, head_dim=16, mask="causal", dtype="float32")
 
 
 def test_without_hypothesis_the_import_says_what_to_install():
