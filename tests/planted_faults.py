@@ -9,21 +9,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from judging import CAUSAL, CROSS, FULL, causal, explicit, positions, with_gradients
-from torch.nn.functional import pad
+from judging import CROSS, FULL, explicit, positions, with_gradients
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Pages, Window, Workload, draw_inputs
-from pytest_attn.diagnosis.faults import LENGTHS_MISREAD, TAIL_MISSING
+from pytest_attn.diagnosis.faults import TAIL_MISSING
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 
 PARTLY = Workload(160, heads=2)
 PARTLY_CAUSAL = Workload(160, heads=2, mask="causal")
 CHUNK = Workload(48, 160, heads=2, mask="causal-bottom-right")
 GROUPED = Workload(96, heads=4, kv_heads=2, batch=2, head_dim=32)
-EMPTY = Workload(128, 64, heads=2, mask="causal-bottom-right")
 SQUARE = Workload(16, heads=16, batch=2, head_dim=32)
-DECODED = Workload(1, 300, heads=8, batch=4)
 SLOPED = FULL.replace(heads=4, alibi=True)
 WINDOW = Workload(128, heads=2, mask=Window(15, 15))
 THREE = Workload(64, heads=2, batch=3)
@@ -60,40 +57,9 @@ def _tf32(x):
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def _zero_padded(q, k, v):
-    k, v = (pad(t, (0, 0, 0, -t.shape[2] % 64)) for t in (k, v))
-    return sdpa(q, k, v)
-
-
-def _without_diagonal(q, k, v):
-    rows, keys = positions(q.shape[2], k.shape[2])
-    return explicit(q, k, v, mask=keys < rows).nan_to_num()
-
-
 def _without_last_part(q, k, v):
     rows, keys = positions(q.shape[2], k.shape[2])
     return explicit(q, k, v, mask=(keys <= rows) & (keys < k.shape[2] // 64 * 64))
-
-
-def _one_key_too_many(q, k, v):
-    rows, keys = positions(q.shape[2], k.shape[2])
-    return explicit(q, k, v, mask=keys <= rows + 1)
-
-
-def _window_too_long(q, k, v):
-    rows, keys = positions(q.shape[2], k.shape[2])
-    return explicit(q, k, v, mask=(rows - keys >= 0) & (rows - keys <= 16))
-
-
-def _mean_of_v(q, k, v):
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-    score = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).masked_fill(~seen, -1e30)
-    return (score.softmax(-1) @ v.float()).to(q.dtype)
-
-
-def _with_padding_of_zeros(q, k, v):
-    unseen = (torch.arange(64) >= torch.tensor([64, 20])[:, None])[:, None, :, None]
-    return explicit(q, k.masked_fill(unseen, 0), v.masked_fill(unseen, 0))
 
 
 def _with_alibi(factor, order=(0, 1, 2, 3)):
@@ -114,15 +80,6 @@ def _summed_in_the_dtype(q, k, v):
     for at in range(0, k.shape[2], 16):
         acc = acc + (p[..., at : at + 16].to(q.dtype) @ v[:, :, at : at + 16])
     return (acc.float() / p.sum(-1, keepdim=True)).to(q.dtype)
-
-
-def _with_a_sum_in_the_dtype(q, k, v):
-    score = q.float() @ k.float().mT * q.shape[-1] ** -0.5
-    p = (score - score.amax(-1, keepdim=True)).exp()
-    total = torch.zeros_like(p[..., :1]).to(q.dtype)
-    for at in range(k.shape[2]):
-        total = total + p[..., at : at + 1].to(q.dtype)
-    return (p @ v.float() / total.to(q.dtype).float()).to(q.dtype)
 
 
 def _with_scores_in_float16(q, k, v):
@@ -256,7 +213,6 @@ OF_OUT = (
     Planted("a period", _at_keys(lambda n: torch.arange(n)[torch.arange(n) % 7 != 3]), PARTLY, PERIODIC),
     Planted("last chunk twice", _at_keys(lambda n: torch.cat([torch.arange(n), torch.arange(n - 64, n)])), LONG, TWICE),
     Planted("keys from 100 on", _at_keys(lambda n: torch.arange(100)), PARTLY, ("keys-beyond-unseen",)),
-    Planted("keys from 150 on", _at_keys(lambda n: torch.arange(150)), DECODED, ("keys-beyond-unseen",)),
     Planted("window, both short", _within(14, 14), WINDOW, ("window-both-one-too-short",)),
     Planted("window, both long", _within(16, 16), WINDOW, ("window-both-one-too-long",)),
     Planted("window, left alone", _within(15, 0), WINDOW, ("window-left-only",)),
@@ -285,67 +241,36 @@ OF_OUT = (
     Planted(
         "padding of pages", _paged(lambda table, lens: (table, (lens + 15) // 16 * 16)), IN_PAGES, ("padding-of-pages-seen",)
     ),
-    Planted("no mask", lambda q, k, v: sdpa(q, k, v, enable_gqa=True), CAUSAL, ("mask-ignored",)),
-    Planted("causal, not asked for", lambda q, k, v: sdpa(q, k, v, is_causal=True), FULL, ("causal-not-asked-for",)),
-    Planted("scale a little off", lambda q, k, v: explicit(q, k, v, scale=0.126), FULL, ("scale-wrong",)),
-    Planted("scale far off", lambda q, k, v: explicit(q, k, v, scale=0.08), FULL, ("scale-wrong",)),
-    Planted("scale missing", lambda q, k, v: explicit(q, k, v, scale=1.0), FULL, ("scale-missing",)),
-    Planted("scale twice", lambda q, k, v: explicit(q, k, v, scale=1 / 64), FULL, ("scale-applied-twice",)),
     Planted("base 2", lambda q, k, v: explicit(q, k, v, scale=math.log(2) / 8), FULL, ("log2e-missing",)),
-    Planted("exp for exp2", lambda q, k, v: explicit(q, k, v, scale=1 / math.log(2) / 8), PARTLY, ("log2e-not-meant",)),
-    Planted("last key", lambda q, k, v: sdpa(q, k[:, :, :-1], v[:, :, :-1]), FULL, ("last-key-missing",)),
     Planted("first key", lambda q, k, v: sdpa(q, k[:, :, 1:], v[:, :, 1:]), FULL, ("first-key-missing",)),
-    Planted("tail tile", lambda q, k, v: sdpa(q, k[:, :, :64], v[:, :, :64]), FULL.replace(kv_len=97), ("tail-tile-missing",)),
     Planted("tail tile, causal", _without_last_part, PARTLY_CAUSAL, TAIL_MISSING),
     Planted("keys from 256 on", lambda q, k, v: sdpa(q, k[:, :, :256], v[:, :, :256]), LONG, ("keys-beyond-unseen",)),
-    Planted("zeros counted", _zero_padded, PARTLY, ("tail-zeros-counted",)),
-    Planted("alignment", lambda q, k, v: sdpa(q, k, v, is_causal=True), CROSS, ("causal-other-alignment",)),
-    Planted("one key too many", _one_key_too_many, CAUSAL, ("causal-shows-next-key",)),
-    Planted("diagonal", _without_diagonal, PARTLY_CAUSAL, ("causal-hides-diagonal",)),
-    Planted("window", _window_too_long, Workload(96, mask=Window(15, 0)), ("window-left-one-too-long",)),
     Planted(
         "keys before the new tokens",
         lambda q, k, v: sdpa(q, k[:, :, -48:], v[:, :, -48:], is_causal=True),
         CHUNK,
         ("cached-keys-unread",),
     ),
-    Planted("softcap", explicit, FULL.replace(softcap=2.0), ("softcap-ignored",)),
     Planted(
         "softcap without tanh",
         lambda q, k, v: ((q.float() @ k.float().mT / 8).clamp(-2, 2).softmax(-1) @ v.float()).to(q.dtype),
         FULL.replace(softcap=2.0),
         ("softcap-cuts-off",),
     ),
-    Planted("scale option", explicit, FULL.replace(scale=0.3), ("scale-option-ignored",)),
-    Planted("sinks", explicit, FULL.replace(sinks=True), ("sinks-ignored",)),
-    Planted("bias", explicit, FULL.replace(bias="hqk"), ("bias-ignored",)),
     Planted("alibi", explicit, FULL.replace(alibi=True), ("alibi-ignored",)),
     Planted("alibi scaled", _with_alibi(1 / 8), SLOPED, ("alibi-scaled",)),
     Planted("slopes in reverse", _with_alibi(1, (3, 2, 1, 0)), SLOPED, ("alibi-slope-of-another-head",)),
     Planted("score_mod", explicit, FULL.replace(score_mod=lambda s, b, h, q, kv: s - (q - kv) / 9), ("score-mod-ignored",)),
-    Planted("padding of zeros", _with_padding_of_zeros, Workload(64, heads=2, kv_lens=(64, 20)), ("tail-zeros-counted",)),
-    Planted("padding", explicit, Workload(64, heads=2, kv_lens=(64, 20)), LENGTHS_MISREAD[:1]),
-    Planted("head map", lambda q, k, v: causal(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)), CAUSAL, ("heads-interleaved",)),
     Planted("next key head", lambda q, k, v: explicit(q, k.roll(1, 1), v.roll(1, 1)), GROUPED, ("next-key-head",)),
-    Planted(
-        "head dim",
-        lambda q, k, v: explicit(q[..., :32], k[..., :32], v, scale=40**-0.5),
-        PARTLY.replace(head_dim=40),
-        ("head-dim-tail-unread",),
-    ),
     Planted("batch reversed", lambda q, k, v: explicit(q, k.flip(0), v.flip(0)), GROUPED, ("kv-of-next-batch-entry",)),
     Planted("other batch entry", lambda q, k, v: explicit(q, k, v).flip(0), GROUPED, ("batch-entries-shifted",)),
     Planted("other head", lambda q, k, v: sdpa(q, k, v).roll(1, 1), FULL, ("heads-shifted",)),
-    Planted("uniform", lambda q, k, v: sdpa(q * 0, k, v), FULL, ("scores-without-effect",)),
     Planted("k for v", lambda q, k, v: sdpa(q, k, k), FULL, ("k-for-v",)),
     Planted("v for k", lambda q, k, v: sdpa(q, v, v), PARTLY, ("v-for-k",)),
     Planted("rope in halves", _rotated("half-split"), PARTLY, ("rope-inside-half-split",)),
     Planted("rope in pairs", _rotated("interleaved"), PARTLY, ("rope-inside-interleaved",)),
-    Planted("eager", lambda q, k, v: ((q @ k.mT) * 0.125).softmax(-1) @ v, FULL, ("precision-eager",)),
     Planted("tf32", lambda q, k, v: explicit(_tf32(q), _tf32(k), _tf32(v)), FLOAT32, ("precision-tf32",)),
     Planted("sums in the dtype", _summed_in_the_dtype, PARTLY.replace(q_len=1024)),
-    Planted("denominator in the dtype", _with_a_sum_in_the_dtype, FULL, ("denominator-off",)),
-    Planted("denominator of one query", _with_a_sum_in_the_dtype, DECODED, ("denominator-off",)),
     Planted("scale 1 % off", lambda q, k, v: explicit(q, k, v, scale=1.01 / 8), FULL, ("scale-wrong",)),
     Planted("scores in float16", _with_scores_in_float16, FLOAT32, ("scores-rounded",)),
     Planted("out 1 % off", lambda q, k, v: (explicit(q, k, v).float() * 1.01).to(q.dtype), FULL, ("out-scaled",)),
@@ -355,28 +280,21 @@ OF_OUT = (
         GROUPED.replace(sinks=True),
         ("sink-of-another-head",),
     ),
-    Planted("mean of v", _mean_of_v, EMPTY, ("empty-rows-mean-of-v",)),
     Planted("zeros", lambda q, k, v: q * 0, FULL, ("all-zeros",)),
     Planted("NaN", lambda q, k, v: sdpa(q, k, v) / (q[..., :1] != q[0, 0, 5, 0]), FULL, ("not-finite",)),
     Planted(
         "one element", lambda q, k, v: sdpa(q, k, v).index_put_((torch.tensor(0),) * 4, torch.tensor(9.0).bfloat16()), FULL
     ),
-    Planted("dropout left on", lambda q, k, v: sdpa(q, k, v, dropout_p=0.2), PARTLY, ("calls-differ",)),
 )
 OF_LSE = tuple(
     Planted(name, kernel, workload, faults, returns_lse=True)
     for name, kernel, workload, faults in (
-        ("lse in base 2", _with_lse(lambda lse: lse / math.log(2)), PARTLY, ("lse-base-2",)),
-        ("lse of unscaled scores", _with_lse(lambda lse: lse, scale=1.0), PARTLY, ("scale-missing",)),
         ("lse as (batch, rows, heads)", _with_lse(lambda lse: lse.mT.contiguous()), SQUARE, ("lse-layout",)),
     )
 )
 OF_GRADIENTS = tuple(
     Planted(name, kernel, workload, faults, backward=True)
     for name, kernel, workload, faults in (
-        ("dq not scaled", _with_gradients(lambda dq, dk, dv: (dq * 8, dk, dv)), FULL, ("gradient-scale-missing",)),
-        ("dk not scaled", _with_gradients(lambda dq, dk, dv: (dq, dk * 8, dv)), FULL, ("gradient-scale-missing",)),
-        ("dk scaled twice", _with_gradients(lambda dq, dk, dv: (dq, dk / 8, dv)), FULL, ("gradient-scale-applied-twice",)),
         ("dq with a flipped sign", _with_gradients(lambda dq, dk, dv: (-dq, dk, dv)), FULL, ("gradient-sign-flipped",)),
         ("dv with a flipped sign", _with_gradients(lambda dq, dk, dv: (dq, dk, -dv)), FULL, ("gradient-sign-flipped",)),
         (
@@ -394,12 +312,6 @@ OF_GRADIENTS = tuple(
             ("gradient-scaled",),
         ),
         ("dk 2 % off", _with_gradients(lambda dq, dk, dv: (dq, dk * 1.02, dv)), FULL, ("gradient-scaled",)),
-        (
-            "dk with noise",
-            _with_gradients(lambda dq, dk, dv: (dq, dk * (1 + torch.rand_like(dk)), dv)),
-            FULL.replace(dtype="float32"),
-            ("calls-differ",),
-        ),
         (
             "dq shifted",
             _with_gradients(lambda dq, dk, dv: (dq + dq.abs().max() * (dq > 0), dk, dv)),

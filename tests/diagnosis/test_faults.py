@@ -39,7 +39,7 @@ SMALL = [w for w in GROUPS if not (w.dropout or w.is_quantized or w in PAIRS)]
 # -- planted faults, and mutants -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_a_planted_fault_is_found_and_named(planted):
     spec = CheckSpec(planted.workload, CPU, planted.backward, declared=Declaration(returns_lse=planted.returns_lse))

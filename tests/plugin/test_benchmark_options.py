@@ -1,10 +1,9 @@
 """The options of pytest-benchmark on samples that were measured elsewhere: saved, compared, drawn, profiled, left out."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
-from fakes.benchmark import CONFTEST, IS_4, MEASURING
+from fakes.benchmark import IS_4, MEASURING
 
 
 @pytest.mark.slow("times in many processes")
@@ -30,27 +29,6 @@ def test_a_saved_run_is_compared_and_fails_when_slower(bench, pytester):
     result.stdout.fnmatch_lines_random(["test_it (0001_base)*", "test_it (NOW)*"])
     result = compare(1, (2.11, 2.11, 0.1))
     result.stderr.fnmatch_lines(["*Performance has regressed*", "*test_it*'median' has failed*5.500000000 > 5.000000000*"])
-
-
-def test_autosave_writes_a_file(bench, pytester):
-    bench("--benchmark-autosave", source=MEASURING.format(taken=True), passed=2)
-    assert len(list((pytester.path / ".benchmarks").rglob("0001_*.json"))) == 1
-
-
-def test_histogram_is_drawn(bench, pytester):
-    if find_spec("pygal") is None:  # not importorskip: pygal changes how this process imports
-        pytest.skip("pygal, which draws --benchmark-histogram, is not installed")
-    source = """
-        import pytest
-
-        @pytest.mark.benchmark(group="flux")
-        def test_it(attn):
-            assert attn.measure(1.0, 2.0, 4.0)
-        """
-    bench("--benchmark-histogram=plot", source=source, in_process=False, passed=1)
-    drawn = (pytester.path / "plot-flux.svg").read_text()
-    assert "test_it - 3 rounds" in drawn
-    assert "Median: 2.0000" in drawn
 
 
 def test_cprofile_calls_once_more_and_changes_no_sample(report):
@@ -79,19 +57,6 @@ def test_where_pytest_benchmark_does_not_record_nothing_happens(bench, pytester,
     assert "automatically disabled" not in result.stdout.str() + result.stderr.str()
     written = pytester.path / "out.json"
     assert not written.exists() or (IS_4 and not written.read_text())  # which opens it while it reads the options
-
-
-def test_wants_says_whether_it_records(bench, pytester):
-    pytester.makeconftest(CONFTEST + "def pytest_unconfigure(config):\n    print('wants', pytest_benchmark.wants(config))\n")
-    for args, answer in (
-        ((), True),
-        (("--benchmark-disable",), False),
-        (("--benchmark-disable", "--benchmark-enable"), True),
-        (("--benchmark-skip",), False),
-        (("-p", "no:benchmark"), False),
-    ):
-        result = bench("-s", *args, source="def test_it():\n    pass", passed=1)
-        assert f"wants {answer}" in result.stdout.str()
 
 
 def test_where_nothing_is_measured_pytest_benchmark_leaves_no_line_and_no_folder(pytester):

@@ -77,20 +77,6 @@ def test_what_a_function_declines_is_a_skip_with_its_text(tell):
     tell({name: (*story, *((), {"before": DECLINES})[len(story) - 2 :]) for name, story in STORIES.items()})
 
 
-def test_a_function_that_is_registered_declines_as_well(run, kernel_test, pytester):
-    pytester.makeconftest("""
-def mine(q, k, v, workload):
-    raise NotImplementedError("no window")
-
-def pytest_attn_backends(registry):
-    registry.add_function("mine", mine)
-""")
-    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
-    result = run("--attn-backends=mine", "-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED * mine: no window"])
-
-
 def test_without_pytest_it_is_a_not_implemented_error():
     def declines(q, k, v):
         raise NotImplementedError("no softcap")
@@ -198,17 +184,6 @@ def test_a_backend_declines_and_what_is_not_here_does_not(in_process, kernel_tes
     result = in_process("--attn-declines=fail", "--attn-backends=refusing,missing,registered")
     result.assert_outcomes(failed=1, errors=1, skipped=1)
     result.stdout.fnmatch_lines_random(["*declined: refusing: has no such mask", "*declined: registered: no window"])
-
-
-@pytest.mark.slow("draws workloads")
-def test_draws_of_fuzz_are_refused_one_by_one(in_process, kernel_test):
-    short = (
-        "def short(q, k, v):\n    if q.shape[2] > 8:\n        raise NotImplementedError('long')\n    return sdpa(q, k, v)\n"
-    )
-    kernel_test(f"{short}attn.check(short)", marker='Workload(8, heads=1, head_dim=16), device="cpu"')
-    in_process("--attn-declines=fail", "--attn-fuzz=3", "-p", "hypothesispytest").assert_outcomes(passed=2)
-    kernel_test("attn.check(declines)", before=DECLINES)
-    in_process("--attn-declines=fail", "--attn-fuzz=3", "-p", "hypothesispytest").assert_outcomes(failed=2)
 
 
 @pytest.mark.parametrize(("latency", "outcome"), [("auto", "skipped"), ("require", "failed")])

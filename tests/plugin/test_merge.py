@@ -104,30 +104,6 @@ def test_k_may_divide_a_run(run, merge):
     assert merge("plain.jsonl", "kernel.jsonl")[0] == 0
 
 
-@pytest.mark.slow("is another way")
-def test_a_plugin_of_any_kind_may_divide_a_run(run, merge, pytester):
-    """As pytest-shard does: before -k is asked, and with no options that anybody else knows."""
-    pytester.makeconftest("""
-        import os
-
-        def pytest_collection_modifyitems(items):
-            items[:] = [item for number, item in enumerate(items) if number % 2 == int(os.environ["HALF"])]
-        """)
-    with pytest.MonkeyPatch.context() as patch:
-        for half in "01":
-            patch.setenv("HALF", half)
-            run(f"half-{half}.jsonl", "-k", "not 5")
-    assert merge("half-0.jsonl", "half-1.jsonl") == (0, "2 runs, 12 tests, 6 records: written to all.jsonl\n")
-    assert merge("half-0.jsonl")[0] == 1
-
-
-def test_whole_runs_of_different_files_are_one(run, merge, pytester):
-    pytester.makepyfile(test_other="def test_one(): pass\n")
-    run("it.jsonl", "test_it.py")
-    run("other.jsonl", "test_other.py")
-    assert merge("it.jsonl", "other.jsonl") == (0, "2 runs, 14 tests, 6 records: written to all.jsonl\n")
-
-
 def test_a_run_of_what_failed_before_is_not_whole(run, merge):
     run("run.jsonl")
     run("again.jsonl", "--lf")
@@ -154,27 +130,11 @@ def test_a_file_that_cannot_be_collected_on_one_host_is_seen(run, merge, pyteste
     assert "Not run: test_other.py::test_one, test_other.py::test_two\n" in said
 
 
-def test_hosts_with_other_backends_are_seen(run, merge):
-    run("part-1.jsonl", *group(1))
-    run("part-2.jsonl", *group(2), backends="--attn-backends=math")
-    code, said = merge("part-1.jsonl", "part-2.jsonl")
-    assert code == 1
-    assert "merge: the runs collected different tests: 13 tests in part-1.jsonl; 10 tests in part-2.jsonl; the same " in said
-    assert "merge: the choice of options differs: --attn-backends=math,sdpa in part-1.jsonl; --attn-backends=math in " in said
-
-
 def test_one_skipped_test_stands_for_a_backend_that_is_not_here(run, merge):
     backends = "--attn-backends=math,natten"
     result = run("run.jsonl", "-k", "kernel", backends=backends)
     result.assert_outcomes(passed=3, skipped=1, deselected=7 + 2)
     assert merge("run.jsonl") == (0, "1 run, 6 tests, 4 records: written to all.jsonl\n")
-
-
-def test_a_group_without_tests_is_part_of_a_whole_run(pytester, merge):
-    pytester.makepyfile("def test_only(): pass")
-    for number in (1, 2):
-        pytester.runpytest_inprocess(f"--attn-output=part-{number}.jsonl", *group(number))
-    assert merge("part-1.jsonl", "part-2.jsonl") == (0, "2 runs, 1 test, 0 records: written to all.jsonl\n")
 
 
 def test_the_commit_has_a_mark_of_what_is_not_committed(tmp_path):

@@ -225,18 +225,6 @@ def test_every_kind_of_workload_is_saved(pytester, kernel_test, saved, workload,
     assert failure.check(lambda q, k, v: right).passed
 
 
-def test_results_of_odd_strides_and_of_one_memory_are_saved(pytester, kernel_test, saved):
-    body = """
-        def fn(q, k, v):
-            both = torch.stack([v, v], -1)
-            return both[..., 0].mT.contiguous().mT
-        attn.check(fn)
-    """
-    kernel_test("\n".join(line[8:] for line in body.splitlines()), marker='Workload(32, heads=2), layout="bshd"')
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)
-    assert torch.equal(saved().tensors["out"], saved().tensors["v"])
-
-
 def test_assert_attention_close_saves_as_well(run, kernel_test, saved, repro):
     kernel_test("assert_attention_close(qkv[2])", fixtures="qkv, assert_attention_close", marker="Workload(32), backward=True")
     run(SAVE).stdout.fnmatch_lines(["E*  saved      out/*"])
