@@ -342,13 +342,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Refuse a marked test that passes and has judged nothing."""
+    """Refuse a marked test that passes and has judged nothing; end the run where one has changed its judge."""
     __tracebackhide__ = True
     result = yield
     if is_marked(item):
-        from pytest_attn.cases.unjudged import refuse_unjudged
+        from pytest_attn.cases.unjudged import has_judged, refuse_unjudged
 
         refuse_unjudged(item)
+        if has_judged(item):
+            from pytest_attn.cases.conclude import require_judge
+
+            require_judge(item)
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
@@ -17,8 +18,9 @@ from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import Kernel
+from pytest_attn.correctness.known_pair import judge_kept
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.correctness.tripwire import functions_kept, require_clocks, switches_kept
+from pytest_attn.correctness.tripwire import require_clocks, switches_kept
 from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.invariants.all_invariants import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
@@ -217,7 +219,7 @@ def measure(
     Raises:
         AssertionError: as for `check`.
         StaleError: when called again, fn left results that are not those of its data.
-        RuntimeError: a clock of Python has been replaced.
+        RuntimeError: a clock of Python, or the judge, has been replaced.
         ContractError: as for `check`.
         NotImplementedError: as for `check`.
         ValueError: as for `check`.
@@ -230,7 +232,7 @@ def measure(
     subject = spec.subject(Registry(), fn, name)
     _checked(subject, spec)
     require_clocks()
-    kept, limited = functions_kept(_named_on(subject, spec)), threads(cpu_threads if where.type == "cpu" else None)
+    kept, limited = _kept(subject, spec), threads(cpu_threads if where.type == "cpu" else None)
     with kept, current(where), subject.calling(), limited, switches_kept(where.type):
         work = work_of(subject, spec, direction, machine_of(where))
         return stopwatch_of(where, cold).measure(work, spec.workload.id, subject.name)
@@ -258,7 +260,7 @@ def judged_in_words(subject: Subject, spec: CheckSpec, answer: Callable[[], _Jud
         refused = subject.obstacle(spec.workload, machine_of(spec.device), spec.backward)
     if refused is None:
         try:
-            with functions_kept(_named_on(subject, spec)):
+            with _kept(subject, spec):
                 return answer()
         except RefusedError as error:
             refused = error
@@ -271,8 +273,8 @@ def judged_in_words(subject: Subject, spec: CheckSpec, answer: Callable[[], _Jud
     raise ValueError(f"backend {subject.name!r} cannot take {spec.workload.id}: {refused}")
 
 
-def _named_on(subject: Subject, spec: CheckSpec) -> str:
-    return f"{subject.name} on {spec.workload.id}"
+def _kept(subject: Subject, spec: CheckSpec) -> AbstractContextManager[None]:
+    return judge_kept(f"{subject.name} on {spec.workload.id}", spec.device)
 
 
 def _named(workload: Workload | str) -> Workload:

@@ -16,7 +16,7 @@ from pytest_attn.cases.evaluator import Evaluator, Refusal
 from pytest_attn.cases.judgment import FailureToSave, Judgment, Result
 from pytest_attn.cases.saving import FailureSaver
 from pytest_attn.correctness.contract import ContractError
-from pytest_attn.correctness.tripwire import functions_kept
+from pytest_attn.correctness.known_pair import JudgeChangedError, judge_kept, require_unchanged
 from pytest_attn.reports.lines import labeled, taken_apart
 from pytest_attn.reports.records import new_record
 from pytest_attn.reports.verdict import Verdict
@@ -59,6 +59,20 @@ def skip(context: CaseContext, subject: Subject | None, reason: str) -> NoReturn
     raise AssertionError("a refusal skips its test")
 
 
+def require_judge(item: pytest.Item) -> None:
+    """End the run where the judge of this process was changed, at the end of a test that has judged."""
+    try:
+        require_unchanged()
+    except JudgeChangedError as error:
+        _end_run(item, error)
+
+
+def _end_run(item: pytest.Item, error: JudgeChangedError) -> NoReturn:
+    """Fail a test, and have no other one run; `pytest.exit` would leave xdist's controller without the test's result."""
+    item.session.shouldfail = str(error).partition(":")[0]
+    raise pytest.fail.Exception(str(error), pytrace=False) from None
+
+
 # -- judge -------------------------------------------------------------------------------------------------------------
 
 
@@ -66,9 +80,10 @@ def _judged(context: CaseContext, evaluator: Evaluator[Result]) -> Judgment[Resu
     """Return what an evaluator finds, or what the error says of its subject that ended it."""
     __tracebackhide__ = True
     progress = context.session.progress.during(evaluator.doing, evaluator.on)
-    functions = functions_kept(f"{evaluator.name} on {evaluator.on}") if evaluator.doing else nullcontext()
+    device = context.session.machines.device(context.mark.device)
+    kept = judge_kept(f"{evaluator.name} on {evaluator.on}", device) if evaluator.doing else nullcontext()
     try:
-        with ending_no_test(evaluator.name, calls=False), progress, functions:
+        with ending_no_test(evaluator.name, calls=False), progress, kept:
             return evaluator.judge(context)
     except RefusedError as error:
         if isinstance(evaluator.evidence, FailureToSave) and evaluator.evidence.subject is evaluator.subject:
@@ -76,6 +91,8 @@ def _judged(context: CaseContext, evaluator: Evaluator[Result]) -> Judgment[Resu
         return evaluator.ended(error)
     except (ContractError, DeadlineError, EndsTestError, RemoteRaisedError) as error:
         return evaluator.ended(error)
+    except JudgeChangedError as error:
+        _end_run(context.item, error)
     except Exception as error:
         _note(context, evaluator, error)
         raise

@@ -55,6 +55,8 @@ def note(frame):
     if ROOT not in Path(frame.f_code.co_filename).parents or named(frame.f_code) not in {ends!r}:
         return ()
     walk = [named(code) for code in chain(frame) if ROOT in Path(code.co_filename).parents]
+    if any(name == "tells_apart" for _, name in walk):  # the judge is judged, which is on no way to a verdict
+        return ()
     begun = [at for at, (_, name) in enumerate(walk) if name == {begin!r}]
     # what has no name is an expression of the function around it
     return [one for one in reversed(walk[:begun[-1] + 1] if begun else ()) if "<" not in one[1].rpartition(".")[2]]

@@ -20,8 +20,8 @@ from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.known_pair import judge_kept
 from pytest_attn.correctness.limits import limits_named, limits_of
-from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.diagnosis.diagnose import Context
 from pytest_attn.guests.models.call_judge import judge_call, known_defect_of
 from pytest_attn.guests.models.call_to_workload import DropoutError
@@ -95,7 +95,7 @@ def check_model(
     """
     __tracebackhide__ = True
     options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
-    with functions_kept(type_name(model)):
+    with judge_kept(type_name(model), torch.device("cpu")):
         comparison = judge_model(model, step, backend, backward, **options)
     if not comparison.passed:
         raise AssertionError(comparison.message)
