@@ -1,6 +1,6 @@
 """The reach of a library's interface, declared once: its refusals and its row of the table in docs/reference/backends.md."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pytest_attn.workloads.dtypes import DTYPES, short_dtype
@@ -137,15 +137,16 @@ class Capabilities:
         features = _in_order(self.features, FEATURES)
         features += [f"quantized: {' '.join(_in_order(self.quantized, QUANTIZED))}"] if self.quantized else []
         dtypes = " ".join(DTYPES[dtype].short for dtype in self.dtypes)
-        return dtypes, self._dims_cell(), ", ".join(masks) or "none", ", ".join(features) or "-"
+        dims = "any" if self.head_dim is None else f"<={self.head_dim}"
+        dims += f" %{self.head_dim_step}" if self.head_dim_step > 1 else ""
+        dims = dims if self.head_dims is None else "/".join(map(str, self.head_dims))
+        dims += ", v differs" if self.v_head_dim else ""
+        return dtypes, dims, ", ".join(masks) or "none", ", ".join(features) or "-"
 
-    def _dims_cell(self) -> str:
-        if self.head_dims is not None:
-            dims = "/".join(map(str, self.head_dims))
-        else:
-            dims = "any" if self.head_dim is None else f"<={self.head_dim}"
-            dims += f" %{self.head_dim_step}" if self.head_dim_step > 1 else ""
-        return f"{dims}, v differs" if self.v_head_dim else dims
+
+def refusals_of(reasons: Mapping[str, object]) -> list[str]:
+    """Return the reasons that hold, in their order."""
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 #: the dtypes and sizes of attention that is written in torch's operations, or compiled for each

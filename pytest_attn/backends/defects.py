@@ -77,7 +77,7 @@ def in_fully_masked_rows(comparison: Any, workload: Workload) -> bool:
     return not is_of_rows or sees_nothing(workload, comparison.worst[2])
 
 
-def is_on_affected_cudnn(workload: Workload, machine: Machine) -> bool:
+def isis_on_affected_cudnn(workload: Workload, machine: Machine) -> bool:
     """Return whether a machine has a GPU and a cuDNN that write NaN into dq."""
     is_affected = machine.capability == (9, 0) and (2, 11) <= machine.torch_release <= (2, 13)
     return is_affected and workload.dtype != "float32"
@@ -88,16 +88,13 @@ def is_half_tile(rows: int) -> bool:
     return rows % 128 == 64
 
 
-def _half_tile_without_causal(workload: Workload, machine: Machine) -> bool:
-    is_half = workload.q_len > 128 and is_half_tile(workload.q_len)
-    return is_half and is_on_affected_cudnn(workload, machine) and not is_plain_causal(workload)
-
-
 #: Reported with an explicit attn_mask; on an H200 with torch 2.11 it shows without any mask as well.
 CUDNN_NAN = KnownDefect(
     issue="pytorch#196678",
     summary="NaN in dq where q_len % 128 == 64 and a row's lse is below -88",
-    applies=_half_tile_without_causal,
+    applies=lambda w, machine: (
+        w.q_len > 128 and is_half_tile(w.q_len) and is_on_affected_cudnn(w, machine) and not is_plain_causal(w)
+    ),
     tensors=("dq",),
     only_nan=True,
     inputs="outlier",
@@ -107,31 +104,25 @@ CUDNN_NAN = KnownDefect(
 CUDNN_NAN_OF_ONE_TILE = replace(
     CUDNN_NAN,
     summary="NaN in dq where q_len is 64 and scores are large",
-    applies=lambda workload, machine: workload.q_len == 64 and is_on_affected_cudnn(workload, machine),
+    applies=lambda workload, machine: workload.q_len == 64 and isis_on_affected_cudnn(workload, machine),
     inputs=None,
     invariants=("magnitude",),
 )
 
 
-#: relative L2 of gradients that come from other elements of dout, or from beyond it: 0.9 and more was seen
+#: relative L2 of gradients that come from other elements of dout, or from beyond it: 0.9 and more was seen; memory that nobody
+#: wrote may hold NaN, too
 _GARBAGE_L2 = 0.3
-
-
-def _is_garbage(comparison: Any, workload: Workload) -> bool:
-    """Return whether a tensor has little to do with the exact one: memory that nobody wrote may hold NaN, too."""
-    return 2 * comparison.wrong_positions > comparison.elements or not comparison.relative_l2 < _GARBAGE_L2
-
-
 #: torch keeps cuDNN's plan of a backward pass by the strides of q, k, v and the bias, and builds dout's strides into it
 CUDNN_STALE_STRIDES = KnownDefect(
     issue="docs/results/findings.md, seen on an H200 with torch 2.11, no report found",
     summary="dout is read with the strides that it had when q, k and v were first of these shapes and strides",
-    applies=is_on_affected_cudnn,
+    applies=isis_on_affected_cudnn,
     tensors=("dq", "dk", "dv"),
     invariants=("layout",),
     kernel="cudnn",
     evidence=r"^[^:]*dout[^:]*: d[qkv]\[",
-    shows=_is_garbage,
+    shows=lambda found, workload: 2 * found.wrong_positions > found.elements or not found.relative_l2 < _GARBAGE_L2,
 )
 
 
@@ -155,17 +146,16 @@ SDPA_FULLY_MASKED_ROWS = replace(
 )
 
 
-def _dq_tiles_of_another_width(workload: Workload, machine: Machine) -> bool:
-    """Return whether the backward kernel, which rounds head_dim to 16, and the pass that reads its dq, to 32, disagree."""
-    return machine.capability == (9, 0) and workload.head_dim <= 128 and 0 < workload.head_dim % 32 <= 16
-
-
+#: the backward kernel rounds head_dim to 16, and the pass that reads its dq to 32
 FLASH4_DQ = KnownDefect(
     issue="Dao-AILab/flash-attention#2896",
     summary="wrong dq on sm90 where head_dim rounded up to 16 is not a multiple of 32",
-    applies=_dq_tiles_of_another_width,
+    applies=lambda w, machine: machine.capability == (9, 0) and w.head_dim <= 128 and 0 < w.head_dim % 32 <= 16,
     tensors=("dq",),
 )
+
+
+_OF_CUTLASS = "docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35"
 
 
 def _last_row_alone(workload: Workload, machine: Machine) -> bool:
@@ -176,7 +166,7 @@ def _last_row_alone(workload: Workload, machine: Machine) -> bool:
 
 
 CUTLASS_SHARED_HEAD = KnownDefect(
-    issue="docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
+    issue=_OF_CUTLASS,
     summary="k and v of stride 0 over heads, without gradients: a last row alone in its tile gets the mask of other rows",
     applies=_last_row_alone,
     invariants=("layout",),
@@ -192,22 +182,17 @@ CUTLASS_SHARED_GROUP = replace(
 
 
 CUTLASS_OFFSETS = KnownDefect(
-    issue="docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35",
+    issue=_OF_CUTLASS,
     summary="rows or heads more than 2^31 elements apart: an illegal memory access, which ends the process's CUDA context",
     invariants=("offsets",),
 )
 
 
-def _boolean_mask_on_cudnn(workload: Workload, machine: Machine) -> bool:
-    """Return whether some rows may score all that they see 65,504 below what is hidden from them."""
-    is_boolean = needs_dense_mask(workload) and not workload.bias and not workload.alibi
-    return machine.capability == (9, 0) and is_boolean
-
-
+#: some rows may score all that they see 65,504 below what is hidden from them
 SDPA_LARGE_SCORES = KnownDefect(
     issue="pytorch#177842",
     summary="-65504 in place of -inf: keys that may not be seen, and score that much more, are",
-    applies=_boolean_mask_on_cudnn,
+    applies=lambda w, machine: machine.capability == (9, 0) and needs_dense_mask(w) and not w.bias and not w.alibi,
     invariants=("magnitude",),
 )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.capabilities import QUANTIZED
+from pytest_attn.backends.capabilities import QUANTIZED, refusals_of
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Causal, Mask, Window
@@ -121,14 +121,11 @@ MOST_DECODING_STEPS = 512
 
 def not_decoding_because(w: Workload) -> list[str]:
     """List why a workload cannot be decoded token by token with a growing cache; empty where it can."""
-    reasons = []
     band = w.band
     is_aligned = band is not None and band.right == 0 and (not band.top_left or w.q_len == w.kv_len)
-    if not is_aligned or w.q_len > w.kv_len:
-        reasons.append("decodes causally: needs a causal mask or window aligned to the last key, and q_len <= kv_len")
-    if w.q_len > MOST_DECODING_STEPS:
-        reasons.append(f"decodes token by token: at most {MOST_DECODING_STEPS}, not {w.q_len}")
-    return reasons
+    unaligned = "decodes causally: needs a causal mask or window aligned to the last key, and q_len <= kv_len"
+    too_long = f"decodes token by token: at most {MOST_DECODING_STEPS}, not {w.q_len}"
+    return refusals_of({unaligned: not is_aligned or w.q_len > w.kv_len, too_long: w.q_len > MOST_DECODING_STEPS})
 
 
 # -- quantized tensors for kernels that take none ----------------------------------------------------------------------------

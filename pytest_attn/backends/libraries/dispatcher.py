@@ -77,7 +77,14 @@ class Dispatcher(LibraryBackend):
 
     def broken_because(self) -> str | None:
         """Import the library, and refuse a name that it does not have or that is not judged."""
-        return super().broken_because() or self._not_judged_because()
+        if reason := super().broken_because():
+            return reason
+        names = self.names()
+        if self.dispatched not in names:
+            return f"{self.library} has no {self.noun} {self.dispatched!r}; it has {', '.join(names)}"
+        if self.dispatched not in self.judged:
+            return f"{self.dispatched} {self.others}: not judged; judged are {', '.join(self.judged)}"
+        return None
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         return self._kernel.unsupported_because(workload, machine, backward)
@@ -87,14 +94,6 @@ class Dispatcher(LibraryBackend):
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         return self._kernel.workspace(workload, backward)
-
-    def _not_judged_because(self) -> str | None:
-        names = self.names()
-        if self.dispatched not in names:
-            return f"{self.library} has no {self.noun} {self.dispatched!r}; it has {', '.join(names)}"
-        if self.dispatched not in self.judged:
-            return f"{self.dispatched} {self.others}: not judged; judged are {', '.join(self.judged)}"
-        return None
 
     @cached_property
     def _kernel(self) -> Backend:

@@ -5,7 +5,7 @@ an H200; the tests have stand-ins of both. flash-attn 4 (CuTe DSL) compiles a ne
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from pytest_attn.backends.attention_args import (
     unchanged,
 )
 from pytest_attn.backends.backend import LibraryBackend
-from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.capabilities import Capabilities, refusals_of
 from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
@@ -351,8 +351,19 @@ class Flash4(FlashAttention):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """State what its asserts would say for this architecture."""
-        cases = _limits(workload, _family_of(machine), backward)
-        return [words for is_refused, words in cases if is_refused] + refused_head_dims(workload, machine, backward)
+        w, family, dims = workload, _family_of(machine), f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
+        is_ampere_kernel, has_softcap = family in (8, 12), w.softcap is not None
+        is_irregular, is_largest = bool(w.head_dim % 16 or w.v_head_dim % 16), family in (10, 11) and w.head_dim == 256
+        reasons = {
+            f"has no sinks on sm{family}0": is_ampere_kernel and w.sinks,
+            f"does not support a paged KV cache on sm{family}0": is_ampere_kernel and w.kv_pages is not None,
+            f"needs multiples of 16 with pages, not {dims}": family == 9 and w.kv_pages is not None and is_irregular,
+            "has no backward pass on sm80": backward and family == 8,
+            "has no softcap backward for 256": backward and is_largest and has_softcap,
+            "has no backward with sinks for 256": backward and is_largest and w.sinks,
+            "has no backward with softcap on sm120": backward and family == 12 and has_softcap,
+        }
+        return refusals_of(reasons) + refused_head_dims(workload, machine, backward)
 
     def refusal_in(self, error: Exception) -> str | None:
         """Return the words of its compiler, which finds no layout for some head sizes."""
@@ -371,29 +382,15 @@ def refused_head_dims(w: Workload, machine: Machine, backward: bool) -> list[str
     """Say for which head dimensions flash-attn 4 has no kernel there."""
     family, pair, dims = _family_of(machine), (w.head_dim, w.v_head_dim), f"head_dim {w.head_dim}, v_head_dim {w.v_head_dim}"
     differ_on_hopper = backward and family == 9 and w.head_dim != w.v_head_dim
-    reasons = []
-    if family in (10, 11) and max(pair) > 128 and pair not in ((192, 128), (256, 256)):
-        reasons.append(f"takes up to 128, 192 with 128, or 256 on sm{family}0, not {dims}")
-    if differ_on_hopper and w.group > 1:
-        reasons.append(f"GQA backward needs equal dims, not {dims}")
-    if differ_on_hopper and w.v_head_dim % 32:
-        reasons.append(f"has no backward kernel on sm90 for v_head_dim {w.v_head_dim}, not a multiple of 32")
-    return reasons
-
-
-def _limits(w: Workload, family: int, backward: bool) -> list[tuple[bool, str]]:
-    """Return what else may stand in the workload's way on an architecture family, and how to say it."""
-    dims, is_irregular = f"head_dim {w.head_dim}, v_head_dim {w.v_head_dim}", bool(w.head_dim % 16 or w.v_head_dim % 16)
-    ampere_kernel = family in (8, 12)
-    return [
-        (ampere_kernel and bool(w.sinks), f"has no sinks on sm{family}0"),
-        (ampere_kernel and w.kv_pages is not None, f"does not support a paged KV cache on sm{family}0"),
-        (family == 9 and w.kv_pages is not None and is_irregular, f"needs multiples of 16 with pages, not {dims}"),
-        (backward and family == 8, "has no backward pass on sm80"),
-        (backward and family in (10, 11) and w.head_dim == 256 and w.softcap is not None, "has no softcap backward for 256"),
-        (backward and family in (10, 11) and w.head_dim == 256 and bool(w.sinks), "has no backward with sinks for 256"),
-        (backward and family == 12 and w.softcap is not None, "has no backward with softcap on sm120"),
-    ]
+    is_beyond = family in (10, 11) and max(pair) > 128 and pair not in ((192, 128), (256, 256))
+    no_kernel = f"has no backward kernel on sm90 for v_head_dim {w.v_head_dim}, not a multiple of 32"
+    return refusals_of(
+        {
+            f"takes up to 128, 192 with 128, or 256 on sm{family}0, not {dims}": is_beyond,
+            f"GQA backward needs equal dims, not {dims}": differ_on_hopper and w.group > 1,
+            no_kernel: differ_on_hopper and w.v_head_dim % 32,
+        }
+    )
 
 
 # -- calls of a model --------------------------------------------------------------------------------------------------------
@@ -522,15 +519,6 @@ class _Cache:
                 cache[int(self._pages[b, place // cache.shape[1]]), place % cache.shape[1]] = row
 
 
-def _unpack_cache(given: dict[str, Any]) -> dict[str, Any]:
-    keys, values = _Cache(given).complete()
-    return {**given, "keys": keys, "values": values}
-
-
-def _pack_cache(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name not in ("keys", "values")}
-
-
 def _read_cache(given: Mapping[str, Any]) -> AttentionArguments:
     """Read a call through a cache: its keys are those in the cache and those that it appends, which a replacement writes."""
     cache = _Cache(given)
@@ -573,18 +561,28 @@ def _packed(module: str, name: str, parameters: tuple[str, ...], profile: str) -
 
 def _cached(module: str, parameters: tuple[str, ...], profile: str) -> AttentionFunction:
     tensors, name = ("q", "keys", "values"), "flash_attn_with_kvcache"
-    return AttentionFunction(module, name, parameters, _read_cache, profile, tensors, unpack=_unpack_cache, pack=_pack_cache)
 
+    def unpack(given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, **dict(zip(tensors[1:], _Cache(given).complete(), strict=True))}
 
-def _flash3(module: str) -> Iterator[AttentionFunction]:
-    """Yield the functions of a generation's module."""
-    yield AttentionFunction(module, "flash_attn_func", (*_QKV, *_OPTIONS_3), _read, "flash3")
-    yield AttentionFunction(module, "flash_attn_varlen_func", (*_QKV, *BOUNDARIES, *_USED, *_OPTIONS_3), _VARLEN, "flash3")
-    yield _packed(module, "flash_attn_qkvpacked_func", ("qkv", *_PACKED_3), "flash3")
-    yield _cached(module, (*_CACHE, "qv", *_ROTARY, "page_table"), "flash3")
+    def pack(given: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if name not in tensors[1:]}
+
+    return AttentionFunction(module, name, parameters, _read_cache, profile, tensors, unpack=unpack, pack=pack)
 
 
 _VARLEN = partial(_read, is_varlen=True)
+#: of each generation of flash-attn 3
+_FUNCTIONS_3 = [
+    one
+    for module in (generation.module for generation in _GENERATIONS)
+    for one in (
+        AttentionFunction(module, "flash_attn_func", (*_QKV, *_OPTIONS_3), _read, "flash3"),
+        AttentionFunction(module, "flash_attn_varlen_func", (*_QKV, *BOUNDARIES, *_USED, *_OPTIONS_3), _VARLEN, "flash3"),
+        _packed(module, "flash_attn_qkvpacked_func", ("qkv", *_PACKED_3), "flash3"),
+        _cached(module, (*_CACHE, "qv", *_ROTARY, "page_table"), "flash3"),
+    )
+]
 FUNCTIONS = (
     AttentionFunction("flash_attn", "flash_attn_func", (*_QKV, *_OPTIONS), _read, "flash2"),
     AttentionFunction(
@@ -595,7 +593,7 @@ FUNCTIONS = (
     _packed("flash_attn", "flash_attn_varlen_qkvpacked_func", ("qkv", "cu_seqlens", "max_seqlen", *_OPTIONS), "flash2"),
     _packed("flash_attn", "flash_attn_varlen_kvpacked_func", ("q", "kv", *BOUNDARIES, *_OPTIONS), "flash2"),
     _cached("flash_attn", (*_CACHE, *_ROTARY, "block_table", *_OPTIONS_OF_CACHE, "softcap"), "flash2"),
-    *(one for generation in _GENERATIONS for one in _flash3(generation.module)),
+    *_FUNCTIONS_3,
     AttentionFunction(
         "flash_attn.cute", "flash_attn_func", (*_QKV, "qv", "gather_kv_indices", *_FLASH4), _read_flash4, "flash4"
     ),

@@ -35,17 +35,12 @@ _WORKSPACE, _INDICES = 128 << 20, 64 << 20
 _MOST_MASK_ENTRIES = (1 << 31) - 1
 
 
-_OF_ANY_WORKLOAD = (
-    KnownDefect(
-        issue="docs/results/findings.md, seen on an H200 with flashinfer 0.5.3",
-        summary="elements of a vector are read as neighbors, whatever the last stride",
-        invariants=("layout",),
-    ),
-    KnownDefect(
-        issue="docs/results/findings.md, seen on an H200 with flashinfer 0.5.3",
-        summary="its -infinity is -50,000: rows whose scores all lie below become 0",
-        invariants=("magnitude",),
-    ),
+_OF_ANY_WORKLOAD = tuple(
+    KnownDefect("docs/results/findings.md, seen on an H200 with flashinfer 0.5.3", summary, invariants=(invariant,))
+    for summary, invariant in (
+        ("elements of a vector are read as neighbors, whatever the last stride", "layout"),
+        ("its -infinity is -50,000: rows whose scores all lie below become 0", "magnitude"),
+    )
 )
 
 
@@ -66,11 +61,27 @@ class FlashInferFa2(LibraryBackend):
 
     def broken_because(self) -> str | None:
         """Import it, and ask it for the compiler that it needs at the first call."""
-        return super().broken_because() or _no_compiler_because()
+        if (reason := super().broken_because()) or import_module("flashinfer.jit.env").has_flashinfer_jit_cache():
+            return reason
+        try:
+            import_module("flashinfer.jit.cpp_ext").get_cuda_path()  # for nvcc
+        except RuntimeError as error:
+            return str(error)
+        return None if shutil.which("ninja") else "needs ninja on the PATH to compile its kernels"
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse pairs of head dimensions without a kernel, and masks that a custom_mask does not carry."""
-        return _head_dim_refusals(workload) or _custom_mask_refusals(workload, machine)
+        w, reasons = workload, _head_dim_refusals(workload)
+        if reasons or not _needs_custom_mask(w):
+            return reasons
+        if w.kv_lens is not None and not w.packs_keys:
+            return [
+                "takes padded keys and a paged KV cache with masks up to the last key only (bottom-right causal, or right=0)"
+            ]
+        entries = sum(rows * keys for rows, keys in sequence_lengths(w))
+        if entries > _MOST_MASK_ENTRIES:
+            return [f"counts the entries of a custom_mask in 32 bits, too few for {entries:,}"]
+        return ["takes one mask for all heads"] if _varies_over_heads(w, machine) else []
 
     def compiled_for(self, workload: Workload) -> Hashable:
         """Return what a module of FlashInfer is for, which has kernels for ragged keys, a paged KV cache and all masks."""
@@ -85,16 +96,14 @@ class FlashInferFa2(LibraryBackend):
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Plan the workload; each call only runs the plan."""
-        return self._paged(inputs) if inputs.workload.kv_pages else self._ragged(inputs)
-
-    def _ragged(self, inputs: Inputs) -> AttentionFn:
+        if inputs.workload.kv_pages:
+            return self._paged(inputs)
         options = _options(inputs)
         inputs, kernel_of = without_padding(inputs)
         w = inputs.workload
         wrapper = self.source.load().BatchPrefillWithRaggedKVCacheWrapper(_scratch(inputs), "NHD", backend=self.template)
         ends_q, ends_kv, _, _ = sequence_boundaries(inputs)
         wrapper.plan(ends_q, ends_kv, w.heads, w.kv_heads, w.head_dim, head_dim_vo=w.v_head_dim, **options)
-
         return kernel_of(as_packed(wrapper.run, w))
 
     def _paged(self, inputs: Inputs) -> AttentionFn:
@@ -205,17 +214,6 @@ def _head_dim_refusals(w: Workload) -> list[str]:
     return []
 
 
-def _custom_mask_refusals(w: Workload, machine: Machine) -> list[str]:
-    if not _needs_custom_mask(w):
-        return []
-    if w.kv_lens is not None and not w.packs_keys:
-        return ["takes padded keys and a paged KV cache with masks up to the last key only (bottom-right causal, or right=0)"]
-    entries = sum(rows * keys for rows, keys in sequence_lengths(w))
-    if entries > _MOST_MASK_ENTRIES:
-        return [f"counts the entries of a custom_mask in 32 bits, too few for {entries:,}"]
-    return ["takes one mask for all heads"] if _varies_over_heads(w, machine) else []
-
-
 def _varies_over_heads(w: Workload, machine: Machine) -> bool:
     """Return whether a mask given as a tensor or function differs between heads, head by head to save memory."""
     mask = w.plain_mask
@@ -226,17 +224,6 @@ def _varies_over_heads(w: Workload, machine: Machine) -> bool:
     mask_mod = mask.bind(Sequences(w.batch, w.heads, w.q_len, w.kv_len, device))
     first = mask_mod(b, h[:, :1], q, kv)
     return not all(torch.equal(first, mask_mod(b, head, q, kv)) for head in torch.split(h[:, 1:], 1, 1))
-
-
-def _no_compiler_because() -> str | None:
-    """Say, for nvcc in FlashInfer's words, what its kernels cannot be compiled with; None where they are or can be."""
-    if import_module("flashinfer.jit.env").has_flashinfer_jit_cache():
-        return None
-    try:
-        import_module("flashinfer.jit.cpp_ext").get_cuda_path()
-    except RuntimeError as error:
-        return str(error)
-    return None if shutil.which("ninja") else "needs ninja on the PATH to compile its kernels"
 
 
 # -- calls of a model --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pytest_attn.backends.layouts import (
     sequence_boundaries,
     without_padding,
 )
+from pytest_attn.backends.libraries.flash_attention import without_lse
 from pytest_attn.backends.library import Library, describe_error, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
@@ -68,10 +69,7 @@ class HubKernel(LibraryBackend):
         return self.source.missing_because()
 
     def broken_because(self) -> str | None:
-        reason = self.source.broken_because()
-        if reason is not None:
-            return reason
-        return self._loaded if isinstance(self._loaded, str) else None
+        return self.source.broken_because() or (self._loaded if isinstance(self._loaded, str) else None)
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what the kernel's functions have no parameter for, then what it refuses of one token, in its own words."""
@@ -79,8 +77,17 @@ class HubKernel(LibraryBackend):
         function = getattr(self._module, name, None)
         if function is None:
             return [f"its module has no {name}"]
-        known = inspect.signature(function).parameters
-        reasons = [f"its {name} has no {parameter}" for parameter in _needed_parameters(workload) if parameter not in known]
+        known, window = inspect.signature(function).parameters, bottom_right_window(workload)
+        needed = {
+            "causal": window == (-1, 0),
+            "window_size": workload.mask is not None and not workload.documents and window not in (None, (-1, 0)),
+            "softmax_scale": workload.scale is not None,
+            "softcap": workload.softcap is not None,
+            "alibi_slopes": workload.alibi,
+        }
+        reasons = [
+            f"its {name} has no {parameter}" for parameter, is_needed in needed.items() if is_needed and parameter not in known
+        ]
         return reasons or self._refusals_of_one_token(workload, machine, backward)
 
     def precision_on(self, kind: str) -> str | Precision:
@@ -144,17 +151,6 @@ def _goes_packed(w: Workload) -> bool:
     return w.is_packed or w.kv_lens is not None or bool(w.documents)
 
 
-def _needed_parameters(w: Workload) -> list[str]:
-    needed = {
-        "causal": bottom_right_window(w) == (-1, 0),
-        "window_size": w.mask is not None and not w.documents and bottom_right_window(w) not in (None, (-1, 0)),
-        "softmax_scale": w.scale is not None,
-        "softcap": w.softcap is not None,
-        "alibi_slopes": w.alibi,
-    }
-    return [name for name, is_needed in needed.items() if is_needed]
-
-
 def _bare(function: Any, w: Workload, **tensors: Any) -> AttentionFn:
     """Return `function` of q, k and v alone, with the workload's options in its own words."""
     known = inspect.signature(function).parameters
@@ -166,13 +162,6 @@ def _bare(function: Any, w: Workload, **tensors: Any) -> AttentionFn:
     elif window != (-1, -1):
         is_open, _, *rest = known["window_size"].default  # -1 in FlashAttention 2 and 3, None in 4; a third one in AITER
         options["window_size"] = (*(is_open if side == -1 else side for side in window), *rest)
-    if w.scale is not None:
-        options["softmax_scale"] = w.scale
-    if w.softcap is not None:
-        options["softcap"] = w.softcap
+    options |= {name: value for name, value in (("softmax_scale", w.scale), ("softcap", w.softcap)) if value is not None}
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        out = function(q, k, v, **options)
-        return out[0] if isinstance(out, tuple) else out
-
-    return call
+    return lambda q, k, v: without_lse(function(q, k, v, **options))

@@ -6,6 +6,7 @@ Both have the same import name. What 1.0.6 makes of q, k and v is repeated here,
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,14 +64,17 @@ _DEFECTS = (
 )
 
 
-class Sage(LibraryBackend):
-    """sageattn: 1.0.6 in Triton, and 2.x as it chooses by the device, held to the widest of its budgets, that of fp8."""
-
-    name, precision = "sage", "sage"
+class _OfSage(LibraryBackend):
     is_approximate = True
     source = _SAGE
     variants = ("compile",)
     full_graph = False
+
+
+class Sage(_OfSage):
+    """sageattn: 1.0.6 in Triton, and 2.x as it chooses by the device, held to the widest of its budgets, that of fp8."""
+
+    name, precision = "sage", "sage"
     needs = "CUDA, sm80 to sm121"
     capabilities = Capabilities(
         masks=_MASKS, features=_FEATURES, dtypes=("bfloat16", "float16", "float32"), head_dims=(64, 96, 128), square=True
@@ -95,21 +99,17 @@ class Sage(LibraryBackend):
         factor = inputs.workload.softmax_scale * _LOG2_E
         q = _in_int8_steps(inputs.q.float() * factor, _QUERIES_PER_BLOCK) / factor
         k = _in_int8_steps(_smoothed(inputs.k).float(), _KEYS_PER_BLOCK)
-        return dataclasses.replace(inputs, q=q, k=k, v=_through_half(inputs.v))
+        return dataclasses.replace(inputs, q=q, k=k, v=inputs.v.half().float())
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Hand over the caller's own tensors, so that a change in place shows."""
         return _calling("sageattn", inputs)
 
 
-class SageFp16(LibraryBackend):
+class SageFp16(_OfSage):
     """sageattn_qk_int8_pv_fp16_cuda of 2.x, with float32 sums."""
 
     name, precision = "sage_fp16", "sage_fp16"
-    is_approximate = True
-    source = _SAGE
-    variants = ("compile",)
-    full_graph = False
     needs = "sageattention 2, CUDA, sm80 to sm90, sm120, sm121"
     capabilities = Capabilities(masks=_MASKS, features=_FEATURES, head_dim=128, square=True)
     architectures: tuple[tuple[int, int], ...] = _ARCHITECTURES
@@ -123,7 +123,7 @@ class SageFp16(LibraryBackend):
 
     def dequantized(self, inputs: Inputs) -> Inputs:
         """Take the mean from k, as the library does, and bring v to float16; int8's steps are left to the budget."""
-        return dataclasses.replace(_without_mean(inputs), v=_through_half(inputs.v))
+        return dataclasses.replace(_without_mean(inputs), v=inputs.v.half().float())
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         return _calling(self.function(inputs.device), inputs, pv_accum_dtype=self.sums)
@@ -152,15 +152,8 @@ class SageFp8(SageFp16):
 
 
 def _calling(name: str, inputs: Inputs, **options: str) -> AttentionFn:
-    function, w = getattr(_SAGE.load(), name), inputs.workload
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = function(
-            q, k, v, tensor_layout="HND", is_causal=w.mask is not None, sm_scale=w.softmax_scale, **options
-        )
-        return out
-
-    return call
+    w, function = inputs.workload, getattr(_SAGE.load(), name)
+    return partial(function, tensor_layout="HND", is_causal=w.mask is not None, sm_scale=w.softmax_scale, **options)
 
 
 def _without_kernels(machine: Machine, architectures: tuple[tuple[int, int], ...]) -> str | None:
@@ -177,10 +170,6 @@ def _without_mean(inputs: Inputs) -> Inputs:
 def _smoothed(k: torch.Tensor) -> torch.Tensor:
     """Subtract the mean over the keys, which moves all scores of a row by the same and so changes no probability."""
     return k - k.mean(2, keepdim=True)
-
-
-def _through_half(v: torch.Tensor) -> torch.Tensor:
-    return v.half().float()
 
 
 def _in_int8_steps(x: torch.Tensor, rows_per_block: int) -> torch.Tensor:

@@ -82,7 +82,10 @@ class Automatic(Backend):
         return "is tested on CPU, CUDA and XPU only" if machine.kind == "mps" else None
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
-        reasons = _not_expressible(workload)
+        beyond = ("packed", "paged", "packed pages", "cached", "left-padded", "softcap", "sinks", "score_mod")
+        reasons = refusals_without(beyond, workload)
+        if workload.alibi and workload.dtype != "float32":
+            reasons.append(f"would round ALiBi's distances to {workload.dtype} in attn_mask")
         return reasons or self.native_refusals(workload, machine, backward)
 
     def precision_on(self, kind: str) -> str:
@@ -185,14 +188,6 @@ class Cudnn(Automatic):
         return half_precision_only(workload) or native_refusals("cudnn", workload, machine, backward)
 
 
-def _not_expressible(w: Workload) -> list[str]:
-    beyond = ("packed", "paged", "packed pages", "cached", "left-padded", "softcap", "sinks", "score_mod")
-    reasons = refusals_without(beyond, w)
-    if w.alibi and w.dtype != "float32":
-        reasons.append(f"would round ALiBi's distances to {w.dtype} in attn_mask")
-    return reasons
-
-
 def _on_kernel(call: AttentionFn, kernel: str) -> AttentionFn:
     """Allow exactly one of SDPA's kernels during each call. The previous choice comes back.
 
@@ -272,7 +267,13 @@ class SdpaFa3(LibraryBackend):
 
     def broken_because(self) -> str | None:
         """Import the library, then let torch activate it, and restore what was active."""
-        return super().broken_because() or _not_activated_because(self.implementation)
+        if reason := super().broken_because():
+            return reason
+        try:
+            with _activated(self.implementation):
+                return None
+        except Exception as error:  # whatever the library or its registration raises
+            return f"torch cannot activate {self.implementation}: {type(error).__name__}: {error}"
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Try torch's hook with one token like the workload's: a build may lack a head dimension, a release what is called.
@@ -328,14 +329,6 @@ def _activated(implementation: str) -> Iterator[None]:
             activate_flash_attention_impl(before)
         elif current_flash_attention_impl() is not None:
             restore_flash_attention_impl()
-
-
-def _not_activated_because(implementation: str) -> str | None:
-    try:
-        with _activated(implementation):
-            return None
-    except Exception as error:  # whatever the library or its registration raises
-        return f"torch cannot activate {implementation}: {type(error).__name__}: {error}"
 
 
 #: why torch's hook fails for whatever it is given, by implementation and device
@@ -502,6 +495,9 @@ class KvCache(Backend):
 # -- calls of a model --------------------------------------------------------------------------------------------------------
 
 
+_QKV, _OPTIONS = ("query", "key", "value"), ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
 def _read(given: Mapping[str, Any]) -> AttentionArguments:
     """Read scaled_dot_product_attention, of which autocast casts an additive mask, too."""
     mask: Any = given.get("attn_mask")
@@ -513,37 +509,29 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
 
 def read_plain(given: Mapping[str, Any]) -> AttentionArguments:
     """Read its arguments: tensors of 2 or more dimensions, of which the leading ones broadcast."""
-    q, k, v = given["query"], given["key"], given["value"]
-    known = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
-    refuse_unread(given, known)
-    lead = q.shape[:-2]
-    q4, k4, v4 = (four_dimensional(t) for t in (q, k, v))
-    visible, bias, mask = None, None, None
+    q, k = given["query"], given["key"]
+    refuse_unread(given, {*_QKV, *_OPTIONS})
+    lead, visible, bias = q.shape[:-2], None, None
     if given.get("attn_mask") is not None:
-        visible, bias = visible_and_bias(given["attn_mask"], lead, q4, k4)
-    if given.get("is_causal"):
-        mask = Causal()
-    return AttentionArguments(
-        q4,
-        k4,
-        v4,
+        visible, bias = visible_and_bias(given["attn_mask"], lead, four_dimensional(q), four_dimensional(k))
+    return AttentionArguments.in_layout(
+        four_dimensional,
+        given,
+        _QKV,
         visible=visible,
         bias=bias,
-        mask=mask,
+        mask=Causal() if given.get("is_causal") else None,
         scale=given.get("scale"),
         dropout=float(given.get("dropout_p") or 0.0),
-        to_native=four_dimensional,
-        out_to_native=four_dimensional,
         to_result=lambda out: out.reshape(*lead, *out.shape[-2:]),
     )
 
 
 def _kernel_chosen(given: Mapping[str, Any]) -> str:
     """Return which of its kernels torch chooses for these arguments, as it does within the call: "SDPA flash"."""
-    options = {name: given[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa") if name in given}
     try:
-        tensors = [given[name] for name in ("query", "key", "value")]
-        chosen = SDPBackend(torch._fused_sdp_choice(*tensors, **options))
+        options = {name: given[name] for name in _OPTIONS if name in given}
+        chosen = SDPBackend(torch._fused_sdp_choice(*(given[name] for name in _QKV), **options))
     except Exception:  # of devices and releases that do not say
         return "SDPA"
     return f"SDPA {chosen.name.lower().removesuffix('_attention')}"
@@ -558,8 +546,9 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 def _broadcast(given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with q, k and v alike in their leading dimensions, as SDPA broadcasts them."""
-    names = [name for name in ("query", "key", "value") if name in given]
-    return given if len(names) < 3 else {**given, **dict(zip(names, _alike(*(given[n] for n in names)), strict=True))}
+    if not all(name in given for name in _QKV):
+        return given
+    return {**given, **dict(zip(_QKV, _alike(*(given[name] for name in _QKV)), strict=True))}
 
 
 def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -587,9 +576,9 @@ def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 SDPA = AttentionFunction(
     "torch.nn.functional",
     "scaled_dot_product_attention",
-    ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+    (*_QKV, *_OPTIONS),
     _read,
-    tensors=("query", "key", "value"),
+    tensors=_QKV,
     name="F.scaled_dot_product_attention",
     unpack=_broadcast,
     kernel_of=_kernel_chosen,

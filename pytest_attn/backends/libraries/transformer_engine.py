@@ -11,12 +11,13 @@ from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, first_of, refuse_unread
 from pytest_attn.backends.backend import LibraryBackend
-from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities
+from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities, refusals_of
 from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.contexts import environment
 from pytest_attn.backends.defects import (
@@ -51,18 +52,16 @@ KERNELS = {
 }
 
 
-def _cudnn_of_torch() -> dict[str, str]:
-    """Point Transformer Engine to torch's own cuDNN: it looks for a system's first, and two of them do not go together."""
+def _environment() -> dict[str, str]:
+    """Return what its import needs, and what has flash-attn 4, which it imports, keep what it compiles.
+
+    It is pointed to torch's own cuDNN: it looks for a system's first, and two of them do not go together.
+    """
     if os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH"):
-        return {}
+        return keeping_flash4()
     nvidia = find_spec("nvidia")
     folders = [os.path.join(folder, "cudnn") for folder in (nvidia and nvidia.submodule_search_locations) or ()]
-    return next(({"CUDNN_HOME": folder} for folder in folders if os.path.isdir(folder)), {})
-
-
-def _environment() -> dict[str, str]:
-    """Return what its import needs, and what has flash-attn 4, which it imports, keep what it compiles."""
-    return _cudnn_of_torch() | keeping_flash4()
+    return keeping_flash4() | next(({"CUDNN_HOME": folder} for folder in folders if os.path.isdir(folder)), {})
 
 
 TRANSFORMER_ENGINE = Library(
@@ -114,10 +113,9 @@ def call_options(inputs: Inputs, in_sequence: bool) -> dict[str, Any]:
     kind, window = _mask_type(w)
     options: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": kind, "window_size": window}
     if in_sequence:
-        cu_q, cu_kv, longest_q, longest_kv = sequence_boundaries(inputs)
         kind = "padding" if kind == "no_mask" else f"padding_{kind}"
-        options.update(qkv_format="thd", attn_mask_type=kind, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
-        options.update(max_seqlen_q=longest_q, max_seqlen_kv=longest_kv)
+        options.update(qkv_format="thd", attn_mask_type=kind)
+        options |= zip((*_LENGTHS, "max_seqlen_q", "max_seqlen_kv"), sequence_boundaries(inputs), strict=True)
     if kind == "arbitrary":
         visible = boolean_mask(inputs)
         options["attention_mask"] = None if visible is None else ~visible  # True is masked
@@ -141,16 +139,6 @@ def _mask_type(w: Workload) -> tuple[str, tuple[int, int]]:
     return (causal if right == 0 else "no_mask"), (left, right)
 
 
-def fully_masked_rows_refused(w: Workload, device: str) -> list[str]:
-    """Refuse queries that see no key: they get the mean of the values, or zeros, as the shape has it."""
-    if needs_tensor(w):
-        visible = boolean_mask(unfilled_inputs(w, device))
-        fully_masked = visible is not None and not bool(visible.any(-1).all())
-    else:
-        fully_masked = sees_nothing(w)
-    return ["gives queries that see no key other results than zeros"] if fully_masked else []
-
-
 def half_open_window_refused(w: Workload) -> list[str]:
     """Refuse a window that its pair of numbers cannot say."""
     is_half_open = w.band is not None and (w.band.left is None) != (w.band.right is None) and not w.band.is_causal
@@ -165,21 +153,10 @@ def selected(te: ModuleType, kernel: str, remembered: dict[str, Any]) -> Iterato
     """Allow one of KERNELS only, with what a module remembered of its own last selection instead of another's."""
     selection = te._attention_backends
     allowed = {name: str(int(kernel == other)) for other, name in KERNELS.items()}
-    with environment(allowed), restored(selection), restored(te.dot_product_attention._alibi_cache):
+    with environment(allowed), patch.dict(selection), patch.dict(te.dot_product_attention._alibi_cache):
         selection.update(remembered or {"attention_params": None})
         yield
         remembered.update(selection)
-
-
-@contextmanager
-def restored(state: dict[str, Any]) -> Iterator[None]:
-    """Put a global dictionary back as it was."""
-    before = dict(state)
-    try:
-        yield
-    finally:
-        state.clear()
-        state.update(before)
 
 
 @contextmanager
@@ -187,21 +164,14 @@ def listening(te: ModuleType, said: list[str]) -> Iterator[None]:
     """Take down what the module logs, all of it, and keep it from the terminal."""
     levels, logger = te.utils.AttentionLogging, logging.getLogger("DotProductAttention")
     before = levels._log_level, logger.level, logger.handlers, logger.propagate
-    levels._log_level, logger.handlers, logger.propagate = logging.DEBUG, [_TakeDown(said)], False
+    taking_down = logging.Handler()
+    taking_down.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    levels._log_level, logger.handlers, logger.propagate = logging.DEBUG, [taking_down], False
     try:
         yield
     finally:
         levels._log_level, level, logger.handlers, logger.propagate = before
         logger.setLevel(level)
-
-
-class _TakeDown(logging.Handler):
-    def __init__(self, said: list[str]) -> None:
-        super().__init__()
-        self.said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def unfilled_inputs(w: Workload, device: str) -> Inputs:
@@ -407,19 +377,25 @@ class TeUnfused(TransformerEngine):
     )
 
     def unsaid(self, w: Workload, machine: Machine) -> list[str]:
-        """Refuse also what it rounds more often than an eager implementation, other distances, and queries without a key."""
-        reasons = super().unsaid(w, machine)
-        if w.dtype != "float32" and w.alibi:
-            reasons.append(f"would round the scores with ALiBi to {w.dtype}")
-        if w.dtype != "float32" and w.bias is not None:
-            reasons.append(f"would round the scores with a bias to {w.dtype}")
-        if w.dtype != "float32" and w.softcap is not None:
-            reasons.append(f"would round each step of softcap to {w.dtype}")
-        if w.alibi and (goes_in_sequence(w) or w.kv_lens is not None):
-            reasons.append("takes no ALiBi for packed or padded sequences")
-        if w.alibi and w.mask == Causal() and w.q_len != w.kv_len:
-            reasons.append("aligns ALiBi to the first key with such a mask")
-        return reasons or fully_masked_rows_refused(w, machine.device)
+        """Refuse also what it rounds more often than an eager implementation, other distances, and queries without a key.
+
+        These get the mean of the values, or zeros, as the shape has it.
+        """
+        is_half = w.dtype != "float32"
+        reasons = super().unsaid(w, machine) + refusals_of(
+            {
+                f"would round the scores with ALiBi to {w.dtype}": is_half and w.alibi,
+                f"would round the scores with a bias to {w.dtype}": is_half and w.bias is not None,
+                f"would round each step of softcap to {w.dtype}": is_half and w.softcap is not None,
+                "takes no ALiBi for packed or padded sequences": w.alibi and (goes_in_sequence(w) or w.kv_lens is not None),
+                "aligns ALiBi to the first key with such a mask": w.alibi and w.mask == Causal() and w.q_len != w.kv_len,
+            }
+        )
+        if reasons:
+            return reasons
+        visible = boolean_mask(unfilled_inputs(w, machine.device)) if needs_tensor(w) else None
+        is_empty = sees_nothing(w) if not needs_tensor(w) else visible is not None and not bool(visible.any(-1).all())
+        return ["gives queries that see no key other results than zeros"] if is_empty else []
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         return scores_bytes(workload, backward, copies=4)
@@ -476,29 +452,21 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
     is_packed = qkv_format == "thd"
     to, back = ((0, 1, 2), (0, 1, 2)) if is_packed else _ORDERS[qkv_format]
     heads = given["query_layer"].shape[-2]
-
-    def to_native(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.permute(to)
-
-    def flattened(out: torch.Tensor) -> torch.Tensor:
-        return out.permute(back).flatten(-2)
-
-    q, k, v = (to_native(given[name]) for name in _TENSORS)
+    q, k = (given[name].permute(to) for name in _TENSORS[:2])
     visible, mask = _mask(given, module, q, k, is_packed)
-    return AttentionArguments(
-        q,
-        k,
-        v,
+    return AttentionArguments.in_layout(
+        lambda tensor: tensor.permute(to),
+        given,
+        _TENSORS,
         visible=visible,
         mask=mask,
         **_scores(given, module),
         dropout=float(module.attention_dropout or 0.0) if module.training else 0.0,
         cu_seqlens=given["cu_seqlens_q"] if is_packed else None,
         cu_seqlens_kv=given["cu_seqlens_kv"] if is_packed else None,
-        to_native=to_native,
         take_out=first_of,
         out_to_native=lambda out: out.view(*out.shape[:-1], heads, -1).permute(to),
-        to_result=flattened,
+        to_result=lambda out: out.permute(back).flatten(-2),
         asks_more="the largest score" if getattr(module, "return_max_logit", False) else "",
     )
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -91,14 +92,18 @@ class TransformersDispatch(Dispatcher):
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         function, module, packed = self._load(), self._module(inputs.workload), inputs.workload.is_packed
         arguments = self._arguments(inputs)
+        compiling: Any = nullcontext()
+        if self.dispatched == "flex_attention":  # for each shape, as for a model's first: cases do not depend on their order
+            compiling = import_module("torch._dynamo.config").patch(automatic_dynamic_shapes=False)
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             if packed:
                 q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-            out, _ = function(module, q, k, v, **arguments)
+            with compiling:
+                out, _ = function(module, q, k, v, **arguments)
             return out[0] if packed else out.transpose(1, 2)
 
-        return _compiling_by_shape(call) if self.dispatched == "flex_attention" else call
+        return call
 
     def _load(self) -> Any:
         if self.dispatched != "eager":
@@ -129,17 +134,6 @@ class TransformersDispatch(Dispatcher):
     @property
     def _is_flash(self) -> bool:
         return self.dispatched.startswith("flash_attention_")
-
-
-def _compiling_by_shape(kernel: AttentionFn) -> AttentionFn:
-    """Let transformers compile flex_attention for each shape, as for a model's first: cases do not depend on their order."""
-    import torch._dynamo.config as config
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        with config.patch(automatic_dynamic_shapes=False):
-            return kernel(q, k, v)
-
-    return call
 
 
 def _beyond_flash(w: Workload) -> list[str]:
@@ -281,12 +275,7 @@ def read_call(implementation: str, given: Mapping[str, Any]) -> AttentionArgumen
         position_bias = position_bias.detach().expand(-1, -1, q.shape[2], -1)[..., : k.shape[2]]
         bias = position_bias if bias is None else bias + position_bias
     return AttentionArguments(
-        q,
-        k,
-        v,
-        visible=visible,
-        mask=mask,
-        bias=bias,
+        *(q, k, v, visible, mask, bias),
         **_scores(given),
         out_to_native=swap_rows_and_heads,
         to_result=lambda out: (swap_rows_and_heads(out).contiguous(), None),

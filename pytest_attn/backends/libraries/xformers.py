@@ -18,7 +18,7 @@ from pytest_attn.backends.attention_args import (
     swap_rows_and_heads,
 )
 from pytest_attn.backends.backend import LibraryBackend
-from pytest_attn.backends.capabilities import Capabilities
+from pytest_attn.backends.capabilities import Capabilities, refusals_of
 from pytest_attn.backends.defects import CUTLASS_OFFSETS, CUTLASS_SHARED_GROUP, CUTLASS_SHARED_HEAD, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask, visible_and_bias
 from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
@@ -65,7 +65,13 @@ class Xformers(LibraryBackend):
 
     def broken_because(self) -> str | None:
         """Import the library, and ask it whether its compiled part was loaded: without it, it imports but runs nothing."""
-        return super().broken_because() or _incomplete_because(self.source)
+        if reason := super().broken_because():
+            return reason
+        missing = [name for name in _USED if not hasattr(self.source.load(), name)]
+        if missing:
+            return f"{self.source.module} is installed but has no {missing[0]}"
+        failure = getattr(sys.modules.get("xformers._cpp_lib"), "_cpp_library_load_exception", None)
+        return None if failure is None else _one_line(str(failure))
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Refuse what its masks cannot say, then what its operators refuse, in their own words."""
@@ -145,15 +151,6 @@ class XformersCutlass(Xformers):
         return list(dict.fromkeys(_one_line(reason) for reason in reasons))
 
 
-def _incomplete_because(source: Library) -> str | None:
-    fmha = source.load()
-    missing = [name for name in _USED if not hasattr(fmha, name)]
-    if missing:
-        return f"{source.module} is installed but has no {missing[0]}"
-    failure = getattr(sys.modules.get("xformers._cpp_lib"), "_cpp_library_load_exception", None)
-    return None if failure is None else _one_line(str(failure))
-
-
 # -- what the operators say -------------------------------------------------------------------------------------------
 
 
@@ -201,14 +198,14 @@ def sequences_of(w: Workload) -> tuple[list[int], list[int]] | None:
 
 def unsaid(w: Workload) -> list[str]:
     """List what its masks cannot say of a workload, or say in another sense."""
-    reasons = []
-    if w.is_packed and needs_tensor(w):
-        reasons.append("takes neither ALiBi nor a mask of its own for packed sequences")
-    if w.alibi and w.dtype != "float32":
-        reasons.append(f"would round ALiBi's distances to {w.dtype} in attn_bias")
-    if w.band is not None and not needs_tensor(w) and not w.band.is_open and w.kv_lens and w.band.right != 0:
-        reasons.append("has no window to the right of a query for packed or padded sequences")
-    return reasons
+    is_half_window = w.band is not None and not needs_tensor(w) and not w.band.is_open and w.band.right != 0
+    return refusals_of(
+        {
+            "takes neither ALiBi nor a mask of its own for packed sequences": w.is_packed and needs_tensor(w),
+            f"would round ALiBi's distances to {w.dtype} in attn_bias": w.alibi and w.dtype != "float32",
+            "has no window to the right of a query for packed or padded sequences": is_half_window and w.kv_lens,
+        }
+    )
 
 
 def mask_of(fmha: ModuleType, w: Workload, device: torch.device | str) -> Any:
@@ -246,18 +243,14 @@ def tensor_bias(inputs: Inputs) -> torch.Tensor:
     assert mask is not None
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=inputs.q.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-    aligned = mask.new_zeros(*mask.shape[:3], _aligned(w.kv_len))
+    aligned = mask.new_zeros(*mask.shape[:3], w.kv_len + -w.kv_len % _BIAS_STEP)
     aligned[..., : w.kv_len] = mask
-    return _per_head(aligned[..., : w.kv_len], w)
+    return _per_head(aligned, w)
 
 
-def _aligned(length: int) -> int:
-    return -(-length // _BIAS_STEP) * _BIAS_STEP
-
-
-def _per_head(bias: torch.Tensor, w: Workload) -> torch.Tensor:
-    """Expand a bias to the shape that is asked for, with the heads of GQA in two dimensions."""
-    bias = bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
+def _per_head(aligned: torch.Tensor, w: Workload) -> torch.Tensor:
+    """Expand an aligned bias to the shape that is asked for, with the heads of GQA in two dimensions."""
+    bias = aligned[..., : w.kv_len].expand(w.batch, w.heads, w.q_len, w.kv_len)
     return bias if w.group == 1 else bias.reshape(w.batch, w.kv_heads, w.group, w.q_len, w.kv_len)
 
 
@@ -284,7 +277,7 @@ def empty_inputs(fmha: ModuleType, w: Workload, device: str) -> Any:
     q, k = empty(rows, w.heads, w.head_dim), empty(keys, w.kv_heads, w.head_dim)
     q, k, v = with_grouped_heads(q, k, empty(keys, w.kv_heads, w.v_head_dim))
     if needs_tensor(w):
-        bias = _per_head(torch.empty(1, 1, 1, _aligned(w.kv_len), dtype=dtype, device=device)[..., : w.kv_len], w)
+        bias = _per_head(torch.empty(1, 1, 1, w.kv_len + -w.kv_len % _BIAS_STEP, dtype=dtype, device=device), w)
     else:
         bias = mask_of(fmha, w, device)
     return fmha.Inputs(query=q, key=k, value=v, attn_bias=bias, scale=w.scale)
@@ -309,17 +302,10 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         out = out[None] if is_packed else swap_rows_and_heads(out)
         return out.reshape(*out.shape[:2], *heads, out.shape[-1])
 
-    q, k, v = (to_native(given[name]) for name in _QKV)
-    return AttentionArguments(
-        q,
-        k,
-        v,
-        **_read_bias(attn_bias, q, k),
-        scale=given.get("scale"),
-        dropout=float(given.get("p") or 0.0),
-        to_native=to_native,
-        out_to_native=to_native,
-        to_result=to_result,
+    read = _read_bias(attn_bias, to_native(query), to_native(given["key"]))
+    dropout = float(given.get("p") or 0.0)
+    return AttentionArguments.in_layout(
+        to_native, given, _QKV, **read, scale=given.get("scale"), dropout=dropout, to_result=to_result
     )
 
 
