@@ -154,11 +154,8 @@ class AttentionCall:
 
     def complete_inputs(self) -> Inputs:
         """Return the inputs on their device, with zeros for a gradient that did not arrive."""
-        tensors: dict[str, Any] = {
-            f.name: value.to(self.inputs.device)
-            for f in dataclasses.fields(self.inputs)
-            if isinstance(value := getattr(self.inputs, f.name), torch.Tensor)
-        }
+        held = {name: t for name, t in vars(self.inputs).items() if isinstance(t, torch.Tensor)}
+        tensors: dict[str, Any] = {name: t.to(self.inputs.device) for name, t in held.items()}
         if not self.has_dout:
             tensors["dout"] = torch.zeros_like(self.out, device=self.inputs.device)
         return dataclasses.replace(self.inputs, **tensors)
@@ -295,10 +292,10 @@ class ReadCall:
         before = zip("qkv", self.tensors, self._versions, strict=True)
         return next((name for name, t, version in before if version != _version_of(t)), "")
 
-    def reached_from(self, out: torch.Tensor) -> set[str]:
-        """Return the gradients that a backward pass from out gives, as autograd sees it."""
+    def unreached_from(self, out: torch.Tensor, needed: set[str]) -> list[str]:
+        """Return the gradients that a backward pass from out does not give, of those needed, as autograd sees it."""
         nodes = set(nodes_behind(out, self._nodes))
-        return {name for name, node in zip(GRADIENTS, self._nodes, strict=True) if node in nodes}
+        return [name for name, node in zip(GRADIENTS, self._nodes, strict=True) if name in needed and node not in nodes]
 
     def awaited(self, names: set[str], out: torch.Tensor) -> dict[str, tuple[torch.Tensor, ToNative]]:
         """Return the tensors whose gradients arrive, that of sinks too, and how each is put into the native layout."""
@@ -365,7 +362,9 @@ class Recorder:
     def _record(self, read: ReadCall) -> Any:
         """Compute a call, and record it; return what the model is given."""
         intercepted, arguments = read.intercepted, read.arguments
-        pristine = self._copies(read.inputs)
+        tensors = {name: t for name, t in vars(read.inputs).items() if isinstance(t, torch.Tensor)}
+        kept: Any = {name: self._keep(bare(t)) for name, t in tensors.items()}
+        pristine = dataclasses.replace(read.inputs, **kept)
         needed = read.needed if self._backward and torch.is_grad_enabled() else set()
         result, precision, subject = self.computed(intercepted, arguments, read.inputs)
         raw = arguments.take_out(result)
@@ -381,7 +380,7 @@ class Recorder:
             self.unread(intercepted.module, intercepted.function.shown, reason)
             return result
         if raw.requires_grad or subject is not None:
-            call.missing = sorted(needed - read.reached_from(raw), key=GRADIENTS.index)
+            call.missing = read.unreached_from(raw, needed)
         call.is_detached = bool(needed) and not raw.requires_grad
         if raw.requires_grad and (awaited := needed.difference(call.missing)):
             self._await(call, read.awaited(awaited, raw), arguments, raw)
@@ -424,11 +423,6 @@ class Recorder:
             self._finish(call)
 
     # -- details -------------------------------------------------------------------------------------------------------
-
-    def _copies(self, inputs: Inputs) -> Inputs:
-        tensors = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
-        kept: dict[str, Any] = {name: self._keep(bare(t)) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-        return dataclasses.replace(inputs, **kept)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor: on its device, or beyond the bound into the host's memory."""

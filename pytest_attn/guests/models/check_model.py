@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -30,7 +30,6 @@ from pytest_attn.guests.models.compiled import CompiledRun, judge_compiled, runs
 from pytest_attn.guests.models.interception import (
     InterceptedCall,
     Named,
-    Tracker,
     as_functions,
     intercept_attention,
     is_of_transformers,
@@ -198,10 +197,8 @@ class _ModelJudge:
         )
         if how.scatter and self._judged.are_rounded and not (self._subject and self._subject.is_approximate):
             self._ratios = ratios_of(self._result, repeatable, how.scatter)
-        if how.compiled and runs_compiled(model, step):
-            self._judge_compiled_run(repeatable)
-
-    def _judge_compiled_run(self, repeatable: RepeatableStep) -> None:
+        if not (how.compiled and runs_compiled(model, step)):
+            return
         if self._subject is not None:
             self._about_compiled = _NOT_COMPILED.format(self._subject.name)
             return
@@ -212,14 +209,6 @@ class _ModelJudge:
     def comparison(self) -> ModelComparison:
         """Return what was found."""
         tracker, recorder, options = self._tracker, self._recorder, self._options
-        notes = (
-            self._note,
-            self._about_inline(),
-            self._about_gradients,
-            *self._judged.notes(),
-            *_about_modules(self._model, self._calls, tracker),
-            self._about_compiled,
-        )
         comparison = ModelComparison(
             subject="" if self._subject is None else self._subject.name,
             calls=self._calls,
@@ -233,23 +222,25 @@ class _ModelJudge:
             backward=self._backward,
             ratios=self._ratios,
             compiled=self._compiled,
-            notes=tuple(filter(None, notes)),
+            notes=tuple(filter(None, self._notes())),
         )
         return dataclasses.replace(comparison, message="" if comparison.passed else describe(comparison))
 
-    def _about_inline(self) -> str:
-        names = dict.fromkeys((*self._tracker.written_out, *self._tracker.silent))
-        left_out = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self._options.inline)]
-        return f"not judged, because inline= names them: {some(left_out)}" if left_out else ""
-
-
-def _about_modules(model: torch.nn.Module, calls: Sequence[CallComparison], tracker: Tracker) -> Iterator[str]:
-    """Say which modules attend in a way that cannot be seen, or made no call."""
-    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.MultiheadAttention)]
-    if (layers and not calls) or not tracker.written_out.keys().isdisjoint(layers):
-        yield "torch.nn.MultiheadAttention computes attention inline when it returns its weights: pass need_weights=False"
-    if silent := [name for name in tracker.silent if name not in {**tracker.written_out, **tracker.with_softmax}]:
-        yield f"not judged: {some(silent)} made no attention call, while others of its kind made one"
+    def _notes(self) -> Iterator[str]:
+        """Say what was left out, and which modules attend in a way that cannot be seen, or made no call; "" says nothing."""
+        tracker = self._tracker
+        yield self._note
+        names = dict.fromkeys((*tracker.written_out, *tracker.silent))
+        if left_out := [name for name in names if any(fnmatchcase(name, pattern) for pattern in self._options.inline)]:
+            yield f"not judged, because inline= names them: {some(left_out)}"
+        yield self._about_gradients
+        yield from self._judged.notes()
+        layers = [name for name, module in self._model.named_modules() if isinstance(module, torch.nn.MultiheadAttention)]
+        if (layers and not self._calls) or not tracker.written_out.keys().isdisjoint(layers):
+            yield "torch.nn.MultiheadAttention computes attention inline when it returns its weights: pass need_weights=False"
+        if silent := [name for name in tracker.silent if name not in {**tracker.written_out, **tracker.with_softmax}]:
+            yield f"not judged: {some(silent)} made no attention call, while others of its kind made one"
+        yield self._about_compiled
 
 
 _DIVERGED = "hold NaN or infinite elements in q, k or v: results that depend on these mean nothing"
@@ -278,7 +269,15 @@ class _CallJudge:
         for what, noted in self._noted.items():
             if noted:
                 yield f"{len(noted)} of {len(self.calls)} calls {what} ({some([label for _, label in sorted(noted)])})"
-        if raised := self._with_raised_limits():
+        both = limits_named(self._limits)
+
+        def is_raised(row: TensorComparison) -> bool:
+            """Return whether fault-free kernels are further from exact than the limits allow."""
+            usual = limits_of(row.name, both)
+            is_of_few_rows = row.limits.head == usual.row
+            return row.limits.row > usual.row or (row.limits.head > 2 * usual.head and not is_of_few_rows)
+
+        if raised := [one.label for one in self.calls if one.comparison and any(map(is_raised, one.comparison.tensors))]:
             yield (
                 f"small faults cannot be seen in {len(raised)} of {len(self.calls)} calls ({some(raised)}): attention is"
                 " almost uniform there, and honest rounding adds up; use trained weights, or enlarge the projections of"
@@ -288,17 +287,6 @@ class _CallJudge:
             yield (
                 "rows that see no key are not 0 in some calls, so how far outputs and gradients are from exact is not reported"
             )
-
-    def _with_raised_limits(self) -> list[str]:
-        """Return the calls in which fault-free kernels are further from exact than the limits allow."""
-        both = limits_named(self._limits)
-
-        def is_raised(row: TensorComparison) -> bool:
-            usual = limits_of(row.name, both)
-            is_of_few_rows = row.limits.head == usual.row
-            return row.limits.row > usual.row or (row.limits.head > 2 * usual.head and not is_of_few_rows)
-
-        return [call.label for call in self.calls if call.comparison and any(map(is_raised, call.comparison.tensors))]
 
     def judge(self, call: AttentionCall) -> None:
         """Hold a call against exact attention."""
@@ -439,7 +427,10 @@ def module_step(module: torch.nn.Module, inputs: Any = None, shape: tuple[int, i
 def _drawn(module: torch.nn.Module, shape: tuple[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments for a module that takes hidden states, as far as it says how wide they are."""
     if isinstance(module, torch.nn.MultiheadAttention):
-        return _drawn_for(module, shape), {"need_weights": False}
+        widths = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
+        query, key, value = (_hidden(module, name, shape, width, module.batch_first) for name, width in widths.items())
+        is_self = len({*widths.values()}) == 1
+        return (query, query, query) if is_self else (query, key, value), {"need_weights": False}
     if isinstance(module, torch.nn.TransformerEncoderLayer):
         attention = module.self_attn
         return (_hidden(module, "src", shape, attention.embed_dim, attention.batch_first),), {}
@@ -453,13 +444,6 @@ def _drawn(module: torch.nn.Module, shape: tuple[int, int]) -> tuple[tuple[Any, 
             " say inputs=(hidden_states, ...) or inputs={'hidden_states': ...}"
         )
     return (_hidden(module, plain[0].name, shape, projection.in_features, True),), {}
-
-
-def _drawn_for(layer: torch.nn.MultiheadAttention, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    widths = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
-    query, key, value = (_hidden(layer, name, shape, width, layer.batch_first) for name, width in widths.items())
-    is_self = len({*widths.values()}) == 1
-    return (query, query, query) if is_self else (query, key, value)
 
 
 def _hidden(module: torch.nn.Module, name: str, shape: tuple[int, int], width: int, is_batch_first: bool) -> torch.Tensor:

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import overrides
@@ -436,19 +437,15 @@ class Tracker:
     @contextmanager
     def tracking(self) -> Iterator[None]:
         """Follow which module runs, by hooks that are removed afterwards: of the model, or of any module without one."""
-        hooks = []
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._running.clear)
             if self._model is None:
-                hooks.append(every.register_module_forward_pre_hook(self._enter))
-                hooks.append(every.register_module_forward_hook(self._leave, always_call=True))
+                stack.callback(every.register_module_forward_pre_hook(self._enter).remove)
+                stack.callback(every.register_module_forward_hook(self._leave, always_call=True).remove)
             for part in [] if self._model is None else self._model.modules():
-                hooks.append(part.register_forward_pre_hook(self._enter, with_kwargs=True))
-                hooks.append(part.register_forward_hook(self._leave, always_call=True))
+                stack.callback(part.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                stack.callback(part.register_forward_hook(self._leave, always_call=True).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self._running.clear()
 
     def _enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
         if id(module) not in self._names:
@@ -542,14 +539,13 @@ def transformers_intercepted(
     with ExitStack() as stack:
         if replaces and model is not None:
             stack.enter_context(_switched(model, interface))
-        interface.get_interface = fetched
-        stack.callback(setattr, interface, "get_interface", fetch)
+        stack.enter_context(patch.object(interface, "get_interface", fetched))
         yield
 
 
 def is_of_transformers(model: torch.nn.Module | None) -> bool:
     """Return whether a model has parts of transformers, which say what masks they want."""
-    return model is not None and bool(_configs(model))
+    return bool(_configs(model))
 
 
 def lacks_masks(model: torch.nn.Module | None, is_replaced: bool) -> bool:
@@ -559,7 +555,7 @@ def lacks_masks(model: torch.nn.Module | None, is_replaced: bool) -> bool:
     what eager attention is handed, but only eager attention has a meaning for rows without a key there.
     """
     says_all = ("sdpa",) if is_replaced else ("sdpa", "eager")
-    return model is not None and any(config._attn_implementation_internal not in says_all for config in _configs(model))
+    return any(config._attn_implementation_internal not in says_all for config in _configs(model))
 
 
 @contextmanager
@@ -567,23 +563,17 @@ def _switched(model: torch.nn.Module, interface: Any) -> Iterator[None]:
     """Switch every part of the model to our implementation, which builds all masks in full; then back."""
     masking_utils: Any = importlib.import_module("transformers.masking_utils")
     masks = masking_utils.AttentionMaskInterface._global_mapping
-    functions = interface._global_mapping
-    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
-    try:
-        never_left_out = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        masks[NAME] = lambda *args, **kwargs: masking_utils.sdpa_mask(*args, **{**kwargs, **never_left_out})
-        functions[NAME] = functools.partial(_exact_forward, {name for _, name in before})
-        for config, _ in before:
-            config._attn_implementation_internal = NAME
+    before = {config._attn_implementation_internal for config in _configs(model)}
+    never_left_out = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    masks_in_full = {NAME: lambda *args, **kwargs: masking_utils.sdpa_mask(*args, **{**kwargs, **never_left_out})}
+    ours = {NAME: functools.partial(_exact_forward, before)}
+    with patch.dict(masks, masks_in_full), patch.dict(interface._global_mapping, ours), ExitStack() as stack:
+        for config in _configs(model):
+            stack.enter_context(patch.object(config, "_attn_implementation_internal", NAME))
         yield
-    finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
-        masks.pop(NAME, None)
-        functions.pop(NAME, None)
 
 
-def _configs(model: torch.nn.Module) -> list[Any]:
+def _configs(model: torch.nn.Module | None) -> list[Any]:
     """Return the configurations of the model's parts, and those within them, each once."""
     found: dict[int, Any] = {}
 
@@ -594,7 +584,7 @@ def _configs(model: torch.nn.Module) -> list[Any]:
         for name in getattr(config, "sub_configs", None) or ():
             add(getattr(config, name, None))
 
-    for part in model.modules():
+    for part in model.modules() if model is not None else ():
         add(getattr(part, "config", None))
     return list(found.values())
 

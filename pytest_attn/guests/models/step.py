@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -141,23 +142,15 @@ def _collect(name: str, value: Any, found: dict[str, Any]) -> None:
 def watching_backward() -> Iterator[list[object]]:
     """Yield a list that has an entry per backward pass that ran meanwhile and freed its graph."""
     runs: list[object] = []
-    autograd: Any = torch.autograd
-    name = "_engine_run_backward"  # what every way to run one ends in
-    original = getattr(autograd, name, None)
-    if original is None:
-        yield runs
-        return
+    original: Any = getattr(torch.autograd, "_engine_run_backward", None)  # what every way to run one ends in
 
     def noted(tensors: Any, gradients: Any, keeps_graph: Any, *args: Any, **kwargs: Any) -> Any:
         if not keeps_graph:
             runs.append(tensors)
         return original(tensors, gradients, keeps_graph, *args, **kwargs)
 
-    setattr(autograd, name, noted)
-    try:
+    with patch.object(torch.autograd, "_engine_run_backward", noted) if original else nullcontext():
         yield runs
-    finally:
-        setattr(autograd, name, original)
 
 
 def finish_backward(returned: Any, model: torch.nn.Module, has_run_one: bool) -> bool:
@@ -208,21 +201,19 @@ def untouched(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
 
     Gradients are None at the start of every run, and those of before come back at the end.
     """
-    random_numbers, state = _RandomNumbers(), _ModelState(model)
+    put_back_random_numbers, state = _random_numbers(), _ModelState(model)
 
     def again() -> None:
         state.restore()
         state.drop_gradients()
-        random_numbers.restore()
+        put_back_random_numbers()
 
-    try:
+    with ExitStack() as every:  # whatever one of them raises
+        every.callback(put_back_random_numbers)
+        every.callback(state.restore_gradients)
+        every.callback(state.restore)
         state.drop_gradients()
         yield again
-    finally:
-        with ExitStack() as every:  # whatever one of them raises
-            every.callback(random_numbers.restore)
-            every.callback(state.restore_gradients)
-            every.callback(state.restore)
 
 
 class _ModelState:
@@ -282,20 +273,19 @@ def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value.clone()
 
 
-class _RandomNumbers:
-    """The states of the generators of torch on every device in use, of Python, and of numpy where it is imported."""
+def _random_numbers() -> Callable[[], None]:
+    """Return what puts back the generators of torch on every device in use, of Python, and of numpy where it is imported."""
+    states: list[tuple[Callable[[Any], None], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    if numpy := sys.modules.get("numpy"):
+        states.append((numpy.random.set_state, numpy.random.get_state()))
 
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        self._python = random.getstate()
-        self._numpy: Any = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
+    def put_back() -> None:
+        for put, state in states:
+            put(state)
 
-    def restore(self) -> None:
-        """Put all of them back."""
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+    return put_back

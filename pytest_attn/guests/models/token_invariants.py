@@ -66,19 +66,14 @@ def has_windows(model: TokenModel) -> bool:
     return bool(model.says("layer_types")) or asks or any("sliding" in name for name in model.requests.masks)
 
 
-def _layer_of(module: str) -> int | None:
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
-    return None if found is None else int(found[1])
-
-
 def wrong_masks(model: TokenModel) -> str:
     """Say which layer asks for another mask than the configuration names; "" where none does, or none is a causal window's."""
     windows, tokens = layer_windows(model), model.ids.shape[1]
     for module, workload in model.requests.calls:
-        layer, mask = _layer_of(module), workload.mask
-        if layer is None or layer >= len(windows) or mask is None or mask.band is None:
+        layer, mask = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module), workload.mask
+        if layer is None or int(layer[1]) >= len(windows) or mask is None or mask.band is None:
             continue
-        window = windows[layer]
+        window = windows[int(layer[1])]
         wanted = "Causal" if window is None or window >= tokens else f"a window of {window}"
         asked = "Causal" if mask.band.left is None else f"a window of {mask.band.left + 1}"
         if mask.band.left is not None and mask.band.right not in (0, None):
@@ -101,7 +96,8 @@ def wrong_scores(model: TokenModel) -> str:
     alike: dict[tuple[Any, ...], list[tuple[str, Workload]]] = {}
     for module, workload in model.requests.calls:
         if softcap and workload.softcap != softcap:
-            return f"{module} asks for {_or_none('a soft-cap of', workload.softcap)}; the configuration says {softcap:g}"
+            asked = "no soft-cap" if workload.softcap is None else f"a soft-cap of {workload.softcap:g}"
+            return f"{module} asks for {asked}; the configuration says {softcap:g}"
         part = parts.get(module)
         if isinstance(getattr(part, "sinks", None), torch.Tensor) and not workload.sinks:
             return f"{module} asks for no sinks, and has some"
@@ -126,23 +122,15 @@ def _is_named(model: TokenModel, module: Any, workload: Workload) -> bool:
     rope, scale = str(model.says("rope_parameters") or model.says("rope_scaling") or ""), workload.softmax_scale
     if not type(getattr(model.module, "_orig_mod", model.module)).__module__.startswith("transformers.") or "mscale" in rope:
         return True
-    return any(abs(scale / one - 1) < 1e-4 for one in _named_scales(model, module, workload))
-
-
-def _named_scales(model: TokenModel, module: Any, workload: Workload) -> list[float]:
-    """Return the scales that a configuration may mean."""
     says = {**vars(model.config), **vars(getattr(module, "config", None) or model.config)}
     positive = {name: value for name, value in says.items() if isinstance(value, int | float) and value > 0}
     sizes, scales = ([v for n, v in positive.items() if any(part in n for part in parts)] for parts in (_OF_SIZES, _OF_SCALES))
-    return [1.0, *(v**-0.5 for v in (workload.head_dim, *sizes, *scales)), *scales, *(1 / v for v in scales)]
+    named = [1.0, *(v**-0.5 for v in (workload.head_dim, *sizes, *scales)), *scales, *(1 / v for v in scales)]
+    return any(abs(scale / one - 1) < 1e-4 for one in named)
 
 
 #: parts of the names of numbers of a configuration: scores may be divided by the root of one, or else multiplied with it
 _OF_SIZES, _OF_SCALES = ("dim", "channels", "d_kv"), ("scal", "mult", "temperature")
-
-
-def _or_none(what: str, value: float | None) -> str:
-    return f"no {what.rpartition(' ')[0].removeprefix('a ')}" if value is None else f"{what} {value:g}"
 
 
 # -- the invariants ----------------------------------------------------------------------------------------------------------
@@ -322,7 +310,9 @@ def decoding(model: TokenModel, kind: str) -> str:
         raise NotApplicable("its configuration names no window")
     if kind != "dynamic" and _cache_may_cut(model):
         raise NotApplicable("its configuration names a window, and no layer asks for one")
-    if kind == "static" and not _supports_static(model):
+    module: Any = getattr(model.module, "_orig_mod", model.module)
+    supports_static = getattr(module, "_supports_static_cache", getattr(module, "_can_compile_fullgraph", True))
+    if kind == "static" and not supports_static:
         raise NotApplicable("its class does not say that it supports a static cache")
     try:
         evidence = _decoded(model, kind)
@@ -331,11 +321,6 @@ def decoding(model: TokenModel, kind: str) -> str:
     if evidence and model.unknown_kinds:
         raise NotApplicable(f"not run: {some(model.unknown_kinds)} may choose keys otherwise with a cache ({evidence})")
     return evidence
-
-
-def _supports_static(model: TokenModel) -> bool:
-    module: Any = getattr(model.module, "_orig_mod", model.module)
-    return bool(getattr(module, "_supports_static_cache", getattr(module, "_can_compile_fullgraph", True)))
 
 
 def _first_cache(model: TokenModel, kind: str) -> Any:
@@ -347,20 +332,14 @@ def _first_cache(model: TokenModel, kind: str) -> Any:
     return transformers.DynamicCache() if keeps_all else None
 
 
-def _decoding_steps(model: TokenModel, kind: str) -> tuple[int, list[tuple[int, int, str]]]:
-    """Return where decoding begins, and each run's first token, end, and what it is."""
-    tokens = model.ids.shape[1]
+def _decoded(model: TokenModel, kind: str) -> str:
+    """Say how rows through a cache differ, "" for not at all."""
+    tokens, cache = model.ids.shape[1], _first_cache(model, kind)
     middle = 1 if model.batch.is_decoder else tokens // 2  # beside an encoder it begins with one token
     steps = [(0, middle, f"prefill with a {kind} cache")]
     if not (model.mixes_otherwise or model.batch.is_decoder):
         steps.append((middle, middle + 3, f"three tokens at once with a {kind} cache"))
-    return middle, steps + [(at, at + 1, f"decoding with a {kind} cache") for at in range(steps[-1][1], tokens)]
-
-
-def _decoded(model: TokenModel, kind: str) -> str:
-    """Say how rows through a cache differ, "" for not at all."""
-    tokens, cache = model.ids.shape[1], _first_cache(model, kind)
-    middle, steps = _decoding_steps(model, kind)
+    steps += [(at, at + 1, f"decoding with a {kind} cache") for at in range(steps[-1][1], tokens)]
     positions = torch.arange(tokens, device=model.ids.device).expand_as(model.ids)
     arguments: dict[str, torch.Tensor] = {}
     for start, end, what in steps:
@@ -418,14 +397,11 @@ def _not_shifted_because(model: TokenModel) -> str:
         return "it rotates nothing by position_ids"
     if any(isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in parts):
         return "it learns an embedding of each position"
-    return "its angles depend on the length, or its positions end early" if _has_few_positions(model) else ""
-
-
-def _has_few_positions(model: TokenModel) -> bool:
     says = {**vars(model.config), **(model.says("rope_parameters") or {})}
     bounds = [v for name, v in says.items() if isinstance(v, int) and v > 0 and ("max_position" in name or "floor" in name)]
     is_by_length = any(kind in str(says.get("rope_parameters")) for kind in _BY_LENGTH)
-    return is_by_length or min(bounds, default=_SHIFT) < _SHIFT + _SHIFTED
+    has_few = is_by_length or min(bounds, default=_SHIFT) < _SHIFT + _SHIFTED
+    return "its angles depend on the length, or its positions end early" if has_few else ""
 
 
 #: kinds of rotary embeddings whose angles depend on how long a sequence is
@@ -490,7 +466,8 @@ def _finding(name: str, model: TokenModel) -> Finding:
     try:
         if not model.batch.has_tokens and name not in _OF_ANY:
             raise NotApplicable("the batch has no token ids")
-        if model.routing and name != "field" and (limit := _capacity(model)):
+        fields = vars(model.config or object) if model.routing and name != "field" else {}
+        if limit := next((field for field, value in fields.items() if "capacity" in field and value), ""):
             raise NotApplicable(f"experts take so many tokens at most ({limit}), so that each token depends on the others")
         evidence = INVARIANTS[name](model)
     except NotApplicable as reason:
@@ -500,8 +477,3 @@ def _finding(name: str, model: TokenModel) -> Finding:
             raise
         return Finding(name, "not applicable", f"not run: the model raises {_in_a_line(error)}", 0)
     return Finding(name, "broken" if evidence else "passed", evidence or model.note, 1)
-
-
-def _capacity(model: TokenModel) -> str:
-    """Return the field of the configuration that bounds how many tokens an expert takes, "" for none."""
-    return next((name for name, value in vars(model.config or object).items() if "capacity" in name and value), "")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -251,21 +252,13 @@ class TokenModel:
         if is_encoder_decoder or self.says("use_bidirectional_attention") or self.says("is_causal") is False:
             return None  # functions that make causal masks make others then
         makes_others = any("bidirectional" in name for name in self.requests.masks)
-        is_said = self.says("is_decoder") is True or self._callers_are_causal or self._calls_are_causal
-        return is_said or (makes_causal and not makes_others) or None
-
-    @property
-    def _callers_are_causal(self) -> bool:
-        """True where is_causal is set on each module that calls attention, of those that have it."""
         parts = dict(self._inner.named_modules())
         callers = [parts[name] for name, _ in self.requests.calls if name in parts] or list(parts.values())
-        return {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)} == {True}
-
-    @property
-    def _calls_are_causal(self) -> bool:
-        """True where each call within one sequence asks for a causal mask."""
+        are_causal = {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)} == {True}
         bands = [w.mask.band if w.mask is not None else None for _, w in self.requests.calls if w.q_len == w.kv_len]
-        return bool(bands) and all(band is not None and band.right == 0 for band in bands)
+        ask_causal = bool(bands) and all(band is not None and band.right == 0 for band in bands)
+        is_said = self.says("is_decoder") is True or are_causal or ask_causal
+        return is_said or (makes_causal and not makes_others) or None
 
     @cached_property
     def seeing(self) -> str:
@@ -348,14 +341,19 @@ class TokenModel:
         return one
 
     def prepare(self) -> None:
-        """Note its routers' choices. Raises DropoutError where two runs on the same tokens differ by more than rounding."""
-        if is_compiled(self.module):
-            self._refuse_compiled_experts()
-            watched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        else:
-            watched = self.routing.first()
+        """Note its routers' choices. Raises DropoutError where two runs on the same tokens differ by more than rounding.
+
+        ValueError for experts that torch.compile hides.
+        """
+        is_hidden = is_compiled(self.module)
+        routed = next((name for name, _ in self.module.named_modules() if name.rpartition(".")[2] == "experts"), "")
+        if is_hidden and routed:
+            raise ValueError(
+                f"check_invariants: {routed} is a mixture of experts, whose choice cannot be held where torch.compile made the"
+                " model; give check_invariants the model before it is compiled"
+            )
         torch.manual_seed(0)
-        with watched:
+        with contextlib.nullcontext() if is_hidden else self.routing.first():
             one = self.rows_of(self.ids, self.places)
         torch.manual_seed(1)
         other = self.rows_of(self.ids, self.places)
@@ -363,15 +361,6 @@ class TokenModel:
             raise DropoutError("the model gives something else each time it runs: set dropout to 0, or call model.eval()")
         if self.routing:
             _ = self.scatter  # whose runs say how far rounding moves scores
-
-    def _refuse_compiled_experts(self) -> None:
-        """Raise ValueError for experts that torch.compile hides: nobody can hold their choice."""
-        routed = next((name for name, _ in self.module.named_modules() if name.rpartition(".")[2] == "experts"), "")
-        if routed:
-            raise ValueError(
-                f"check_invariants: {routed} is a mixture of experts, whose choice cannot be held where torch.compile made the"
-                " model; give check_invariants the model before it is compiled"
-            )
 
     # -- how far rows are from each other -----------------------------------------------------------------------------
 
@@ -454,12 +443,11 @@ def _rounded_otherwise(model: torch.nn.Module, seed: int) -> Iterator[None]:
         return (out.double() * (1 + ulp * noise.double())).to(out.dtype)
 
     generators = SeededGenerators(seed)
-    hooks = [part.register_forward_hook(moved) for part in model.modules() if not any(True for _ in part.children())]
-    try:
+    with contextlib.ExitStack() as stack:
+        for part in model.modules():
+            if not any(True for _ in part.children()):
+                stack.callback(part.register_forward_hook(moved).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
@@ -467,7 +455,6 @@ def _masks_watched(model: torch.nn.Module) -> Iterator[dict[str, bool]]:
     """Yield the functions of transformers that a model's code has make its masks: name -> whether given position_ids."""
     seen: dict[str, bool] = {}
     modules = {type(part).__module__ for part in model.modules()}
-    replaced: list[tuple[Any, str, Any]] = []
 
     def watched(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -476,13 +463,9 @@ def _masks_watched(model: torch.nn.Module) -> Iterator[dict[str, bool]]:
 
         return call
 
-    for module in filter(None, map(sys.modules.get, modules)):
-        for name, function in list(vars(module).items()):
-            if name.startswith("create_") and getattr(function, "__module__", "") == "transformers.masking_utils":
-                replaced.append((module, name, function))
-                setattr(module, name, watched(name, function))
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in filter(None, map(sys.modules.get, modules)):
+            for name, function in list(vars(module).items()):
+                if name.startswith("create_") and getattr(function, "__module__", "") == "transformers.masking_utils":
+                    stack.enter_context(patch.object(module, name, watched(name, function)))
         yield seen
-    finally:
-        for module, name, function in replaced:
-            setattr(module, name, function)
