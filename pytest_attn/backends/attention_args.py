@@ -95,11 +95,6 @@ class AttentionArguments:
         if self.asks_more:
             raise UnreadableError(f"the model asks for {self.asks_more} as well, which a replacement does not return")
 
-    def with_out(self, result: Any, out: torch.Tensor) -> Any:
-        """Return a result of the function with another out, in the layout of q, in place of its own."""
-        replaced = self.to_result(out)
-        return (first_of(replaced), *result[1:]) if isinstance(result, tuple | list) else replaced
-
 
 @dataclass(frozen=True)
 class AttentionFunction:

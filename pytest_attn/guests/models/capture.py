@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -456,7 +456,9 @@ class Recorder:
         arguments: AttentionArguments,
         raw: Any,
     ) -> None:
-        awaited, is_checkpointed = {"dout", *waiting}, in_checkpoint()
+        awaited = {"dout", *waiting}
+        # whether the model runs a part that it may compute again for the backward pass
+        is_checkpointed = any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in walk_stack(None))
         self._waiting[id(call)] = call, awaited
         call.is_awaited = True
 
@@ -538,14 +540,6 @@ def without_gradient(tensor: torch.Tensor, used: Callable[[torch.Tensor], None] 
 def _version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; those of inference mode do not count it."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def in_checkpoint() -> bool:
-    """Return whether the model runs a part that it may compute again for the backward pass."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
 
 
 # -- `pytest_attn.capture` ---------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def judge_compiled(repeatable: RepeatableStep) -> CompiledRun:
 
 def _compared(run: CompiledRun, found: dict[str, torch.Tensor], repeatable: RepeatableStep) -> CompiledRun:
     """Return a compiled run with how far what it gave is from exact attention."""
-    if name := _drops(repeatable.model):
+    kinds, modules = torch.nn.modules.dropout._DropoutNd, repeatable.model.named_modules()
+    if name := next((name for name, m in modules if isinstance(m, kinds) and m.training and m.p > 0), ""):
         return run.not_compared(f"{name} drops at random, and a compiled model draws other numbers; call model.eval()")
     options: Any = {"precision": repeatable.precision, "beside": repeatable.beside, "is_whole": True}
     first = Exact(**options)
@@ -104,7 +105,8 @@ def _compared(run: CompiledRun, found: dict[str, torch.Tensor], repeatable: Repe
         return run.not_compared("the step draws random numbers, and a compiled one draws others; call model.eval()")
     scattered = (repeatable.through(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
     unit = _unit(exact, scattered, lambda: repeatable.through(Nearest(first.dtypes, **options), emulate_fusion()))
-    ratios = _ratios(found, exact, unit)
+    far = distances(found, exact)  # of what is missing, or not finite and should be, infinitely
+    ratios = {name: far.get(name, math.inf) / unit[name] for name in exact if unit[name] > 0}
     meaningful = _meaningful(exact, unit, first.dtypes)
     limits = {}
     for name in ratios:
@@ -137,23 +139,11 @@ def _unit(
     return {name: max(least, min(apart.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
 
 
-def _ratios(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], unit: dict[str, float]) -> dict[str, float]:
-    """Return how far each tensor is off: infinitely where it is missing, or not finite and should be."""
-    far = distances(found, exact)
-    return {name: far.get(name, math.inf) / unit[name] for name in exact if unit[name] > 0}
-
-
 def _meaningful(exact: dict[str, torch.Tensor], unit: dict[str, float], dtypes: Iterable[torch.dtype]) -> set[str]:
     """Return the tensors that are more than rounding error: not what is left where all cancels, or vanishes in float16."""
     half = [torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize == 2]
     most = _MOST_ROUNDING * max(half) if half else math.inf
     return {name for name, t in exact.items() if unit[name] <= most * float(t.double().norm())}
-
-
-def _drops(model: torch.nn.Module) -> str:
-    """Return the name of a module that drops at random, "" where none does."""
-    kinds = torch.nn.modules.dropout._DropoutNd
-    return next((name for name, m in model.named_modules() if isinstance(m, kinds) and m.training and m.p > 0), "")
 
 
 # -- what torch.compile did --------------------------------------------------------------------------------------------------

@@ -49,10 +49,10 @@ def handed_to(name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: M
     """Return the masks that a module is called with. name: what reports call it."""
     parameters = _parameters(type(module).forward)
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    masks = dict(item for item in given.items() if _is_mask(*item))
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    masks = {n: t for n, t in tensors.items() if _names_mask(n) and not t.is_nested and 2 <= t.dim() <= 4}
     takes = tuple(filter(_names_mask, dict.fromkeys((*parameters, *given))))
-    others = {key: value for key, value in given.items() if isinstance(value, torch.Tensor) and key not in takes}
-    second = [value for key, value in others.items() if any(part in key for part in _OTHERS)]
+    second = [t for key, t in tensors.items() if key not in takes and any(part in key for part in _OTHERS)]
     memory = next((one for one in second if one.is_floating_point() and one.dim() == 3), None)
     has_two = bool(second) or any(key.startswith(("decoder_", "tgt")) for key in parameters)
     return HandedMasks(name, masks, takes, has_two, memory)
@@ -71,10 +71,6 @@ def _names_mask(name: str) -> bool:
     return name in ("mask", "src_mask", "tgt_mask", "memory_mask") or name.endswith(
         ("attention_mask", "attn_mask", "padding_mask", "causal_mask")
     )
-
-
-def _is_mask(name: str, value: object) -> bool:
-    return _names_mask(name) and isinstance(value, torch.Tensor) and not value.is_nested and 2 <= value.dim() <= 4
 
 
 def forgotten(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:

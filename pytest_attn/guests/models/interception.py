@@ -77,11 +77,6 @@ class InterceptedCall:
         return ", ".join(dict.fromkeys(self.ran))
 
     @property
-    def is_of_ours(self) -> bool:
-        """True where the model was switched to our implementation, which returns out alone."""
-        return self.function.shown == f"transformers:{NAME}"
-
-    @property
     def is_again(self) -> bool:
         """True where it is made within a backward pass, as checkpointing computes a forward pass again."""
         return in_backward_pass()
@@ -342,16 +337,11 @@ def replaced(wrappers: Mapping[int, Callable[[Any], Any]], model: torch.nn.Modul
     finally:
         for owner, name, value in reversed(changed):
             setattr(owner, name, value)
-        _forget_stand_ins(made.values())
-
-
-def _forget_stand_ins(wrapped: Iterable[Any]) -> None:
-    """Have Dynamo look up torch's functions anew, if it did so first while these stood in their place."""
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is None or not rules.get_torch_obj_rule_map.cache_info().currsize:
-        return
-    if not rules.get_torch_obj_rule_map().keys().isdisjoint(one for one in wrapped if isinstance(one, Hashable)):
-        rules.get_torch_obj_rule_map.cache_clear()
+        rules = sys.modules.get("torch._dynamo.trace_rules")
+        if rules is not None and rules.get_torch_obj_rule_map.cache_info().currsize:
+            known = rules.get_torch_obj_rule_map().keys()
+            if not known.isdisjoint(one for one in made.values() if isinstance(one, Hashable)):
+                rules.get_torch_obj_rule_map.cache_clear()  # Dynamo looked up torch's functions while these stood there
 
 
 def _wrapper_of(value: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any] | None:

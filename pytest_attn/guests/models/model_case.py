@@ -408,7 +408,10 @@ class ModelMeasurement(Measurement):
             stopwatch = self.stopwatch
             with self.session.deadline.around(case, beyond=WAITING_SECONDS) as work.on_call:
                 latency = stopwatch.measure(work, self.spec.workload.id, self.subject.name, "host")
-            self._refuse_recompiled(compilations().since(before).graphs)
+            if graphs := compilations().since(before).graphs:
+                times = "once" if graphs == 1 else f"{graphs} times"
+                why = "while it was timed; TORCH_LOGS=recompiles says why"
+                raise StaleError(f"torch.compile compiled parts of the step again, {times}, {why}")
         if self.session.worker is None:
             self.found["attention"] = self._attention(substitutes)
         return latency
@@ -446,13 +449,6 @@ class ModelMeasurement(Measurement):
         with untouched(self.model), optimizer_untouched(self.optimizer):
             share = attention_share(self.model, self.step, self.direction, self.functions, self.optimizer, substitutes)
         return {"unknown": share} if isinstance(share, str) else share.to_dict()
-
-    def _refuse_recompiled(self, graphs: int) -> None:
-        if graphs:
-            times = "once" if graphs == 1 else f"{graphs} times"
-            raise StaleError(
-                f"torch.compile compiled parts of the step again, {times}, while it was timed; TORCH_LOGS=recompiles says why"
-            )
 
     @property
     def _optimizer_name(self) -> str:

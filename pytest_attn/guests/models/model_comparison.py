@@ -199,7 +199,13 @@ def headline(model: ModelComparison) -> str:
 def _not_judged(model: ModelComparison) -> Iterator[str]:
     is_caught = bool(model.calls or model.unread)
     if not is_caught:
-        yield from _nothing_caught(model)
+        yield "no attention call was caught: nothing was judged"
+        how = "name the model's attention, a function of (q, k, v, ...), or make one of what it computes inline"
+        if softmax := list(dict.fromkeys([*model.written_out, *model.with_softmax])):
+            yield labeled("softmax", f"ran in {some(softmax)}: is attention computed inline there?")
+            how = "have it call a function of (q, k, v, ...), and name that"
+        if not model.unseen:
+            yield labeled("do", f"{how}: functions=[my_function]")
     for function in model.unseen:
         yield f"{function} was named in functions=, and no call of it was caught"
         yield labeled(
@@ -219,16 +225,6 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
         yield labeled(
             "do", "look for detach() and no_grad() around it; where all before it is frozen, backward=False judges out alone"
         )
-
-
-def _nothing_caught(model: ModelComparison) -> Iterator[str]:
-    yield "no attention call was caught: nothing was judged"
-    how = "name the model's attention, a function of (q, k, v, ...), or make one of what it computes inline"
-    if softmax := list(dict.fromkeys([*model.written_out, *model.with_softmax])):
-        yield labeled("softmax", f"ran in {some(softmax)}: is attention computed inline there?")
-        how = "have it call a function of (q, k, v, ...), and name that"
-    if not model.unseen:
-        yield labeled("do", f"{how}: functions=[my_function]")
 
 
 def _not_replaced(model: ModelComparison) -> Iterator[str]:

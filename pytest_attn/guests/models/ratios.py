@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pytest_attn.backends.attention_args import UnreadableError
+from pytest_attn.backends.attention_args import UnreadableError, first_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
@@ -30,7 +30,7 @@ from pytest_attn.guests.models.exact_attention import (
     exact_attention,
     exact_weights,
 )
-from pytest_attn.guests.models.interception import InterceptedCall, Named, intercept_attention, lacks_masks
+from pytest_attn.guests.models.interception import NAME, InterceptedCall, Named, intercept_attention, lacks_masks
 from pytest_attn.guests.models.step import StepResult, run_step
 
 
@@ -68,10 +68,12 @@ class Exact:
             return intercepted.compute()
         if not (arguments.asks_more or intercepted.function.place in self._beside):
             return arguments.to_result(out)
-        result = (out, exact_weights(inputs)) if intercepted.is_of_ours else intercepted.compute()
+        is_of_ours = intercepted.function.shown == f"transformers:{NAME}"  # which returns out alone
+        result = (out, exact_weights(inputs)) if is_of_ours else intercepted.compute()
         if not self._is_whole:
             result = tree_map_only(torch.Tensor, without_gradient, result)
-        return arguments.with_out(result, out)
+        replaced = arguments.to_result(out)
+        return (first_of(replaced), *result[1:]) if isinstance(result, tuple | list) else replaced
 
     def unread(self, module: str, function: str, reason: str) -> None:
         """Leave it to the model."""

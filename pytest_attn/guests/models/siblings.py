@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from inspect import isroutine
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -147,12 +147,8 @@ class Siblings(list[CallComparison]):
         return [self.tracker.callers[call.module] for call in self]
 
 
-class Oddity(NamedTuple):
-    """A call that asks for something else than its siblings. at, sibling: indices in the group. what: what it does."""
-
-    at: int
-    what: str
-    sibling: int
+#: a call that asks for something else than its siblings: its index in the group, what it does, and the index of a sibling
+Oddity: TypeAlias = "tuple[int, str, int]"
 
 
 # -- of modules built alike --------------------------------------------------------------------------------------------------
@@ -162,14 +158,14 @@ def _other_gradients(group: Siblings) -> Iterator[Oddity]:
     gives = [{**_arrived(call, group.tracker), **_gives_gradients(call, group.tracker)} for call in group]
     for name in dict.fromkeys(name for one in gives for name in one):
         for at, sibling in _lone([one.get(name) for one in gives], is_odd=lambda given: not given):
-            yield Oddity(at, f"its {name} gets no gradient, and {name} gets one", sibling)
+            yield at, f"its {name} gets no gradient, and {name} gets one", sibling
 
 
 def _other_roundings(group: Siblings) -> Iterator[Oddity]:
     held, modules = [call.traits.held for call in group], group.modules
     for at, sibling in _lone(held, is_odd=lambda dtype: dtype != "float32"):
         if _dtypes(modules[at]) == _dtypes(modules[sibling]):
-            yield Oddity(at, f"its q, k or v was rounded to {held[at]}, and none was", sibling)
+            yield at, f"its q, k or v was rounded to {held[at]}, and none was", sibling
 
 
 def _other_masks(group: Siblings) -> Iterator[Oddity]:
@@ -189,7 +185,7 @@ def _other_masks(group: Siblings) -> Iterator[Oddity]:
                 what = "it hides no key, and keys are hidden"
             elif not seen[sibling]:
                 what = "its mask hides keys, and no key is hidden"
-            yield Oddity(at, what, sibling)
+            yield at, what, sibling
 
 
 def _other_windows(group: Siblings) -> Iterator[Oddity]:
@@ -202,7 +198,7 @@ def _other_windows(group: Siblings) -> Iterator[Oddity]:
     if abs(back - other_back) == 1 and bool(ahead) == bool(other_ahead):
         for at, sibling in _others(windows):
             own_keys, keys = (sum(windows[one] or ()) + 1 for one in (at, sibling))
-            yield Oddity(at, f"its window is {own_keys} keys, and {keys}", sibling)
+            yield at, f"its window is {own_keys} keys, and {keys}", sibling
 
 
 def _other_heads(group: Siblings) -> Iterator[Oddity]:
@@ -215,12 +211,12 @@ def _other_heads(group: Siblings) -> Iterator[Oddity]:
     odd = _lone(many, is_odd=lambda number: number < most) if len({*many} - {None}) > 1 else _others(orders)
     for at, sibling in odd:
         if _shapes(modules[at]) == _shapes(modules[sibling]):
-            yield Oddity(at, f"its heads share keys as {_listed(orders[at])}, and as {_listed(orders[sibling])}", sibling)
+            yield at, f"its heads share keys as {_listed(orders[at])}, and as {_listed(orders[sibling])}", sibling
 
 
 def _other_scales(group: Siblings) -> Iterator[Oddity]:
     for at, (scale, sibling) in odd_scales([call.workload for call in group], group.modules[0]).items():
-        yield Oddity(at, f"its scale is {group[at].workload.softmax_scale:.6g}, and {scale:.6g}", sibling)
+        yield at, f"its scale is {group[at].workload.softmax_scale:.6g}, and {scale:.6g}", sibling
 
 
 OF_BUILD = (_other_gradients, _other_roundings, _other_masks, _other_windows, _other_heads, _other_scales)
@@ -234,12 +230,12 @@ def _without_bias(group: Siblings) -> Iterator[Oddity]:
     for at, _ in _lone(biases, is_odd=lambda has_bias: not has_bias):
         alike = (n for n, (has, own) in enumerate(zip(biases, settings, strict=True)) if has and own == settings[at])
         if (sibling := next(alike, None)) is not None:
-            yield Oddity(at, "nothing is added to its scores, and a bias is", sibling)
+            yield at, "nothing is added to its scores, and a bias is", sibling
 
 
 def _without_memory(group: Siblings) -> Iterator[Oddity]:
     for at, sibling in _lone([call.traits.memory or None for call in group], is_odd=bool):
-        yield Oddity(at, "it does not attend to the sequence that is attended to", sibling)
+        yield at, "it does not attend to the sequence that is attended to", sibling
 
 
 OF_POSITION = (_without_bias, _without_memory)

@@ -303,7 +303,7 @@ class TokenModel:
             returned = self.module(*first, **named, **self.batch.rest, **more)
         outputs = named_tensors(returned).outputs
         rows = next(
-            (t for t in map(self._rows_of_output, outputs.values()) if t.dim() == 3 and t.shape[:2] == ids.shape), None
+            (t for t in map(self._rows_of_output, outputs.values()) if t.shape[:2] == ids.shape and t.dim() == 3), None
         )
         if rows is None:
             shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in outputs.items())
