@@ -77,7 +77,7 @@ def in_fully_masked_rows(comparison: Any, workload: Workload) -> bool:
     return not is_of_rows or sees_nothing(workload, comparison.worst[2])
 
 
-def isis_on_affected_cudnn(workload: Workload, machine: Machine) -> bool:
+def is_on_affected_cudnn(workload: Workload, machine: Machine) -> bool:
     """Return whether a machine has a GPU and a cuDNN that write NaN into dq."""
     is_affected = machine.capability == (9, 0) and (2, 11) <= machine.torch_release <= (2, 13)
     return is_affected and workload.dtype != "float32"
@@ -104,7 +104,7 @@ CUDNN_NAN = KnownDefect(
 CUDNN_NAN_OF_ONE_TILE = replace(
     CUDNN_NAN,
     summary="NaN in dq where q_len is 64 and scores are large",
-    applies=lambda workload, machine: workload.q_len == 64 and isis_on_affected_cudnn(workload, machine),
+    applies=lambda workload, machine: workload.q_len == 64 and is_on_affected_cudnn(workload, machine),
     inputs=None,
     invariants=("magnitude",),
 )
@@ -117,7 +117,7 @@ _GARBAGE_L2 = 0.3
 CUDNN_STALE_STRIDES = KnownDefect(
     issue="docs/results/findings.md, seen on an H200 with torch 2.11, no report found",
     summary="dout is read with the strides that it had when q, k and v were first of these shapes and strides",
-    applies=isis_on_affected_cudnn,
+    applies=is_on_affected_cudnn,
     tensors=("dq", "dk", "dv"),
     invariants=("layout",),
     kernel="cudnn",

@@ -22,7 +22,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pytest_attn.backends.contexts import environment, quiet
 from pytest_attn.backends.machine import installed_version
@@ -154,7 +154,13 @@ def try_import(module: str) -> str | None:
     """Say why a module cannot be imported, or None: what is known of it, or what it says in a child process."""
     if _has_folder() and _is_marked(_mark_of(module)):
         return None
-    return once_in_a_run(module, lambda: _tried_and_marked(module))
+
+    def tried() -> str | None:
+        if (reason := try_in_child(module)) is None:
+            _mark(_mark_of(module))
+        return reason
+
+    return once_in_a_run(module, tried)
 
 
 def describe_error(error: BaseException) -> str:
@@ -240,49 +246,24 @@ def _is_marked(mark: Path) -> bool:
 
 def once_in_a_run(question: str, find_out: Callable[[], Answer]) -> Answer:
     """Return what find_out returns, which JSON must hold: in workers of xdist on one host, what it returned in the first."""
-    path = _file_of_run(question)
-    if path is None:
-        return find_out()
-    with _alone_with(path):
-        answers: list[Answer] | None = _read(path)
-        if answers is None:
-            answers = [find_out()]
-            _write(path, answers)
-    return answers[0]
-
-
-def _file_of_run(what: str) -> Path | None:
-    """Return the file of this worker's run of xdist that stands for something; None where there can be none."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None or not _has_folder():
-        return None
-    return _folder() / f"{hashlib.sha256(f'{what}, {sys.executable}'.encode()).hexdigest()[:32]}-{run}"
-
-
-@contextlib.contextmanager
-def _alone_with(answer: Path) -> Iterator[None]:
-    """Wait until no other worker of the run finds out the same; where no file can be written, each worker does."""
+        return find_out()
+    path = _folder() / f"{hashlib.sha256(f'{question}, {sys.executable}'.encode()).hexdigest()[:32]}-{run}"
     with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # where no file can be written, each worker finds it out
+            lock = stack.enter_context(open(path.with_name(f"{path.name}.lock"), "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # of one that was not written to its end
+            known: Answer = json.loads(path.read_text())[0]
+            return known
+        found = find_out()
         with contextlib.suppress(OSError):
-            file = stack.enter_context(open(answer.with_name(f"{answer.name}.lock"), "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _read(answer: Path) -> Any:
-    """Return the list in a file, None where there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        answers = json.loads(answer.read_text())
-        return answers if isinstance(answers, list) and len(answers) == 1 else None
-    return None
-
-
-def _write(answer: Path, answers: list[Any]) -> None:
-    with contextlib.suppress(OSError):
-        for old in answer.parent.glob("*-*"):
-            if old.stat().st_mtime < time.time() - _DAY:
-                old.unlink(missing_ok=True)
-        answer.write_text(json.dumps(answers))
+            for old in path.parent.glob("*-*"):
+                if old.stat().st_mtime < time.time() - _DAY:
+                    old.unlink(missing_ok=True)
+            path.write_text(json.dumps([found]))
+    return found
 
 
 # -- the child process ------------------------------------------------------------------------------------------------------
@@ -299,13 +280,6 @@ except BaseException as error:
 os.write(result, json.dumps(reason).encode())
 os._exit(0)
 """
-
-
-def _tried_and_marked(module: str) -> str | None:
-    reason = try_in_child(module)
-    if reason is None:
-        _mark(_mark_of(module))
-    return reason
 
 
 def try_in_child(module: str) -> str | None:

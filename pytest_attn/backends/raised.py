@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from types import CodeType, FrameType, GetSetDescriptorType, NoneType, TracebackType, WrapperDescriptorType
 from typing import NoReturn
 
@@ -111,7 +112,13 @@ def ending_no_test(name: str, calls: bool = True) -> Iterator[None]:
         if (what := _ending(error, calls)) is None:
             raise
         said = message_of(error).strip().splitlines()
-        fault = EndsTestError(_fault(name, f"raised {what}{f' ({said[0]})' if said else ''}"), _where(error))
+        own = [
+            (frame.f_code.co_filename, line)
+            for frame, line in walk_tb(error.__traceback__)
+            if _library_of(frame) not in _NOT_WHERE
+        ]
+        where = "{}:{}".format(*own[-1]) if own else ""
+        fault = EndsTestError(_fault(name, f"raised {what}{f' ({said[0]})' if said else ''}"), where)
         raise fault.with_traceback(error.__traceback__) from None
 
 
@@ -126,7 +133,8 @@ def _ending(error: BaseException, calls: bool) -> str | None:
         return None
     if kind.__module__.startswith("pytest_attn."):
         return f"pytest-attn's own {kind.__name__}" if calls and _is_foreign(error) else None
-    if any(_answers_for_itself(one) for one in kind.__mro__):
+    answers = (vars(one).get(name) for one in kind.__mro__ for name in ("__class__", "__getattribute__"))
+    if any(type(one) not in (NoneType, WrapperDescriptorType, GetSetDescriptorType) for one in answers):  # pytest believes it
         return f"{kind.__name__}, which says itself of which class it is"
     known = (_ENDING.get((one.__module__, one.__name__)) for one in kind.__mro__)
     what = next(filter(None, known), None if isinstance(error, Exception) else kind.__name__)
@@ -135,19 +143,16 @@ def _ending(error: BaseException, calls: bool) -> str | None:
     if isinstance(error, KeyboardInterrupt):
         is_signaled = isinstance(error.__context__, KeyboardInterrupt) or not _is_raised_by_its_author(error.__traceback__)
         return None if is_signaled else what
-    return None if _interrupts(error) else what
-
-
-def _answers_for_itself(kind: type) -> bool:
-    """Return whether exceptions of a class say of which class they are: pytest believes one that says that it is a skip."""
-    answers = (vars(kind).get(name) for name in ("__class__", "__getattribute__"))
-    return any(type(one) not in (NoneType, WrapperDescriptorType, GetSetDescriptorType) for one in answers)
+    raisers = [frame for frame, _ in walk_tb(error.__traceback__) if _library_of(frame) != "_pytest"]
+    home = str(raisers[-1].f_globals.get("__name__", "")) if raisers else ""
+    interrupts = home.partition(".")[0] in _INTERRUPTS or home.startswith("pytest_attn.session")
+    return None if interrupts else what
 
 
 def _is_foreign(error: BaseException) -> bool:
     """Return whether code that is not ours raised an exception of ours, or had ours raise it."""
     found = False
-    for frame, _ in _frames(error):
+    for frame, _ in walk_tb(error.__traceback__):
         home = str(frame.f_globals.get("__name__", ""))
         is_true = getattr(sys.modules.get(home), "__dict__", None) is frame.f_globals
         library = home.partition(".")[0] if is_true else ""
@@ -156,28 +161,6 @@ def _is_foreign(error: BaseException) -> bool:
         elif library not in _BETWEEN:
             found = True
     return found
-
-
-def _interrupts(error: BaseException) -> bool:
-    """Return whether something raised it that may interrupt what is judged."""
-    raisers = [frame for frame, _ in _frames(error) if _library_of(frame) != "_pytest"]
-    if not raisers:
-        return False
-    home = str(raisers[-1].f_globals.get("__name__", ""))
-    return home.partition(".")[0] in _INTERRUPTS or home.startswith("pytest_attn.session")
-
-
-def _where(error: BaseException) -> str:
-    own = [(frame.f_code.co_filename, line) for frame, line in _frames(error) if _library_of(frame) not in _NOT_WHERE]
-    return "{}:{}".format(*own[-1]) if own else ""
-
-
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames of a traceback, and the line of each, the innermost last."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
 
 
 def _library_of(frame: FrameType) -> str:

@@ -161,7 +161,10 @@ class Registry:
                 return self[target]
             target = self.function_named(target)
         if isinstance(target, Backend):
-            return _with_printable_name(target)
+            if (shown := printable(target.name)) != target.name:
+                target = copy.copy(target)
+                target.name = shown
+            return target
         if isinstance(target, type):
             name = target.__name__
             said = f"pass {name}.apply if it is an autograd Function, otherwise an instance"
@@ -245,14 +248,6 @@ def _configured(backend: Backend, options: Options) -> Backend:
         raise ValueError(f"backend {backend.name!r} has no option {unknown[0]!r}; known: {', '.join(sorted(known or ()))}")
     made = copy.copy(backend)
     made.name, made.configuration = joined(backend.name, options), dict(options)
-    return made
-
-
-def _with_printable_name(backend: Backend) -> Backend:
-    if (name := printable(backend.name)) == backend.name:
-        return backend
-    made = copy.copy(backend)
-    made.name = name
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -36,15 +37,6 @@ def scores_bytes(workload: Workload, backward: bool, copies: int = 2) -> int:
     """Estimate the bytes of an attention that writes out its scores in float32, `copies` times."""
     scores = workload.batch * workload.heads * workload.q_len * workload.kv_len
     return scores * 4 * copies * (2 if backward else 1)
-
-
-def tensor_bytes(workload: Workload, backward: bool) -> int:
-    """Count the bytes of inputs, outputs and gradients, kept twice: once pristine, once for the kernel.
-
-    For a long workload it is what its check may take at its peak, with results of other calls and the reference's chunks.
-    """
-    times = LONG_CHECK if has_long_sequences(workload) else 2
-    return times * (workload.bytes("backward") if backward else workload.bytes())
 
 
 #: says what a kernel that quantizes makes of (q, k, v), in the layout of its callable: float tensors of the same shapes
@@ -324,7 +316,10 @@ def _no_gradient(workload: Workload, backward: bool) -> str | None:
 
 
 def _too_small(machine: Machine, workload: Workload, backward: bool, workspace: int) -> str | None:
-    needed = tensor_bytes(workload, backward) + workspace
+    # inputs, outputs and gradients, kept twice: once pristine, once for the kernel; of a long workload what its check may take
+    # at its peak, with results of other calls and the reference's chunks
+    times = LONG_CHECK if has_long_sequences(workload) else 2
+    needed = times * (workload.bytes("backward") if backward else workload.bytes()) + workspace
     if is_for_gpu(workload) and machine.kind == "cpu":
         return f"{workload.id} is for a GPU, with {needed / 2**30:,.1f} GiB ({needed:,} bytes): a CPU takes too long"
     if needed <= machine.memory:
@@ -347,7 +342,8 @@ def called_name(fn: Callable[..., Any], within: str = "") -> str:
     Examples: "my_attention", "Attention.forward", "my_attention[causal=True]" of a partial, "make.fn[window=128]" of a local
     function, "lambda[my_attention]" of a lambda that calls it, "test_mine.lambda" of one that calls nothing.
     """
-    fn = _undecorated(fn)
+    with contextlib.suppress(ValueError):  # of a circle
+        fn = inspect.unwrap(fn)  # of what decorators that say so were put around, as torch.compile is around a function
     if not isinstance(fn, types.FunctionType):
         return function_name(fn)
     name = fn.__qualname__.replace(".<locals>", "").replace("<lambda>", "lambda")
@@ -357,15 +353,6 @@ def called_name(fn: Callable[..., Any], within: str = "") -> str:
     name = f"{name}[{_shortened(inside)}]" if inside else name
     shorter = name.removeprefix(f"{within}.") if within else name
     return printable(name if shorter == "lambda" else shorter)
-
-
-def _undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what decorators that say so were put around, as torch.compile is around a function."""
-    try:
-        inner: Callable[..., Any] = inspect.unwrap(fn)
-    except ValueError:  # a circle
-        return fn
-    return inner
 
 
 def _closed_over(fn: types.FunctionType) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Conditions on workloads that reach a step of the kernel, by their fields and by what their masks show of its tiles."""
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import NamedTuple
 
 from pytest_attn.guests.mutants.kernel import TILE
 from pytest_attn.guests.mutants.mutant import Applies
@@ -125,43 +125,26 @@ def is_bottom_right(w: Workload) -> bool:
     return is_band(w) and not is_top_left(w) and has_other_lengths(w)
 
 
-@dataclass(frozen=True)
-class _Span:
-    """The keys `first` to `end - 1` that a row sees."""
+class _RowTile(NamedTuple):
+    """A tile of rows of a sequence with kv_len keys: keys that each row sees, and starts of the tiles that it visits."""
 
-    first: int
-    end: int
-
-    @property
-    def is_empty(self) -> bool:
-        return self.first >= self.end
-
-
-@dataclass(frozen=True)
-class _RowTile:
-    """A tile of rows, with what each row sees, of a sequence with kv_len keys."""
-
-    spans: tuple[_Span, ...]
+    spans: list[range]
     kv_len: int
-
-    @cached_property
-    def visited(self) -> range:
-        """The starts of the tiles of keys that it visits."""
-        seen = [span for span in self.spans if not span.is_empty]
-        if not seen:
-            return range(0)
-        return range(min(s.first for s in seen) // TILE * TILE, max(s.end for s in seen), TILE)
+    visited: range
 
 
 @lru_cache(maxsize=256)
-def _row_tiles(w: Workload) -> tuple[_RowTile, ...]:
+def _row_tiles(w: Workload) -> list[_RowTile]:
     """List all tiles of rows, where the mask shows each row an interval of keys; none elsewhere."""
     tiles = []
     for q_len, kv_len in sequence_lengths(w):
         seen = [interval(w.plain_mask, row, q_len, kv_len) for row in range(q_len)]
-        spans = [_Span(min(span[0], kv_len), min(span[1], kv_len)) for span in seen if span is not None]
-        tiles += [_RowTile(tuple(spans[start : start + TILE]), kv_len) for start in range(0, len(spans), TILE)]
-    return tuple(tiles)
+        spans = [range(min(span[0], kv_len), min(span[1], kv_len)) for span in seen if span is not None]
+        for start in range(0, len(spans), TILE):
+            some = spans[start : start + TILE]
+            first, end = min((s.start for s in some if s), default=0), max((s.stop for s in some if s), default=0)
+            tiles.append(_RowTile(some, kv_len, range(first // TILE * TILE, end, TILE)))
+    return tiles
 
 
 def has_key_tail(w: Workload) -> bool:
@@ -185,12 +168,12 @@ def hides_keys(w: Workload) -> bool:
 
 def has_right_edge(w: Workload) -> bool:
     """A causal mask or window that ends before the keys do."""
-    return is_band(w) and any(s.end < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
+    return is_band(w) and any(s.stop < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
 
 
 def has_left_edge(w: Workload) -> bool:
     """A window that begins after the keys do."""
-    return is_band(w) and any(0 < s.first < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
+    return is_band(w) and any(0 < s.start < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
 
 
 def cuts_keys(w: Workload) -> bool:
@@ -204,7 +187,7 @@ def has_edge_before_last_tile(w: Workload) -> bool:
     if not is_band(w):
         return False
     return any(
-        s.first > tile.visited[0] or s.end < tile.visited[-1]
+        s.start > tile.visited[0] or s.stop < tile.visited[-1]
         for tile in _row_tiles(w)
         if len(tile.visited) > 1
         for s in tile.spans
@@ -213,7 +196,7 @@ def has_edge_before_last_tile(w: Workload) -> bool:
 
 def has_unaligned_left_edge(w: Workload) -> bool:
     """A window that begins inside a tile, for the first row of a tile."""
-    return is_band(w) and any(tile.visited and tile.spans[0].first % TILE for tile in _row_tiles(w))
+    return is_band(w) and any(tile.visited and tile.spans[0].start % TILE for tile in _row_tiles(w))
 
 
 def shows_tail(w: Workload) -> bool:
@@ -227,28 +210,28 @@ def shows_tail(w: Workload) -> bool:
 
 def has_tile_of_one_key(w: Workload) -> bool:
     """A tile of rows of whose last tile of keys one key is seen."""
-    return any(max(s.end for s in tile.spans) % TILE == 1 for tile in _row_tiles(w) if tile.visited)
+    return any(max(s.stop for s in tile.spans) % TILE == 1 for tile in _row_tiles(w) if tile.visited)
 
 
 def has_fully_masked_rows(w: Workload) -> bool:
     """Rows that see no key, and no sink."""
-    return not w.sinks and any(s.is_empty for tile in _row_tiles(w) for s in tile.spans)
+    return not w.sinks and any(not s for tile in _row_tiles(w) for s in tile.spans)
 
 
 def has_row_fully_masked_in_first_tile(w: Workload) -> bool:
     """A row that sees nothing of the first tile of keys that its tile of rows visits."""
     if is_custom(w) or is_document(w):
         return True
-    return any(s.is_empty or s.first >= tile.visited[0] + TILE for tile in _row_tiles(w) if tile.visited for s in tile.spans)
+    return any(not s or s.start >= tile.visited[0] + TILE for tile in _row_tiles(w) if tile.visited for s in tile.spans)
 
 
 def has_row_fully_masked_in_last_tile(w: Workload) -> bool:
     """A row that sees nothing of the last tile of keys that its tile of rows visits."""
     if is_custom(w) or is_document(w):
         return has_several_key_tiles(w)
-    return any(s.end <= tile.visited[-1] for tile in _row_tiles(w) if tile.visited for s in tile.spans)
+    return any(s.stop <= tile.visited[-1] for tile in _row_tiles(w) if tile.visited for s in tile.spans)
 
 
 def has_fully_masked_row_in_visited_tile(w: Workload) -> bool:
     """A row that sees no key, in a tile with one that does, and no sink."""
-    return not w.sinks and any(s.is_empty for tile in _row_tiles(w) if tile.visited for s in tile.spans)
+    return not w.sinks and any(not s for tile in _row_tiles(w) if tile.visited for s in tile.spans)
