@@ -16,7 +16,9 @@ from sphinx.util.docutils import SphinxDirective
 
 import pytest_attn
 from pytest_attn import hooks, plugin
+from pytest_attn.backends.registry import Registry, capability_table
 from pytest_attn.diagnosis.faults import all_faults
+from pytest_attn.reports.lines import aligned
 from pytest_attn.workloads.catalog import builtin_catalog
 
 
@@ -54,6 +56,12 @@ def catalog() -> Iterator[str]:
     yield from list_table(("name", "workload", "group", "source"), rows)
 
 
+def capabilities() -> Iterator[str]:
+    """What each backend's interface supports, as --attn-list prints it."""
+    header, rows = capability_table(Registry())
+    yield from ("::", "", *indented("\n".join(aligned([header, *rows]))), "")
+
+
 def plain(text: str) -> str:
     """Return text in which reStructuredText reads no markup."""
     return re.sub(r"([\\*`|_])", r"\\\1", text)
@@ -85,7 +93,7 @@ def directive(lines: Callable[[], Iterator[str]]) -> type[SphinxDirective]:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register a directive for each part."""
-    for part in (api, faults, catalog):
+    for part in (api, capabilities, faults, catalog):
         app.add_directive(f"attn-{part.__name__.replace('_', '-')}", directive(part))
     app.connect("autodoc-process-docstring", without_substitutions)
     return {"parallel_read_safe": True}

@@ -15,12 +15,9 @@ from typing import Any, get_args, get_type_hints
 
 import field_tables
 
-import pytest_attn
 from pytest_attn import hooks, plugin
 from pytest_attn.backends.declaration import Argument
 from pytest_attn.backends.precision import PRECISIONS, Precision
-from pytest_attn.backends.registry import Registry, capability_table
-from pytest_attn.reports.lines import aligned
 from pytest_attn.reports.records import FIELDS
 from pytest_attn.reports.runs import RunFacts
 from pytest_attn.seam import guests
@@ -47,18 +44,6 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]
 def plain(text: str) -> str:
     """Return text in which Markdown reads no emphasis and no tag."""
     return re.sub(r"([*<])", r"\\\1", " ".join(text.split()))
-
-
-def api() -> Iterator[str]:
-    """Every public name of the package, functions first, with the first paragraph of its docstring."""
-    names = sorted(pytest_attn.__all__, key=lambda name: (inspect.isclass(getattr(pytest_attn, name)), name.lower()))
-    yield from table(("name", "what it is"), ((f"`{name}`", _first(getattr(pytest_attn, name))) for name in names))
-
-
-def _first(documented: object) -> str:
-    if not (inspect.isclass(documented) or inspect.isroutine(documented)):
-        return plain(repr(documented))
-    return plain((inspect.getdoc(documented) or "").partition("\n\n")[0])
 
 
 def markers() -> Iterator[str]:
@@ -168,19 +153,13 @@ def record() -> Iterator[str]:
     )
 
 
-def capabilities() -> Iterator[str]:
-    """What each backend's interface supports, as --attn-list prints it."""
-    header, rows = capability_table(Registry())
-    yield from ("<!-- not run: `pytest --attn-list` prints it -->", "```text", *aligned([header, *rows]), "```")
-
-
 def run() -> Iterator[str]:
     """Yield the fields of the closing line of a run, each with its meaning."""
     hints = get_type_hints(RunFacts, include_extras=True)
     yield from table(("field of `run`", "meaning"), ((f"`{name}`", get_args(hint)[1]) for name, hint in hints.items()))
 
 
-_OWN = (api, markers, fixtures, hook_functions, catalog, distributions, precisions, record, run, capabilities)
+_OWN = (markers, fixtures, hook_functions, catalog, distributions, precisions, record, run)
 PARTS = {part.__name__: part for part in (*_OWN, field_tables.options, field_tables.workload)}
 
 

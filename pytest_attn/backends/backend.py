@@ -36,7 +36,7 @@ class Backend(Subject):
     full_graph: bool = True
     #: the backend whose compiled kernels, or plans, it runs, "" for its own
     runs_kernels_of: str = ""
-    #: what it needs, in a few words, for the table of docs/reference/backends.md
+    #: what it needs, in a few words, for the table of --attn-list
     needs: str = ""
     #: the argument of the marker attention, one of a guest, whose tests take it; "" for tests without any
     argument: str = ""

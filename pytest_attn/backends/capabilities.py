@@ -1,4 +1,4 @@
-"""The reach of a library's interface, declared once: its refusals and its row of the table in docs/reference/backends.md."""
+"""The reach of a library's interface, declared once: its refusals and its row of --attn-list."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

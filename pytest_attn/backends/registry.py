@@ -305,7 +305,7 @@ def try_libraries(backends: Iterable[Backend]) -> None:
 
 
 def capability_table(registry: Registry) -> Table:
-    """Return what each backend can do, wherever it runs; docs/reference/backends.md shows the built-in ones."""
+    """Return what each backend can do, wherever it runs; --attn-list shows it."""
     rows = []
     for name in registry.names:
         backend = registry[name]

@@ -1,4 +1,4 @@
-"""What an interface cannot say is refused in words; the table of docs/reference/backends.md has what each can."""
+"""What an interface cannot say is refused in words; the table of --attn-list has what each can."""
 
 import re
 

@@ -1,11 +1,13 @@
 """Documentation that is generated stays what the code says, and every field of it has a meaning."""
 
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+import pytest_attn
 from pytest_attn import Pages, Workload
 from pytest_attn.backends.registry import Registry, capability_table
 from pytest_attn.reports.lines import aligned
@@ -27,6 +29,11 @@ def capability_lines():
 def test_attn_list_prints_it(pytester):
     result = pytester.runpytest_inprocess("--attn-list", "-p", "no:cacheprovider")
     result.stdout.fnmatch_lines([line.replace("[", "[[]") for line in capability_lines()], consecutive=True)
+
+
+def test_pages_that_no_code_writes_have_every_name():
+    for page, names in (("backends", Registry().names), ("api", pytest_attn.__all__)):
+        assert set(names) <= set(re.findall(r"`(\w+)`", (DOCS / f"reference/{page}.md").read_text()))
 
 
 def test_every_backend_has_a_row():
