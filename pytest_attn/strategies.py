@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 try:
@@ -209,7 +210,7 @@ def drawn(draw: Draw, scope: Scope) -> Workload:
             fields[feature] = draw(_VALUES[feature])
     mask = fields["mask"] = _mask(draw, place.mask, scope.max_rows)
     q_len, kv_len = (mask.tokens, mask.tokens) if mask is not None and mask.is_square else lengths(draw, scope, features)
-    fields.update(LAYOUTS[place.layout](draw, scope, features, q_len, kv_len))
+    fields.update(_laid_out(draw, scope, place.layout, features, q_len, kv_len))
     if fields.get("cached") is not None:
         fields.update(with_prefix(fields, draw(st.integers(1, scope.max_rows))))
     if fields.get("pad") == "left":
@@ -250,12 +251,6 @@ def _heads(draw: Draw, scope: Scope, is_grouped: bool) -> dict[str, int]:
     return {"heads": group * kv_heads, "kv_heads": kv_heads}
 
 
-def _biases() -> list[str]:
-    """Return every part of "bhqk", the shortest first."""
-    parts = ("".join(d for place, d in enumerate(BIAS_DIMENSIONS) if bits >> place & 1) for bits in range(1, 16))
-    return sorted(parts, key=lambda part: (len(part), part))
-
-
 def distance(score: torch.Tensor, _b: object, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
     """A score_mod: less for keys that are further away, by head."""
     return score - (q_idx - kv_idx).abs() / (16 * (h + 1))
@@ -264,7 +259,7 @@ def distance(score: torch.Tensor, _b: object, h: torch.Tensor, q_idx: torch.Tens
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "softcap": st.sampled_from((5.0, 1.0, 20.0)),
     "scale": st.sampled_from((0.5, 1.0, 0.03125)),
-    "bias": st.sampled_from(_biases()),
+    "bias": st.sampled_from(["".join(part) for size in range(1, 5) for part in combinations(BIAS_DIMENSIONS, size)]),
     "alibi": st.just(True),
     "sinks": st.just(True),
     "score_mod": st.just(distance),
@@ -304,28 +299,24 @@ def lengths(draw: Draw, scope: Scope, features: list[str]) -> tuple[int, int]:
     return longer, longer
 
 
-# -- layouts: each takes the longest lengths and returns the fields that say where they lie --------------------------------
+# -- layouts -----------------------------------------------------------------------------------------------------------------
 
 
-def _plain(draw: Draw, scope: Scope, features: list[str], q_len: int, kv_len: int) -> dict[str, Any]:
-    return {"q_len": q_len, "kv_len": kv_len, "batch": draw(count(1, MAX_BATCH))}
-
-
-def _padded(draw: Draw, scope: Scope, features: list[str], q_len: int, kv_len: int) -> dict[str, Any]:
-    return {"q_len": q_len, "kv_len": kv_len, "kv_lens": _kv_lens(draw, features, kv_len)}
-
-
-def _paged(draw: Draw, scope: Scope, features: list[str], q_len: int, kv_len: int) -> dict[str, Any]:
-    return {**_padded(draw, scope, features, q_len, kv_len), "kv_pages": _pages(draw, scope)}
-
-
-def _packed_pages(draw: Draw, scope: Scope, features: list[str], q_len: int, kv_len: int) -> dict[str, Any]:
-    return {**_packed(draw, scope, features, q_len, kv_len), "kv_pages": _pages(draw, scope)}
-
-
-def _pages(draw: Draw, scope: Scope) -> Pages:
-    pages = draw(st.sampled_from(scope.page_sizes))
-    return pages if isinstance(pages, Pages) else Pages(pages)
+def _laid_out(draw: Draw, scope: Scope, layout: str, features: list[str], q_len: int, kv_len: int) -> dict[str, Any]:
+    """Draw the fields that say where sequences lie, of which the longest has these lengths."""
+    fields: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len}
+    if layout == "plain":
+        return {**fields, "batch": draw(count(1, MAX_BATCH))}
+    if layout in PACKED:
+        fields = _packed(draw, features, q_len, kv_len)
+    else:
+        least = 0 if "empty sequences" in features else 1
+        others = draw(st.lists(count(least, kv_len), max_size=MAX_BATCH - 1))
+        fields["kv_lens"] = (*others, draw(count(1, kv_len)))  # at least one sequence has keys
+    if layout in PAGED:
+        pages = draw(st.sampled_from(scope.page_sizes))
+        fields["kv_pages"] = pages if isinstance(pages, Pages) else Pages(pages)
+    return fields
 
 
 def with_prefix(fields: dict[str, Any], longest: int) -> dict[str, Any]:
@@ -338,13 +329,7 @@ def with_prefix(fields: dict[str, Any], longest: int) -> dict[str, Any]:
     return {"cached": prefixes, "kv_len": None, "kv_lens": None, "batch": None}
 
 
-def _kv_lens(draw: Draw, features: list[str], kv_len: int) -> tuple[int, ...]:
-    least = 0 if "empty sequences" in features else 1
-    others = draw(st.lists(count(least, kv_len), max_size=MAX_BATCH - 1))
-    return (*others, draw(count(1, kv_len)))  # at least one sequence has keys
-
-
-def _packed(draw: Draw, scope: Scope, features: list[str], q_len: int, kv_len: int) -> dict[str, Any]:
+def _packed(draw: Draw, features: list[str], q_len: int, kv_len: int) -> dict[str, Any]:
     """Pack a longest sequence with shorter ones, in each of which the queries are as many as, fewer or more than the keys."""
     least = 0 if "empty sequences" in features else 1
     pairs = [(q_len, kv_len)]
@@ -360,12 +345,3 @@ def _packed(draw: Draw, scope: Scope, features: list[str], q_len: int, kv_len: i
             pairs.append((rows, draw(count(min(least, rows), min(rows, kv_len)))))
     q_lens, kv_lens = zip(*pairs, strict=True)
     return {"q_lens": q_lens, "kv_lens": kv_lens, "q_len": max(q_lens), "kv_len": max(kv_lens)}
-
-
-LAYOUTS: dict[str, Callable[[Draw, Scope, list[str], int, int], dict[str, Any]]] = {
-    "plain": _plain,
-    "padded": _padded,
-    "packed": _packed,
-    "paged": _paged,
-    "packed pages": _packed_pages,
-}

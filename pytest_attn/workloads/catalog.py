@@ -132,8 +132,7 @@ def builtin_catalog() -> Catalog:
 
 @cache
 def _groups() -> tuple[Group, ...]:
-    models = (_images_and_video, _language_models, _encoders, _neighborhoods, _masks_and_scores, _decoding)
-    return tuple(group for groups in (_small, *models, _long) for group in groups())
+    return (*_small(), *_models(), *_long())
 
 
 # -- ours: small problems at the places where kernels break -------------------------------------------------------------------
@@ -274,7 +273,7 @@ def _prefix_lm(_b: object, _h: object, q: torch.Tensor, kv: torch.Tensor) -> tor
     return (kv <= q) | (kv < 64)
 
 
-def _images_and_video() -> Iterator[Group]:
+def _models() -> Iterator[Group]:
     yield (
         "flux",
         "HF kernels-benchmarks, attn.py: batch 1, 24 heads, 4096 image + L text tokens, d 128",
@@ -305,9 +304,6 @@ def _images_and_video() -> Iterator[Group]:
         "ViT-B/16: 12 heads of 64; 14 x 14 and 56 x 56 tokens",
         [W(196, batch=8, heads=12, name="vit-196"), W(3136, batch=1, heads=12, name="vit-3136")],
     )
-
-
-def _language_models() -> Iterator[Group]:
     llama_8b = partial(W, heads=32, kv_heads=8, head_dim=128)
     llama_70b = partial(W, heads=64, kv_heads=8, head_dim=128)
     yield (
@@ -348,9 +344,6 @@ def _language_models() -> Iterator[Group]:
         "DeepSeek V3 config: 128 heads, q and k 128 + 64, v 128",
         [W(1024, heads=128, head_dim=192, v_head_dim=128, mask="causal", name="deepseek-mla-prefill")],
     )
-
-
-def _encoders() -> Iterator[Group]:
     yield (
         "whisper",
         "Whisper: 1500 audio tokens; tiny 6 x 64, large 20 x 64",
@@ -361,9 +354,6 @@ def _encoders() -> Iterator[Group]:
         "BERT base: 12 heads of 64, 512 tokens, padded batch",
         [W(512, heads=12, kv_lens=(512, 384, 129, 7), name="bert-padded")],
     )
-
-
-def _neighborhoods() -> Iterator[Group]:
     yield (
         "natten-1d",
         "NATTEN's front page sizes, 1-D",
@@ -379,9 +369,6 @@ def _neighborhoods() -> Iterator[Group]:
         "NATTEN profiler.md, 3-D with stride, scaled to 12 x 16 x 16 tokens",
         [W(3072, heads=8, mask=Neighborhood((12, 16, 16), (6, 8, 8), stride=(4, 4, 4)), name="natten-3d")],
     )
-
-
-def _masks_and_scores() -> Iterator[Group]:
     yield (
         "softcap",
         "attention-gym: tanh soft-capping of scores",
@@ -418,9 +405,6 @@ def _masks_and_scores() -> Iterator[Group]:
         "NATTEN, small and causal along one axis",
         [W(1024, heads=4, mask=Neighborhood((32, 32), (7, 7), causal=(True, False)), name="neighborhood-2d-causal")],
     )
-
-
-def _decoding() -> Iterator[Group]:
     yield (
         "kv-cache",
         "decoding 64 tokens after a prompt of 448",

@@ -15,7 +15,8 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pytest_attn.workloads.dtypes import DTYPES
-from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Window
+from pytest_attn.workloads.fields import DESCALES
+from pytest_attn.workloads.masks import BooleanMask, Document, Neighborhood, Sequences, Window
 from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.traits import kernels_of, options_of
 from pytest_attn.workloads.workload import Workload
@@ -92,42 +93,27 @@ _SIZED = ("batch", "heads", "head_dim", "dtype")
 # -- values -------------------------------------------------------------------------------------------------------------------
 
 
-def _third_of_keys(*of: torch.Tensor | int) -> torch.Tensor:
-    """Hide each third key but the first, another third by where a row, head or batch entry stands. of: keys, then these."""
-    keys, *others = of
-    hidden: torch.Tensor = (keys + sum(others)) % 3 == 1  # type: ignore[assignment]
-    return ~hidden | (keys == 0)
+def _thirds_by(name: str, steps: list[int]) -> Callable[[int, int, int, int, torch.device], torch.Tensor]:
+    """Return a factory of masks that hide each third key but the first, another third by where it is seen from.
+
+    steps: by how many keys the next batch entry, head and row move it. A list, so that ids show the name alone.
+    """
+
+    def visible(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+        sizes = [size if step else 1 for size, step in zip((batch, heads, q_len), steps, strict=True)]
+        *places, keys = Sequences(sizes[0], sizes[1], sizes[2], kv_len, device).indices()
+        moved = sum((step * place for step, place in zip(steps, places, strict=True)), keys)
+        return (moved % 3 != 1) | (keys == 0)
+
+    visible.__name__ = visible.__qualname__ = name
+    return visible
 
 
-def _ranges(device: torch.device, *sizes: int) -> list[torch.Tensor]:
-    import torch
-
-    return [torch.arange(size, device=device).view(*(-1 if at == n else 1 for at in range(4))) for n, size in enumerate(sizes)]
-
-
-def _thirds(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    _, _, rows, keys = _ranges(device, 1, 1, q_len, kv_len)
-    return _third_of_keys(keys, rows)
-
-
-def _thirds_by_entry(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    entries, _, rows, keys = _ranges(device, batch, 1, q_len, kv_len)
-    return _third_of_keys(keys, rows, entries)
-
-
-def _thirds_by_head(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    _, of, rows, keys = _ranges(device, 1, heads, q_len, kv_len)
-    return _third_of_keys(keys, rows, of)
-
-
-def _thirds_by_entry_and_head(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    entries, of, rows, keys = _ranges(device, batch, heads, q_len, kv_len)
-    return _third_of_keys(keys, rows, of, 2 * entries)
-
-
-def _keys_by_entry(batch: int, heads: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    entries, _, _, keys = _ranges(device, batch, 1, 1, kv_len)
-    return _third_of_keys(keys, entries)
+_thirds = _thirds_by("_thirds", [0, 0, 1])
+_thirds_by_entry = _thirds_by("_thirds_by_entry", [1, 0, 1])
+_thirds_by_head = _thirds_by("_thirds_by_head", [0, 1, 1])
+_thirds_by_entry_and_head = _thirds_by("_thirds_by_entry_and_head", [2, 1, 1])
+_keys_by_entry = _thirds_by("_keys_by_entry", [1, 0, 0])
 
 
 def _a_step_with_each_head(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -142,7 +128,6 @@ _FP8, _INT8 = "float8_e4m3fn", "int8"
 _DECODE: Choice = {"lengths": (1, 129)}
 _CROSS_BR: Choice = {"lengths": (33, 97), "mask": "causal-bottom-right"}
 _GROUPED = ((4, 2), (3, 1), (8, 1), (8, 2), (10, 2), (40, 2), (40, 8))
-_DESCALES = ("tensor", "head", "token")
 _GIVEN = {
     "given": _thirds,
     "given by entry": _thirds_by_entry,
@@ -196,7 +181,7 @@ VALUES: dict[str, dict[str, Choice]] = {
         "fp8": {"dtype": _FP8},
         "fp8 by head": {"dtype": _FP8, "descales": "head"},
         "fp8 by token": {"dtype": _FP8, "descales": "token"},
-        **{f"kv {name} by {of}": {"kv_dtype": name, "descales": of} for name in (_FP8, _INT8) for of in _DESCALES},
+        **{f"kv {name} by {of}": {"kv_dtype": name, "descales": of} for name in (_FP8, _INT8) for of in DESCALES},
     },
     "layout": {name: {"layout": name} for name in ("padded", "left-padded", "packed", "paged", "packed pages", "cached")},
     "sequences": {"empty sequences": {"sequences": "empty"}, "one sequence": {"sequences": "one"}},

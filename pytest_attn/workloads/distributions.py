@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pytest_attn.workloads.workload import Workload
-
 #: elements of q that are aimed together
 _NEEDLE_ELEMENTS = 1 << 24
 Shape: TypeAlias = tuple[int, ...]
@@ -57,17 +55,13 @@ def draw_qkv(distribution: str, draw: Draw, w: Workload, q: Shape, k: Shape, v: 
 # -- the distributions: each takes the draw, the workload and the dense shapes of q, k, v ---------------------------------
 
 
-def _scaled(factor: float, draw: Draw, _w: Workload, q: Shape, k: Shape, v: Shape) -> QKV:
-    return draw.normal("q", q, factor), draw.normal("k", k, factor), draw.normal("v", v, factor)
+def _scaled(of_qk: float, of_v: float, draw: Draw, _w: Workload, q: Shape, k: Shape, v: Shape) -> QKV:
+    return draw.normal("q", q, of_qk), draw.normal("k", k, of_qk), draw.normal("v", v, of_v)
 
 
 def _flux(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
-    q, k, v = _scaled(1.0, draw, w, *shapes)
+    q, k, v = _scaled(1.0, 1.0, draw, w, *shapes)
     return tuple(t * draw.whole(f"{n}-factor", s, 1, 4) for n, t, s in zip("qkv", (q, k, v), shapes, strict=True))  # type: ignore[return-value]
-
-
-def _large(draw: Draw, _w: Workload, q: Shape, k: Shape, v: Shape) -> QKV:
-    return draw.normal("q", q, 200.0), draw.normal("k", k, 200.0), draw.normal("v", v)
 
 
 def _onehot(draw: Draw, _w: Workload, q: Shape, k: Shape, v: Shape) -> QKV:
@@ -80,7 +74,7 @@ def _onehot(draw: Draw, _w: Workload, q: Shape, k: Shape, v: Shape) -> QKV:
 
 
 def _outlier(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
-    q, k, v = _scaled(1.0, draw, w, *shapes)
+    q, k, v = _scaled(1.0, 1.0, draw, w, *shapes)
     k[..., 0] += 30
     sign = 1 - 2 * (draw.bits("sign", w.heads) & 1).to(q)
     sign[0] = -1  # at least one head has lse far below -88, where exp(lse) underflows in float32
@@ -89,7 +83,7 @@ def _outlier(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
 
 
 def _structured(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
-    q, k, v = _scaled(1.0, draw, w, *shapes)
+    q, k, v = _scaled(1.0, 1.0, draw, w, *shapes)
     v += draw.whole("v-mean", (v.shape[0], v.shape[1], 1, 1), -4, 4) / 2
     _plant_needles(w, q, k)
     return q, k, v
@@ -155,13 +149,13 @@ def edge_targets(rows: Tensor, span: tuple[Tensor, Tensor] | None, q_len: int, k
 
 _DRAWN_BY: dict[str, Callable[..., QKV]] = {
     "structured": _structured,
-    "flat": partial(_scaled, 0.1),
-    "randn": partial(_scaled, 1.0),
-    "peaky": partial(_scaled, 3.0),
+    "flat": partial(_scaled, 0.1, 0.1),
+    "randn": partial(_scaled, 1.0, 1.0),
+    "peaky": partial(_scaled, 3.0, 3.0),
     "flux": _flux,
     "outlier": _outlier,
     "onehot": _onehot,
-    "large": _large,
+    "large": partial(_scaled, 200.0, 1.0),
 }
 
 
