@@ -50,15 +50,6 @@ class Identity:
         parts = [words, self.mig] if self.kind != "cpu" else ["cpu", words, f"{self.units} cores"]
         return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-") or "unknown"
 
-    @property
-    def full_slug(self) -> str:
-        """The slug with every key, for the second machine of one name."""
-        return f"{self.slug}-{self.units}-units-{self.memory_gib}-gib"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return builtin types."""
-        return asdict(self)
-
 
 def identify(device: torch.device, machine: Machine) -> Identity:
     """Return the identity of a device."""
@@ -242,11 +233,11 @@ class BaselineFile:
 
     def _text(self) -> str:
         """One line per case, keys sorted, so that a diff shows what was recorded anew."""
-        head = {"schema": SCHEMA, "machine": self.identity.to_dict(), "anchors": self.anchors}
-        conditions = _numbered(case.conditions for _, case in sorted(self.cases.items()))
-        head["conditions"] = {name: dict(found) for name, found in conditions.items()}
+        head = {"schema": SCHEMA, "machine": asdict(self.identity), "anchors": self.anchors}
+        different = dict.fromkeys(tuple(sorted(case.conditions.items())) for _, case in sorted(self.cases.items()))
+        names = {found: f"c{number}" for number, found in enumerate(different, 1)}
+        head["conditions"] = {name: dict(found) for found, name in names.items()}
         lines = [f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in sorted(head.items())]
-        names = {tuple(sorted(found.items())): name for name, found in conditions.items()}
         cases = [
             f"  {json.dumps(key)}: {json.dumps(_to_json(case, names), sort_keys=True)}"
             for key, case in sorted(self.cases.items())
@@ -260,7 +251,7 @@ def find(folder: Path, identity: Identity, anchors: dict[str, str], protocol: in
     Two machines of one name and other hard keys have files of longer names. protocol: of the times to come; a file all of
     whose times are of others may have other anchors. Raises BaselineError for a file that is damaged, or of a newer schema.
     """
-    for slug in (identity.slug, identity.full_slug):
+    for slug in (identity.slug, f"{identity.slug}-{identity.units}-units-{identity.memory_gib}-gib"):
         path = folder / f"{slug}.json"
         if not path.exists():
             return BaselineFile(path, identity, anchors)
@@ -424,9 +415,3 @@ def _seconds(nanoseconds: Iterable[float]) -> tuple[float, ...]:
 
 def _nanoseconds(seconds: float) -> float:
     return round(seconds * 1e9, 1)
-
-
-def _numbered(found: Iterable[Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
-    """Name each different set of soft keys: "c1", "c2", ..."""
-    different = {tuple(sorted(one.items())): one for one in found}
-    return {f"c{number}": one for number, one in enumerate(different.values(), 1)}

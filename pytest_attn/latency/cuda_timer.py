@@ -183,7 +183,10 @@ def _captured(work: KernelWork, calls: int, stream: torch.cuda.Stream, on_device
     A backward pass runs on the stream of its forward pass, which therefore is the captured one.
     """
     torch.cuda.synchronize(work.device)
-    graph = _kept_graph() if on_device else torch.cuda.CUDAGraph()
+    try:
+        graph = torch.cuda.CUDAGraph(**({"keep_graph": True} if on_device else {}))
+    except TypeError as error:
+        raise DeviceGraphError(f"torch {torch.__version__} keeps no graph that it captured; 2.8 does") from error
     outputs: list[list[torch.Tensor]] = []
     whole = CHANCE.randrange(calls)  # to keep all that all calls return would change where they write it
     padding: list[torch.Tensor] = []  # until the capture is over
@@ -211,13 +214,6 @@ def _captured(work: KernelWork, calls: int, stream: torch.cuda.Stream, on_device
     if is_looked_at:
         work.verify_call("replayed in a graph", replay, None)
     return replay.stage
-
-
-def _kept_graph() -> torch.cuda.CUDAGraph:
-    try:
-        return torch.cuda.CUDAGraph(keep_graph=True)
-    except TypeError as error:
-        raise DeviceGraphError(f"torch {torch.__version__} keeps no graph that it captured; 2.8 does") from error
 
 
 #: sets of tensors per call of a sample, and graphs: where tensors lie decides on a percent of a short kernel's time

@@ -97,7 +97,9 @@ class Attention:
         if is_clear:
             return ""
         row = compare_rows(name, "randn", got, expected, w, limits)
-        is_wrong = self._is_of_another_size(row) if is_dropped else _is_far_beyond(row)
+        far = Limits(*(_ROOM * limit for limit in (limits.element, limits.row, limits.head)))
+        is_far = bool(row.wrong_positions) or far.excess(row.z_element, row.z_row, row.z_head) > 1
+        is_wrong = self._is_of_another_size(row) if is_dropped else is_far
         if not is_wrong or any(d.explains(SimpleNamespace(tensors=(row,), changed=()), w) for d in self._defects):
             return ""
         if bool(got.isnan().any()):
@@ -159,8 +161,3 @@ def _is_clearly_right(got: Tensor, expected: Expected, limits: Limits) -> bool:
     rows = squares.mean(-1)
     largest = torch.stack([squares.amax(), rows.amax(), rows.mean(-1).amax()]).sqrt_().tolist()
     return limits.excess(*largest) <= 1
-
-
-def _is_far_beyond(row: TensorComparison) -> bool:
-    limits = Limits(*(_ROOM * limit for limit in (row.limits.element, row.limits.row, row.limits.head)))
-    return bool(row.wrong_positions) or limits.excess(row.z_element, row.z_row, row.z_head) > 1

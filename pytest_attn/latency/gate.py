@@ -135,11 +135,15 @@ def _decision_from(figures: _Figures, context: GateContext) -> Decision:
     recorded, policy = context.recorded, context.policy
     doubt = _anchor_doubt(figures.drift, recorded, policy, context.agreed)
     slower = Verdict.INCONCLUSIVE if doubt else Verdict.REGRESSED
-    if all(_launches_slower(run, recorded) for run in figures.runs):
-        now, then = median(run.launch for run in figures.runs), max(run.launch for run in recorded.runs)
+    now, then = median(run.launch for run in figures.runs), max(run.launch for run in recorded.runs)
+    # far longer than it ever took the host, which the device's time does not show
+    if then > 0 and min(run.launch for run in figures.runs) > max(_LAUNCH_RATIO * then, then + _LAUNCH_MORE):
         launches = f"the host takes {now * 1e6:,.0f} us to launch a call, recorded at most {then * 1e6:,.0f} us"
         return figures.decision(slower, doubt or launches)
-    if figures.change >= figures.least and _is_certain(figures, recorded):
+    # chance alone does not make such a change, nor one slow process
+    slow_runs = sum(value > recorded.slow for value in figures.values)
+    is_certain = figures.tail < figures.level and slow_runs >= max(1, len(figures.runs) - 1)
+    if figures.change >= figures.least and is_certain:
         return figures.decision(slower, doubt)
     if doubt and math.expm1(figures.change) >= policy.slowdown:
         return figures.decision(Verdict.INCONCLUSIVE, doubt)
@@ -148,12 +152,6 @@ def _decision_from(figures: _Figures, context: GateContext) -> Decision:
     reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
     reason += "" if context.is_same_device else "; not known to be recorded on this very device"
     return figures.decision(Verdict.INCONCLUSIVE, doubt or reason)
-
-
-def _is_certain(figures: _Figures, recorded: Recording) -> bool:
-    """Return whether chance alone does not make such a change, nor one slow process."""
-    slow_runs = sum(value > recorded.slow for value in figures.values)
-    return figures.tail < figures.level and slow_runs >= max(1, len(figures.runs) - 1)
 
 
 def _relevant(slowdown: float, recorded: Recording, policy: Policy) -> float:
@@ -248,12 +246,6 @@ def _with_known(error: float, degrees: float, known: float) -> tuple[float, floa
     """
     total = error**2 + known**2
     return math.sqrt(total), min(degrees * (total / error**2) ** 2, max(degrees, 1000.0)) if known else degrees
-
-
-def _launches_slower(run: Run, recorded: Recording) -> bool:
-    """Return whether the host takes far longer to launch a call than it ever did, which the device's time does not show."""
-    slowest = max(r.launch for r in recorded.runs)
-    return slowest > 0 and run.launch > max(_LAUNCH_RATIO * slowest, slowest + _LAUNCH_MORE)
 
 
 def _anchor_doubt(drift: Mapping[str, float], recorded: Recording, policy: Policy, agreed: bool) -> str:

@@ -197,17 +197,14 @@ def ceilings_of(device: torch.device, dtype: str) -> tuple[float, float]:
     size, copied = (8192, 1 << 30) if on_cuda else (1024, 1 << 26)
     a = torch.randn(size, size, device=device)
     narrow = a.to(getattr(torch, dtype))
-    if on_cuda or _seconds_of_product(narrow[:128, :128], device) < _seconds_of_product(a[:128, :128], device):
+    small, wide = narrow[:128, :128], a[:128, :128]
+    if on_cuda or _shortest(lambda: small @ small, device) < _shortest(lambda: wide @ wide, device):
         a = narrow
     source = torch.empty(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    product = _seconds_of_product(a, device)
+    product = _shortest(lambda: a @ a, device)
     copy = _shortest(lambda: target.copy_(source), device)
     return 2 * size**3 / product, 2 * copied / copy
-
-
-def _seconds_of_product(a: torch.Tensor, device: torch.device) -> float:
-    return _shortest(lambda: a @ a, device)
 
 
 def _shortest(call: Callable[[], object], device: torch.device) -> float:
@@ -284,31 +281,24 @@ def profile_call(
     ceilings: tuple[float, float] | None = None,
 ) -> Profile:
     """Profile one call; the caller has warmed it up. ceilings: (FLOP/s, bytes/s) of the device."""
-    on_cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_cuda else [ProfilerActivity.CPU]
-    peak = None
-    with quiet(), profile(activities=activities) as profiler:
-        if on_cuda:
-            peak = peak_of(call, device)
-        else:
-            call()
+    peak: list[int | None] = [None]
+
+    def measured() -> None:
+        peak[0] = peak_of(call, device)
+
+    launches = launches_of(measured if device.type == "cuda" else call, device)
     flops = workload.flops(direction)
     roofline = max(flops / ceilings[0], workload.bytes(direction) / ceilings[1]) if ceilings else None
-    return Profile(direction, tuple(_launches(profiler, on_cuda)), peak, flops, roofline)
+    return Profile(direction, tuple(launches), peak[0], flops, roofline)
 
 
 def launches_of(call: Callable[[], object], device: torch.device) -> list[Launch]:
-    """Return what a call launches, longest first."""
+    """Return what a call launches, longest first, summed up by kernel; on a CPU, the operators that do work themselves."""
     on_cuda = device.type == "cuda"
     with quiet(), profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
         call()
         if on_cuda:
             torch.cuda.synchronize(device)
-    return _launches(profiler, on_cuda)
-
-
-def _launches(profiler: Any, on_cuda: bool) -> list[Launch]:
-    """Sum up the profiler's events by kernel; on a CPU, the operators that do work themselves."""
     from torch._C._autograd import DeviceType
 
     wanted = DeviceType.CUDA if on_cuda else DeviceType.CPU

@@ -176,7 +176,10 @@ class Stopwatch:
         memory = self.timer.peak_memory(work)  # before graphs keep parts of what autograd would make anew
         plan, blocks, disturbances = self._plan_and_blocks(work, mode, seconds)
         disturbances += [lasting] if (lasting := self.monitor.lasting_disturbance()) else []
-        disturbances += _lost_graph(mode, plan.mode)
+        if mode in GRAPHS and plan.mode in ("batched", "events"):
+            disturbances.append(_NO_GRAPH)
+        elif mode == "graph" and plan.mode == "replay":
+            disturbances.append(_NOT_ON_DEVICE)
         medians = [median(block[SUBJECT]) for block in blocks]
         anchors = {name: median(median(block[name]) for block in blocks) for name in self.anchors}
         return Latency(
@@ -296,13 +299,6 @@ def _items_of(plan: Plan, anchors: Mapping[str, Anchor], work: Work) -> list[Ite
         half = [op] * (samples // 2)
         return [compute, *half, memory, *half, compute, memory]
     return [compute, op, memory, op] if samples == 2 else [compute, op, memory]
-
-
-def _lost_graph(recorded: Mode | None, mode: Mode) -> list[str]:
-    """Say that a kernel was recorded in a graph that it is not timed in now."""
-    if recorded in GRAPHS and mode in ("batched", "events"):
-        return [_NO_GRAPH]
-    return [_NOT_ON_DEVICE] if recorded == "graph" and mode == "replay" else []
 
 
 @functools.cache

@@ -37,6 +37,7 @@ _MEMORY_RATIO, _MEMORY_MORE = 1.05, 1 << 20
 #: slower than the first recording by this many times what counts as slower is said, however it was accepted since
 _CREEP = 2.5
 _LEVELS = ("one element", "one row", "one head")
+_CERTAINTY = "a slowdown of {:.1%} is found in four of five runs; where nothing is slower, at most 1 run in 100 fails"
 
 
 def with_other_gates(
@@ -46,7 +47,12 @@ def with_other_gates(
 
     z: the largest residuals of the check over an element, a row and a head, None where it was not checked here.
     """
-    worse = [reason for reason in (_describe_memory(recorded, latency), *_describe_accuracy(recorded, z)) if reason]
+    accuracy = (
+        f"less accurate: z {z_figure(now)} in {level}, recorded {z_figure(then)}"
+        for level, now, then in zip(_LEVELS, z or (), recorded.z or (), strict=False)
+        if now > _Z_RATIO * then + _Z_MORE
+    )
+    worse = [reason for reason in (_describe_memory(recorded, latency), *accuracy) if reason]
     reasons = [decision.reason] if decision.reason else []
     if worse:
         return replace(decision, verdict=Verdict.REGRESSED, reason="; ".join(reasons + worse))
@@ -62,14 +68,6 @@ def _describe_memory(recorded: Baseline, latency: Latency) -> str:
     if more <= max(_MEMORY_MORE, (_MEMORY_RATIO - 1) * recorded.memory):
         return ""
     return f"peak memory {latency.memory / 2**20:,.1f} MiB, recorded {recorded.memory / 2**20:,.1f} MiB"
-
-
-def _describe_accuracy(recorded: Baseline, z: Sequence[float] | None) -> list[str]:
-    return [
-        f"less accurate: z {z_figure(now)} in {level}, recorded {z_figure(then)}"
-        for level, now, then in zip(_LEVELS, z or (), recorded.z or (), strict=False)
-        if now > _Z_RATIO * then + _Z_MORE
-    ]
 
 
 def _describe_creep(recorded: Baseline, decision: Decision, policy: Policy) -> str:
@@ -247,7 +245,7 @@ def describe_regression(decision: Decision, recorded: Baseline, latency: Latency
         labeled("controls", f"{moved}: fixed operations that were timed beside it") if moved else "",
         labeled("timed", timed_as(latency.mode, latency.calls, latency.l2)),
         *(labeled(name, text) for name, text in said_by_guests(latency.more)),
-        labeled("certainty", _describe_certainty(decision.detectable)) if decision.detectable is not None else "",
+        labeled("certainty", _CERTAINTY.format(decision.detectable)) if decision.detectable is not None else "",
     ]
     return "\n".join(line for line in lines if line)
 
@@ -281,7 +279,3 @@ def describe_change(decision: Decision) -> str:
         f"p50 {duration(median(decision.runs))}, recorded {duration(decision.recorded)}"
         f" ({decision.change:+.1%}, 95 % interval {low:+.1%} to {high:+.1%})"
     )
-
-
-def _describe_certainty(detectable: float) -> str:
-    return f"a slowdown of {detectable:.1%} is found in four of five runs; where nothing is slower, at most 1 run in 100 fails"

@@ -191,16 +191,10 @@ def _adjusted(run: Run, sensitivity: Mapping[str, float], centers: Mapping[str, 
 
 
 def _ridge(x: list[list[float]], y: list[float], prior: list[float], penalty: float) -> list[float]:
-    """Minimize |y - x b|^2 + penalty |b - prior|^2, by the normal equations of at most a few columns."""
-    n = len(prior)
-    left = [[sum(row[i] * row[j] for row in x) + (penalty if i == j else 0.0) for j in range(n)] for i in range(n)]
-    right = [sum(row[i] * value for row, value in zip(x, y, strict=True)) + penalty * prior[i] for i in range(n)]
-    for i in range(n):  # the matrix is positive definite: elimination needs no pivots
-        for j in range(i + 1, n):
-            share = left[j][i] / left[i][i]
-            left[j] = [a - share * b for a, b in zip(left[j], left[i], strict=True)]
-            right[j] -= share * right[i]
-    solved = [0.0] * n
-    for i in reversed(range(n)):
-        solved[i] = (right[i] - sum(left[i][j] * solved[j] for j in range(i + 1, n))) / left[i][i]
+    """Minimize |y - x b|^2 + penalty |b - prior|^2, by the normal equations."""
+    rows, wanted = (torch.tensor(one, dtype=torch.float64) for one in (x, prior))
+    rows = rows.view(len(y), len(prior))
+    left = rows.T @ rows + penalty * torch.eye(len(prior), dtype=torch.float64)
+    right = rows.T @ torch.tensor(y, dtype=torch.float64) + penalty * wanted
+    solved: list[float] = torch.linalg.solve(left, right).tolist()
     return solved

@@ -88,8 +88,8 @@ REFUSED = [
     ({"dropout": 1}, "dropout must be a number from 0 to below 1, got 1"),
     ({"q_lens": (4,), "dropout": 0.1}, "cannot be combined with dropout"),
     # masks
-    ({"mask": Document((3, 4))}, "Document lengths sum to 7, but q_len is 8 and kv_len 8"),
-    ({"mask": Neighborhood((3, 3), (2, 2))}, "holds 9 tokens, but q_len is 8"),
+    ({"mask": Document((3, 4))}, "Document has 7 tokens, but q_len is 8 and kv_len 8"),
+    ({"mask": Neighborhood((3, 3), (2, 2))}, "Neighborhood has 9 tokens, but q_len is 8"),
     ({"mask": "casual"}, "got 'casual'; did you mean causal"),
     ({"mask": "causal_bottom_rigth"}, "; did you mean causal-bottom-right"),
     ({"mask": "sliding_window"}, "; say mask=Window(left, right)"),

@@ -60,10 +60,6 @@ class Document(Mask):
     def tokens(self) -> int:
         return sum(self.lengths)
 
-    def require_lengths(self, q_len: int, kv_len: int) -> None:
-        if not self.tokens == q_len == kv_len:
-            raise ValueError(f"Workload: Document lengths sum to {self.tokens}, but q_len is {q_len} and kv_len {kv_len}")
-
     def bind(self, over: Sequences) -> MaskMod:
         import torch
 

@@ -105,13 +105,6 @@ class Neighborhood(Mask):
     def tokens(self) -> int:
         return math.prod(self.shape)
 
-    def require_lengths(self, q_len: int, kv_len: int) -> None:
-        if not self.tokens == q_len == kv_len:
-            raise ValueError(
-                f"Workload: Neighborhood shape {self.shape} holds {self.tokens} tokens,"
-                f" but q_len is {q_len} and kv_len {kv_len}"
-            )
-
     def bind(self, over: Sequences) -> MaskMod:
         import torch
 
