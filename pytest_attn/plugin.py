@@ -191,14 +191,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         mark_measured(config, items)
     if session.manifest is not None:
-        session.manifest.note_collected(items)
+        session.manifest.collected = list(items)
     result = yield
     if session.has_attention_tests:
         from pytest_attn.session.collection import keep_one_of_each_missing
 
         surplus = keep_one_of_each_missing(config, session, items)
         if session.manifest is not None:
-            session.manifest.note_absent(surplus)
+            session.manifest.absent = surplus
     return result
 
 

@@ -39,15 +39,10 @@ class Gradients(Invariant):
     needs = (BACKWARD, UNQUANTIZED, FEW_PAIRS)
 
     def run(self, probe: Probe) -> str:
-        return _not_finite(probe) or _imbalance(probe) or _stray_gradients(probe)
-
-
-def _not_finite(probe: Probe) -> str:
-    for name in _gradients_in(probe.base):
-        bad = ~probe.base[name].isfinite()
-        if bool(bad.any()):
-            return at_first(name, probe.base[name], bad)
-    return ""
+        for name in _gradients_in(probe.base):
+            if bool((bad := ~probe.base[name].isfinite()).any()):
+                return at_first(name, probe.base[name], bad)
+        return _imbalance(probe) or _stray_gradients(probe)
 
 
 def _gradients_in(results: Mapping[str, Tensor]) -> list[str]:

@@ -142,18 +142,13 @@ class StartedCall:
     ) -> dict[str, Tensor]:
         """Return the results with the gradients of some of q, k and v, in native layout, and of parameters."""
         __tracebackhide__ = True
-        found = self._gradients_of({**inputs, **parameters}, outputs, flowing)
-        of_parameters = {f"d{name}": found.pop(f"d{name}") for name in parameters}
-        return {**self._results(found), **of_parameters}
-
-    def _gradients_of(
-        self, leaves: Mapping[str, Tensor], outputs: list[Tensor], flowing: tuple[Tensor, ...]
-    ) -> dict[str, Tensor]:
-        __tracebackhide__ = True
+        leaves = {**inputs, **parameters}
         with self._probe.calling():
             grads = gradients_of(outputs, list(leaves.values()), flowing)
-        found = ((f"d{name}", leaf, grad) for (name, leaf), grad in zip(leaves.items(), grads, strict=True))
-        return {name: leaf.new_zeros(leaf.shape) if grad is None else plain(name, grad) for name, leaf, grad in found}
+        pairs = ((f"d{name}", leaf, grad) for (name, leaf), grad in zip(leaves.items(), grads, strict=True))
+        found = {name: leaf.new_zeros(leaf.shape) if grad is None else plain(name, grad) for name, leaf, grad in pairs}
+        of_parameters = {f"d{name}": found.pop(f"d{name}") for name in parameters}
+        return {**self._results(found), **of_parameters}
 
     def _results(self, gradients: dict[str, Tensor], outputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return results in native layout. outputs: copies, while a backward pass may still need what was handed out."""

@@ -301,29 +301,25 @@ _HEAD_DIMS = (8, 16, 40, 80, 96, 128, 192)
 _HEADS = ((1, 1), (3, 1), (5, 5), (6, 2), (7, 1))
 
 
+def _fits_any_shape(probe: Probe) -> bool:
+    w = probe.workload
+    return not w.v_in_k and not w.is_packed and w.kv_lens is None and w.band is not None
+
+
 class Shapes(Invariant):
     """The same attention in other shapes is right, too."""
 
     name = "shapes"
     summary = "the workload's mask and options are right with other lengths, head dimensions and groups"
     calls = len(_LENGTHS) + len(_HEAD_DIMS) + len(_HEADS)
-    needs = (BACKEND, Need(lambda probe: _fits_any_shape(probe.workload), "the mask or the lengths belong to this shape"))
+    needs = (BACKEND, Need(_fits_any_shape, "the mask or the lengths belong to this shape"))
     thorough = True
 
     def run(self, probe: Probe) -> str:
         w, seed = probe.workload, probe.spec.seed
-        made = (Variation(words, draw_inputs(other, "structured", seed, probe.device)) for words, other in _shapes(w))
-        return judge_variations(probe, made, self.calls)
-
-
-def _fits_any_shape(w: Workload) -> bool:
-    return not w.v_in_k and not w.is_packed and w.kv_lens is None and w.band is not None
-
-
-def _shapes(w: Workload) -> Iterator[tuple[str, Workload]]:
-    for q_len, kv_len in _LENGTHS:
-        yield f"q_len {q_len}, kv_len {kv_len}", w.replace(q_len=q_len, kv_len=kv_len)
-    for head_dim in _HEAD_DIMS:
-        yield f"head_dim {head_dim}", w.replace(head_dim=head_dim)
-    for heads, kv_heads in _HEADS:
-        yield f"{heads} heads, {kv_heads} key heads", w.replace(heads=heads, kv_heads=kv_heads)
+        shapes: list[dict[str, object]] = [{"q_len": q_len, "kv_len": kv_len} for q_len, kv_len in _LENGTHS]
+        shapes += [{"head_dim": head_dim} for head_dim in _HEAD_DIMS]
+        shapes += [{"heads": heads, "kv_heads": kv_heads} for heads, kv_heads in _HEADS]
+        words = (", ".join(f"{field} {size}" for field, size in shape.items()) for shape in shapes)
+        drawn = (draw_inputs(w.replace(**shape), "structured", seed, probe.device) for shape in shapes)
+        return judge_variations(probe, map(Variation, words, drawn), self.calls)

@@ -169,7 +169,8 @@ class CallServer:
         results: list[Any] = []
         with current(str(device)), threads(order["threads"]), torch.set_grad_enabled(direction != "forward"):
             outs = [function(*one, **all_keywords[0]) for one in all_given] if direction == "backward" else []
-            keywords = [_with_own_out(all_keywords[0]) for _ in range(number)]
+            out = all_keywords[0].get("out")
+            keywords = [{**all_keywords[0], **({} if out is None else {"out": torch.empty_like(out)})} for _ in range(number)]
             self._get_ready(device, number)
             self._answer(ready=True)
             if (frame := self._frames.receive()) is None:
@@ -232,10 +233,6 @@ def _further(tensor: Tensor, elements: int) -> Tensor:
     """Return what begins so many elements further on in the memory of a tensor."""
     moved = tensor.detach().as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()) + elements)
     return moved.requires_grad_() if tensor.requires_grad else moved
-
-
-def _with_own_out(keywords: dict[str, Any]) -> dict[str, Any]:
-    return {**keywords, "out": torch.empty_like(keywords["out"])} if "out" in keywords else keywords
 
 
 def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> Any:

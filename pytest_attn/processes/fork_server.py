@@ -35,9 +35,12 @@ _START_SECONDS, _END_SECONDS = 300, 10
 _MARKED = frozenset(("pytest_attn", "hypothesis", "_hypothesis_globals"))
 #: what a process may have open below /dev that has used no accelerator
 _HARMLESS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/ptmx", "/dev/shm/")
-#: what no server imports ahead
-_LATE = ("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "torch.classes")
-_OWN_LATE = ("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.fuzz")
+#: what no server imports ahead: the compiler's parts, which start processes, what sets switches for torch's own tests, and
+#: what torch makes up as modules; our own tests, and what imports hypothesis, are for pytest, which rewrites their assertions
+_LATE = (
+    *("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "torch.classes"),
+    *("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.fuzz"),
+)
 
 
 class Command(NamedTuple):
@@ -69,7 +72,7 @@ class ForkServer:
     """
 
     def __init__(self, like: Command, modules: Sequence[str]) -> None:
-        self._like = like
+        self.environment, self.folder = like.environment, like.folder
         self._channel, theirs = Channel.pair()
         try:
             self._process = subprocess.Popen(
@@ -95,10 +98,6 @@ class ForkServer:
     def fileno(self) -> int:
         """Return the descriptor on which the end of a worker shows, for `wait`."""
         return self._channel.fileno()
-
-    def is_like(self, command: Command) -> bool:
-        """Return whether a process by itself would be started in the same environment and folder as the server was."""
-        return (self._like.environment, self._like.folder) == (command.environment, command.folder)
 
     def wait_until_ready(self) -> None:
         """Wait until it has imported everything. Raises ServerError where it cannot serve, or takes too long."""
@@ -171,16 +170,8 @@ def modules_ahead(loaded: Iterable[str] | None = None) -> list[str]:
     """Return what a server imports ahead: pytest, torch, and the parts of torch, triton and this package in use here."""
     names = list(sys.modules if loaded is None else loaded)
     late = ["hypothesis.internal.observability"] if "_hypothesis_pytestplugin" in names else []  # at the end of each pytest
-    return ["pytest", "torch", *(name for name in names if _is_ahead(name)), *late]
-
-
-def _is_ahead(name: str) -> bool:
-    """Return whether importing a module only declares things.
-
-    Not so the compiler's parts, which start processes, what sets switches for torch's own tests, and what torch makes up as
-    modules. Our own tests, and what imports hypothesis, must be imported by pytest, which rewrites their assertions.
-    """
-    return name.startswith(("torch.", "triton", "pytest_attn.")) and not name.startswith((*_LATE, *_OWN_LATE))
+    ours = (name for name in names if name.startswith(("torch.", "triton", "pytest_attn.")) and not name.startswith(_LATE))
+    return ["pytest", "torch", *ours, *late]
 
 
 # -- the server ----------------------------------------------------------------------------------------------------------
@@ -237,7 +228,9 @@ class _Server:
                     break
                 if self._is_child(request["channel"]):
                     return request
-        self._end_workers()
+        for worker in self._workers.values():  # with what they have started: nobody waits for them any more
+            with suppress(ProcessLookupError):
+                os.killpg(worker, signal.SIGKILL)
         return None
 
     def _is_child(self, channel: int) -> bool:
@@ -262,12 +255,6 @@ class _Server:
         os.close(watched)
         self._channel.send(ended=worker, returncode=os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
 
-    def _end_workers(self) -> None:
-        """End all workers with what they have started: nobody waits for them any more."""
-        for worker in self._workers.values():
-            with suppress(ProcessLookupError):
-                os.killpg(worker, signal.SIGKILL)
-
 
 def _tried() -> str:
     """Fork once, and say what stands in the way of more; "" for nothing.
@@ -278,19 +265,14 @@ def _tried() -> str:
     if child == 0:
         torch = sys.modules.get("torch")
         os._exit(1 if torch is not None and torch.cuda._is_in_bad_fork() else 0)
-    unwatched = _unwatched_because(child)
+    unwatched = ""
+    try:
+        os.close(os.pidfd_open(child))
+    except (AttributeError, OSError) as error:
+        unwatched = f"processes cannot be watched: {error}"
     if os.waitpid(child, 0)[1] != 0:
         return "CUDA was asked for something while modules were imported"
     return unwatched or obstacle_to_fork()
-
-
-def _unwatched_because(process: int) -> str | None:
-    """Say why this system does not let a process be watched, None where it does."""
-    try:
-        os.close(os.pidfd_open(process))
-    except (AttributeError, OSError) as error:
-        return f"processes cannot be watched: {error}"
-    return None
 
 
 def obstacle_to_fork() -> str:

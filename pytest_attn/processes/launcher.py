@@ -216,7 +216,8 @@ class Launcher:
 
     def _serving(self, command: Command) -> ForkServer:
         """Return the server, a new one where the last was started in another environment."""
-        if self.server is not None and not self._keeps_server and not self.server.is_like(command):
+        asked = command.environment, command.folder
+        if self.server is not None and not self._keeps_server and (self.server.environment, self.server.folder) != asked:
             self.close()
         if self.server is None:
             self.server = ForkServer(command, self._modules())

@@ -10,6 +10,7 @@ import pytest
 from pytest_attn.backends.backend import Backend, LibraryBackend
 from pytest_attn.backends.configured import split
 from pytest_attn.backends.subject import obstacle_of_any
+from pytest_attn.reports.records import gathered
 from pytest_attn.seam import Kind
 from pytest_attn.session.devices import NoTorchError, require_torch, untimed_because
 from pytest_attn.session.kinds import (
@@ -154,11 +155,8 @@ def parametrize(metafunc: pytest.Metafunc, session: AttentionSession) -> None:
 
 def _generated(test: str, cases: Sequence[CaseParameter]) -> list[str]:
     """Return a line for each kernel of a test that is asked generated workloads: which these are."""
-    asked: dict[str | None, list[CaseParameter]] = {}
-    for case in cases:
-        asked.setdefault(case.backend, []).append(case)
     found = []
-    for backend, all_of_it in asked.items():
+    for backend, all_of_it in gathered((case.backend, case) for case in cases).items():
         names = [case.workload.id for case in all_of_it if is_generated(case.workload.name)]
         if names:
             others = len(all_of_it) - len(names)
@@ -282,13 +280,9 @@ def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
     marks = [RequiresMark.from_marker(mark, registry) for mark in item.iter_markers(_REQUIRES)]
     if not marks or (absent := absent_because(item, device, session)):
         return absent if marks else None
-    if any(mark.timed for mark in marks) and (reason := _untimed_because(device, session)):
+    settings = session.settings
+    is_run = settings.latency == "require" or settings.mutants or settings.tune or not any(mark.timed for mark in marks)
+    if not is_run and (reason := untimed_because(settings.gpu_per_worker, session.machines.device(device))):
         return f"not timed: {reason}"
     machine = session.machines.machine(device)
     return next(filter(None, (mark.unmet_because(machine, registry) for mark in marks)), None)
-
-
-def _untimed_because(device: str | None, session: AttentionSession) -> str | None:
-    settings = session.settings
-    is_run = settings.latency == "require" or settings.mutants or settings.tune
-    return None if is_run else untimed_because(settings.gpu_per_worker, session.machines.device(device))

@@ -22,6 +22,7 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.compilers import seconds_to_compile
 from pytest_attn.backends.library import once_in_a_run
 from pytest_attn.backends.registry import try_libraries
+from pytest_attn.reports.records import gathered
 from pytest_attn.session.collection import absent_because, kernel_of, missing_because
 from pytest_attn.session.kinds import (
     ATTENTION,
@@ -86,12 +87,6 @@ class _Case:
             return made_items(self.item).obstacle(self.parameter, marker, self.session) is None
         return True
 
-    @property
-    def is_small(self) -> bool:
-        """True where its workload is of the groups that a CPU runs, or no one's but the test's."""
-        catalog = self.session.registrations.catalog
-        return catalog.group_of(self.parameter.workload.name) in (*CPU_GROUPS, GROUP, "")
-
 
 Cases = list[_Case]
 
@@ -141,17 +136,14 @@ def _not_chosen(tests: Mapping[str, Sequence[Cases]], session: AttentionSession)
 
 def _by_backend(items: Iterable[pytest.Item], session: AttentionSession) -> dict[str, list[Cases]]:
     """Return the cases that may be left out, by backend and test; those of a backend that is missing are skipped otherwise."""
-    groups: dict[tuple[str, str], Cases] = {}
-    for item in items:
-        parameter = parameter_of(item)
-        is_named = bool(session.settings.workloads) and kind_of(item).has_workloads
-        if parameter and parameter.backend and not is_named and _may_be_left_out(item, session):
-            groups.setdefault((test_of(item), parameter.backend), []).append(_Case(item, parameter, session))
-    tests: dict[str, list[Cases]] = {}
-    for (_, name), cases in groups.items():
-        if missing_because(session, cases[0].item) is None:
-            tests.setdefault(name, []).append(cases)
-    return tests
+    unnamed = (item for item in items if not (session.settings.workloads and kind_of(item).has_workloads))
+    asked = ((item, parameter) for item in unnamed if (parameter := parameter_of(item)) and parameter.backend)
+    groups = gathered(
+        ((test_of(item), str(parameter.backend)), _Case(item, parameter, session))
+        for item, parameter in asked
+        if _may_be_left_out(item, session)
+    )
+    return gathered((name, cases) for (_, name), cases in groups.items() if missing_because(session, cases[0].item) is None)
 
 
 def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
@@ -212,7 +204,9 @@ def _chosen(cases: Cases, with_gradients: Targets) -> Cases:
     if backend.is_slow:
         strength, able = strength - 1, _of_one_kernel(cases, backend)
     elif not backend.is_contained:
-        strength, kept = 1, [case for case in cases if case.is_small]
+        # of the groups that a CPU runs, or no one's but the test's
+        small, catalog = (*CPU_GROUPS, GROUP, ""), cases[0].session.registrations.catalog
+        strength, kept = 1, [case for case in cases if catalog.group_of(case.parameter.workload.name) in small]
     reached = with_gradients.union(*(targets_of(case.values, strength) for case in kept))
     values = {case: case.values for case in able if case not in kept}
     runs: Callable[[_Case], bool] = lambda case: case.runs  # noqa: E731
@@ -224,10 +218,7 @@ def _of_one_kernel(cases: Cases, backend: Backend) -> Cases:
     """Return the cases of the kernel that reaches most, where one compiles for minutes; else all of them."""
     if seconds_to_compile(backend.name, backend.compiles) < _MINUTES:
         return cases
-    kernels: dict[object, Cases] = {}
-    for case in cases:
-        if case.is_claimed:
-            kernels.setdefault(kernel_of(backend, case.parameter.workload), []).append(case)
+    kernels = gathered((kernel_of(backend, case.parameter.workload), case) for case in cases if case.is_claimed)
     return max(kernels.values(), key=lambda some: len(frozenset().union(*(case.values for case in some))), default=[])
 
 

@@ -55,9 +55,12 @@ class Machines:
             require_torch()
             from pytest_attn.backends.machine import resolve_device, usable_cores, wait_asleep
 
-            device = resolve_device(wanted)
-            if device.type == "cpu" and device not in self._devices.values():
-                _share_cores(usable_cores())
+            device, workers = resolve_device(wanted), count_workers()
+            is_shared = device.type == "cpu" and device not in self._devices.values() and workers > 1
+            if is_shared and "OMP_NUM_THREADS" not in os.environ:  # threads on one core wait for one another, busily
+                import torch
+
+                torch.set_num_threads(min(torch.get_num_threads(), max(1, usable_cores() // workers)))
             if device.type == "cuda" and sharers_of(_SHARERS in os.environ, device) > 1:
                 wait_asleep(device)
             self._devices[wanted] = device
@@ -96,15 +99,6 @@ def require_torch() -> None:
 
 def _broken(error: Exception) -> str:
     return f"torch is installed but cannot be imported: {type(error).__name__}: {error}; reinstall torch"
-
-
-def _share_cores(cores: int) -> None:
-    """Give each xdist worker its share of the cores: threads of several workers on one core wait for one another, busily."""
-    workers = count_workers()
-    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        import torch
-
-        torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // workers)))
 
 
 # -- a GPU for each worker of xdist --------------------------------------------------------------------------------------

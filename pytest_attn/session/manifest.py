@@ -11,7 +11,7 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -42,19 +42,11 @@ class Manifest:
         self._config, self._machines = config, machines
         self._options = re.sub(r"--attn-device=\S+ ?", "", settings.as_options()).strip()
         self._commit = "" if hasattr(config, "workerinput") else commit_of(config.rootpath)
-        self._collected: list[pytest.Item] = []
-        self._absent: list[pytest.Item] = []
+        self.collected: list[pytest.Item] = []  # all tests, before any is taken away
+        self.absent: list[pytest.Item] = []  # tests that one skipped test stands for, as this machine lacks their backend
         self._noted: dict[str, Any] = {"collected": 0, "device": "", "is_narrowed": False, **{name: [] for name in _FATES}}
         self._ran: set[str] = set()
         self._uncollected: set[str] = set()
-
-    def note_collected(self, items: Sequence[pytest.Item]) -> None:
-        """Note all tests, before any is taken away."""
-        self._collected = list(items)
-
-    def note_absent(self, items: Iterable[pytest.Item]) -> None:
-        """Note tests that one skipped test stands for, as this machine lacks their backend."""
-        self._absent = list(items)
 
     def closing_line(self, exit_code: int, records: int) -> str:
         """Return what the run says of itself when it is over."""
@@ -91,14 +83,14 @@ class Manifest:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note which tests are left, and who took the others away."""
-        kept = {stable_id(item.nodeid) for item in (*session.items, *self._absent)}
-        removed = [item for item in self._collected if stable_id(item.nodeid) not in kept]
+        kept = {stable_id(item.nodeid) for item in (*session.items, *self.absent)}
+        removed = [item for item in self.collected if stable_id(item.nodeid) not in kept]
         chosen = set(left_in(self._config, removed))
         self._noted |= {
             "is_narrowed": self._config.pluginmanager.has_plugin(_NARROWS),
-            "collected": len({stable_id(item.nodeid) for item in self._collected}),
+            "collected": len({stable_id(item.nodeid) for item in self.collected}),
             "selected": sorted(kept),
-            "absent": [stable_id(item.nodeid) for item in self._absent],
+            "absent": [stable_id(item.nodeid) for item in self.absent],
             "left_out": [stable_id(item.nodeid) for item in removed if item in chosen],
             "unchosen": [stable_id(item.nodeid) for item in removed if item not in chosen],
         }

@@ -19,7 +19,7 @@ from pytest_attn.reports.lines import count, room, some
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
-from pytest_attn.reports.records import Record, RecordWriter, is_wrong
+from pytest_attn.reports.records import Record, RecordWriter, gathered, is_wrong
 from pytest_attn.reports.terminal import Line, listing, mutation_summary, profile_tables, slowest_compilations, summary
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.collection import unmet_because
@@ -211,21 +211,10 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
     if any(map(is_notable, timed)) if is_quiet else timed:
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
-    said = (
-        ()
-        if is_quiet
-        else (
-            *few_words(session),
-            chosen_words(session),
-            *without_effect(session, reporter.config, bool(timed)),
-        )
-    )
-    for line in filter(None, said):
-        reporter.write_line(line)
-    _print_compilations(judged, reporter)
-
-
-def _print_compilations(judged: Sequence[Record], reporter: Any) -> None:
+    if not is_quiet:
+        for line in (*few_words(session), chosen_words(session), *without_effect(session, reporter.config, bool(timed))):
+            if line:
+                reporter.write_line(line)
     number = reporter.config.getoption("durations", None)
     if number is not None and (compilations := list(slowest_compilations(judged, number))):
         print_section(reporter, compilations, "slowest compilations")
@@ -251,11 +240,12 @@ _MOST_OPTIONS = 12
 
 def few_words(session: AttentionSession) -> Iterator[str]:
     """Say of a kernel of one's own that takes few of the workloads which nobody named, what it was not asked."""
-    asked: dict[tuple[str, str], list[Record]] = {}
-    for one in session.results.records if not session.settings.workloads else ():
-        is_callable = one["tags"].get("family") == "callable"
-        if one["question"] == "check" and (is_callable or session.registrations.registry.is_own(one["subject"])):
-            asked.setdefault((one["test"].partition("[")[0], "" if is_callable else one["subject"]), []).append(one)
+    if session.settings.workloads:
+        return
+    checks = (one for one in session.results.records if one["question"] == "check")
+    named = ((one, "" if one["tags"].get("family") == "callable" else one["subject"]) for one in checks)
+    is_own = session.registrations.registry.is_own
+    asked = gathered(((one["test"].partition("[")[0], name), one) for one, name in named if not name or is_own(name))
     for (test, name), records in asked.items():
         declined = [one for one in records if one["cause"] == Cause.DECLINED]
         judged = [one for one in records if one["verdict"] != Verdict.SKIPPED]
@@ -295,7 +285,9 @@ def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:
     records, collected = session.results.records, session.collected
     if (lost := collected.due - collected.begun) > 0:
         return f"{lost} of {collected.due} cases never ran, and nothing stopped the run: they were taken out of pytest's list"
-    if not _was_to_judge(session, config) or not records or any(one["verdict"] != Verdict.SKIPPED for one in records):
+    is_part = config.getoption("splits", None) or (config.getoption("num_shards", None) or 1) > 1
+    is_whole = not is_part and session.kernels.are_tested and session.worker is None and not session.settings.tune
+    if not is_whole or not records or any(one["verdict"] != Verdict.SKIPPED for one in records):
         return ""
     return _all_skipped_because(session, config)
 
@@ -311,12 +303,6 @@ def _all_skipped_because(session: AttentionSession, config: pytest.Config) -> st
     if is_named and all(one["subject"] in missing for one in records) and not (reporter and reporter.stats.get("passed")):
         return "nothing was judged: the backends that --attn-backends names are missing here"
     return ""
-
-
-def _was_to_judge(session: AttentionSession, config: pytest.Config) -> bool:
-    """Return whether all cases of the tests' own kernels were to run here."""
-    is_part = config.getoption("splits", None) or (config.getoption("num_shards", None) or 1) > 1
-    return not is_part and session.kernels.are_tested and session.worker is None and not session.settings.tune
 
 
 def print_section(reporter: Any, lines: Iterable[Line], title: str = "attention") -> None:

@@ -12,6 +12,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -104,7 +105,8 @@ def _are_too_many_disturbed(runs: Runs, more: int) -> bool:
 def prepare_fresh_runs(config: pytest.Config) -> None:
     """Have the server that forks new processes start while this process goes on: some are sure to be wanted."""
     nothing = Path(os.devnull)
-    WorkerPool.of(config).start_ahead(Command([], worker_environment(), config.invocation_params.dir, nothing, {}))
+    like = Command([], worker_environment(), config.invocation_params.dir, nothing, {})
+    WorkerPool.of(config).launcher.start_ahead(like)
 
 
 def undisturbed(runs: Runs, key: str, processes: int) -> Runs:
@@ -247,10 +249,6 @@ class WorkerPool:
             config.add_cleanup(made.close)
         return config.stash[_POOL]
 
-    def start_ahead(self, like: Command) -> None:
-        """Have the server import what it needs while this process goes on; it serves commands like this one."""
-        self.launcher.start_ahead(like)
-
     def prepare(self, commands: Sequence[Command]) -> None:
         """Fork pytests that get ready beside one another, up to their first test, and wait there until they are run.
 
@@ -307,7 +305,9 @@ class WorkerPool:
         if process is not None:
             try:
                 ended = process.finish(seconds)
-                if ended.returncode is None or _is_done(command, ended):
+                tests: Any = command.told["tests"]
+                is_done = ended.returncode == pytest.ExitCode.OK and len(ended.messages) >= len(tests)
+                if ended.returncode is None or is_done:
                     return ended
                 reason = f"one ended with {ended.returncode}, and a wholly fresh one is asked"
             except ServerError as error:
@@ -343,12 +343,6 @@ class WorkerPool:
         self.close()
 
 
-def _is_done(command: Command, ended: Ended) -> bool:
-    """Return whether a process did all that was asked for: a result at least of each test."""
-    tests: Any = command.told["tests"]
-    return ended.returncode == pytest.ExitCode.OK and len(ended.messages) >= len(tests)
-
-
 def how_many_fit(process: int) -> int:
     """Return how many further processes like this one fit into half of the memory that is left. Linux only.
 
@@ -357,19 +351,16 @@ def how_many_fit(process: int) -> int:
     workers = count_workers()
     try:
         taken = _kilobytes(Path(f"/proc/{process}/status"), "RssAnon")
-        left = min(_kilobytes(Path("/proc/meminfo"), "MemAvailable"), _kilobytes_of_group())
+        left: float = _kilobytes(Path("/proc/meminfo"), "MemAvailable")
+        with suppress(OSError, ValueError):  # no such group, or "max": nothing limits this container
+            limit, used = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+            left = min(left, (limit - used) / 1024)
         return int(left / 2 / workers / max(taken, 1))
     except OSError:  # it has ended
         return 0
 
 
-def _kilobytes_of_group(group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return what this container may still take, infinity where nothing limits it."""
-    try:
-        limit, taken = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return (int(limit) - int(taken)) / 1024
-    except (OSError, ValueError):  # no such group, or "max"
-        return math.inf
+_GROUP = Path("/sys/fs/cgroup")
 
 
 def _kilobytes(path: Path, name: str) -> int:

@@ -329,15 +329,15 @@ def test_a_server_that_takes_too_long_to_start_is_none(ask, monkeypatch):
 
 
 def test_a_server_that_starts_ahead_is_the_one_that_serves(ask, fresh):
-    fresh.start_ahead(ask(SELF))
+    fresh.launcher.start_ahead(ask(SELF))
     server = fresh.launcher.server
-    fresh.start_ahead(ask(SELF))
+    fresh.launcher.start_ahead(ask(SELF))
     assert fresh.launcher.server is server
     assert said(fresh.run(ask(SELF), 60))["parent"] == server.pid
 
 
 def test_a_server_that_started_ahead_in_vain_ends_at_once(ask, fresh):
-    fresh.start_ahead(ask(SELF))
+    fresh.launcher.start_ahead(ask(SELF))
     server = fresh.launcher.server
     fresh.close()
     assert is_gone(server.pid)
