@@ -5,7 +5,6 @@ import functools
 import gc
 import math
 import os
-import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -123,11 +122,6 @@ def view_of_larger(q, k, v):
     return out
 
 
-def transposed(q, k, v):
-    """Returns (batch, row, head, dim) memory seen by heads."""
-    return sdpa(q, k, v).transpose(1, 2).contiguous().transpose(1, 2)
-
-
 def padded(q, k, v):
     """Pads rows and keys to whole tiles, and cuts the rows off again."""
     n, m = q.shape[2], k.shape[2]
@@ -145,18 +139,13 @@ def scratch_in_place(q, k, v):
 
 
 @functools.cache
-def _compiled(backend):
-    return torch.compile(lambda q, k, v: _scores(q, k).softmax(-1) @ v, backend=backend, dynamic=False)
+def _compiled():
+    return torch.compile(lambda q, k, v: _scores(q, k).softmax(-1) @ v, backend="aot_eager", dynamic=False)
 
 
 def lazily_compiled(q, k, v):
     """Is handed to torch.compile at its first call, which traces it."""
-    return _compiled("aot_eager")(q, k, v)
-
-
-def inductor(q, k, v):
-    """Is compiled at its first call, to code of its own."""
-    return _compiled("inductor")(q, k, v)
+    return _compiled()(q, k, v)
 
 
 @functools.lru_cache(maxsize=8)
@@ -170,15 +159,6 @@ def cached_mask(q, k, v):
     return _scores(q, k).masked_fill(~mask, -math.inf).softmax(-1) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
-_ROWS = torch.arange(1 << 12)
-
-
-def window_of_constants(q, k, v):
-    """Cuts its window from positions that it made when it was imported."""
-    distance = _ROWS[: q.shape[2], None] - _ROWS[: k.shape[2]]
-    return _scores(q, k).masked_fill((distance < 0) | (distance > 16), -math.inf).softmax(-1) @ v
-
-
 def lazy_import(q, k, v):
     """Imports a library at its first call, which reads the environment, and computes with it."""
     os.environ.setdefault("MY_KERNEL_HOME", os.path.expanduser("~"))
@@ -187,55 +167,6 @@ def lazy_import(q, k, v):
     scores = np.einsum("bhnd,bhmd->bhnm", q.numpy(), k.numpy()) * np.float32(q.shape[-1] ** -0.5)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     return torch.from_numpy(np.einsum("bhnm,bhmd->bhnd", p / p.sum(-1, keepdims=True), v.numpy()))
-
-
-class _Recomputing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v):
-        scores = _scores(q, k)
-        lse = scores.logsumexp(-1, keepdim=True)
-        out = scores.softmax(-1) @ v
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        p = (_scores(q, k) - lse).exp()
-        ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-        return ds @ k, ds.mT @ q, p.mT @ dout
-
-
-def recomputing(q, k, v):
-    """Keeps no probabilities: its backward pass computes them again."""
-    return _Recomputing.apply(q, k, v)
-
-
-def split_keys(q, k, v):
-    """Merges parts of the keys in an order of its own, each with its own maximum."""
-    parts = list(zip(k.split(24, 2), v.split(24, 2), strict=True))
-    random.Random(len(parts)).shuffle(parts)
-    tops, sums, outs = [], [], []
-    for key, value in parts:
-        scores = _scores(q, key)
-        tops.append(scores.detach().amax(-1, keepdim=True))
-        p = (scores - tops[-1]).exp()
-        sums.append(p.sum(-1, keepdim=True))
-        outs.append(p @ value)
-    shrunk = (torch.stack(tops) - torch.stack(tops).amax(0)).exp()
-    return (torch.stack(outs) * shrunk).sum(0) / (torch.stack(sums) * shrunk).sum(0)
-
-
-def online_softmax(q, k, v):
-    """Goes over tiles of keys with a running maximum."""
-    top = q.new_full((*q.shape[:3], 1), -math.inf)
-    total, acc = torch.zeros_like(top), torch.zeros_like(q)
-    for key, value in zip(k.split(32, 2), v.split(32, 2), strict=True):
-        scores = _scores(q, key)
-        new = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
-        p, shrunk = (scores - new).exp(), (top - new).exp()
-        total, acc, top = total * shrunk + p.sum(-1, keepdim=True), acc * shrunk + p @ value, new
-    return acc / total
 
 
 partial = functools.partial(sdpa, dropout_p=0.0, is_causal=True, enable_gqa=True)
@@ -268,18 +199,6 @@ class _Object:
 
 
 bound_method = _Object().attend
-
-
-def out_and_lse(q, k, v):
-    """Returns the logarithm of each row's sum as well."""
-    scores = _scores(q, k)
-    return scores.softmax(-1) @ v, scores.float().logsumexp(-1)
-
-
-def rounded_probabilities(q, k, v):
-    """Rounds scores and probabilities to bfloat16, which it declares."""
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    return scores.softmax(-1) @ v
 
 
 def switches_restored(q, k, v):
@@ -320,15 +239,6 @@ def under_a_mode(q, k, v):
     """Runs under a mode that sees each of torch's functions, as profilers have them."""
     with _Traced(), torch.profiler.record_function("mine"):
         return sdpa(q, k, v)
-
-
-def vectorized(q, k, v):
-    """Is written for one head, and mapped over heads and batch."""
-
-    def of_head(q, k, v):
-        return (q @ k.T * q.shape[-1] ** -0.5).softmax(-1) @ v
-
-    return torch.vmap(torch.vmap(of_head))(q, k, v)
 
 
 @torch.library.custom_op("honest_kernels::attend", mutates_args=())

@@ -365,27 +365,6 @@ def test_a_faulty_backend_harms_neither_the_listing_nor_the_others(run, kernel_t
         assert "| `faulty` | 1 raised |" in (pytester.path / "out.support.md").read_text()
 
 
-def test_reasons_may_be_one_text_or_none(run, kernel_test, pytester):
-    method = "def unsupported_because(self, workload, machine, backward=False): return {'a reason': 'a reason'}.get({!r})"
-    for returned, outcome in (("a reason", {"skipped": 1}), ("", {"failed": 1})):
-        pytester.makeconftest(FAULTY.format(method=method.replace("{!r}", repr(returned))))
-        kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")
-        result = run("--attn-backends=faulty", "-rs")
-        result.assert_outcomes(**outcome)
-        if returned:
-            result.stdout.fnmatch_lines(["SKIPPED * faulty: a reason"])
-
-
-def test_a_required_backend_that_cannot_be_imported_is_a_skip(run, pytester):
-    pytester.makeconftest(FAULTY.format(method="def broken_because(self): return 'it cannot be imported'"))
-    pytester.makepyfile(
-        "import pytest\n@pytest.mark.attention_requires(backend='faulty')\ndef test_it():\n    raise SystemExit('ran')\n"
-    )
-    result = run("-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED * needs backend faulty: it cannot be imported"])
-
-
 def test_a_conftest_that_fails_to_register_is_named(run, kernel_test, pytester):
     pytester.makeconftest("def pytest_attn_backends(registry):\n    1 / 0\n")
     kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend")

@@ -4,7 +4,6 @@ import builtins
 import re
 
 import pytest
-import torch
 from fakes.timed import KERNEL
 
 from pytest_attn.reports.records import read_records
@@ -145,25 +144,6 @@ def test_without_pytest_benchmark_a_time_is_recorded_and_a_slower_one_fails(proj
     slower.stdout.fnmatch_lines(["latency: 1 regressed"])
 
 
-@pytest.mark.slow("times in many processes")
-def test_what_pytest_benchmark_fails_hides_no_verdict(recorded):
-    quiet = ("-W", "default", "--disable-warnings")
-    recorded("--benchmark-save=base", "--benchmark-save-data", *quiet).assert_outcomes(passed=1)
-    result = recorded("--benchmark-compare", "--benchmark-compare-fail=median:5%", *quiet, in_process=False, TIMES="107")
-    assert result.ret == 1
-    result.stderr.fnmatch_lines(["*Performance has regressed*"])
-    result.stdout.fnmatch_lines(["* attention latency *", "latency: 1 as fast as recorded"])
-
-
-def test_clocks_that_cannot_be_locked_are_refused_where_there_is_no_gpu(project, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = project("--attn-lock-clocks=max")
-    assert result.ret != 0
-    result.stdout.fnmatch_lines(
-        ["*--attn-lock-clocks: the clocks of cpu cannot be locked: cpu is not an NVIDIA GPU; leave out*"]
-    )
-
-
 def test_a_damaged_file_is_said_and_left_alone(recorded, baseline_file):
     baseline_file().write_text("{")
     for latency in ("auto", "require"):  # a gate that says nothing would be off
@@ -176,15 +156,6 @@ def test_a_damaged_file_is_said_and_left_alone(recorded, baseline_file):
     result = recorded("--attn-update-baselines=again")
     result.stdout.fnmatch_lines(["baselines: nothing recorded: *is damaged*"])
     assert baseline_file().read_text() == "{"
-
-
-def test_a_file_in_place_of_the_folder_is_said_and_left_alone(project, pytester):
-    held = project("--attn-baselines=test_mine.py")
-    held.assert_outcomes(failed=1)
-    held.stdout.fnmatch_lines(["no baseline*test_mine.py: is a file; --attn-baselines must be a folder*"])
-    recorded = project("--attn-baselines=test_mine.py", "--attn-update-baselines=first")
-    recorded.stdout.fnmatch_lines(["baselines: nothing recorded: *test_mine.py*cannot be written*"])
-    assert (pytester.path / "test_mine.py").read_text().strip() == KERNEL.strip()
 
 
 def test_junit_json_markdown_and_last_failed_see_a_regression(recorded, pytester, monkeypatch):
@@ -223,18 +194,6 @@ def test_a_result_that_is_wrong_when_timed_is_called_wrong(pytester):
         ]
     )
     assert [one["verdict"] for one in read_records(pytester.path / "run.jsonl")] == ["passed", "mismatch"]
-
-
-def test_a_fresh_process_that_cannot_run_hides_no_slowdown(recorded, pytester):
-    path = pytester.path / "conftest.py"
-    path.write_text(
-        path.read_text() + "\nif WorkerContext.of_this_process() is not None:\n    raise RuntimeError('no more')\n"
-    )
-    result = recorded(TIMES="150")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        ["E * looks slower: mine on tiny, forward: p50 *", "E *but * a new process could not run it: *"]
-    )
 
 
 @pytest.mark.slow("times in many processes")

@@ -14,7 +14,6 @@ from fakes.torch_for_servers import TORCH
 
 import pytest_attn
 from pytest_attn.backends.raised import EndsTestError
-from pytest_attn.processes import fork_server
 from pytest_attn.processes.fork_server import Command, ForkServer, ServerError, modules_ahead
 from pytest_attn.processes.launcher import Ended, ForkedProcess, Launcher, StartedProcess
 from pytest_attn.session import worker_pool
@@ -233,25 +232,6 @@ def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(ask, fr
     assert (said(fresh.run(ask(SELF), 60, is_forked))["parent"] != os.getpid()) == is_forked
 
 
-@pytest.mark.slow("starts processes")
-@pytest.mark.parametrize("fault", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_the_end_of_a_process_is_seen_whoever_holds_its_channel(ask, fault):
-    held = """
-import os, signal, subprocess
-from pytest_attn.processes.worker import Worker
-channel = Worker.of_this_process().channel
-def test_it():
-    other = subprocess.Popen(["sleep", "60"], pass_fds=[channel.fileno()])
-    channel.send(pid=other.pid)
-    {fault}
-"""
-    begun = time.monotonic()
-    ended = wholly_fresh(ask(held.format(fault=fault)))
-    assert ended.returncode in (3, -signal.SIGKILL)
-    assert time.monotonic() - begun < 20
-    os.kill(ended.messages[0]["pid"], signal.SIGKILL)
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_forked", [True, False])
 def test_ctrl_c_ends_the_process(ask, fresh, monkeypatch, is_forked):
@@ -319,28 +299,12 @@ def test_nothing_is_forked_where_it_is_not_asked_for_or_not_safe(ask, fresh, mon
     assert fresh.launcher.server is None
 
 
-def test_a_server_that_takes_too_long_to_start_is_none(ask, monkeypatch):
-    monkeypatch.setattr(fork_server, "_START_SECONDS", 0.01)
-    server = ForkServer(ask(""), ["torch"])
-    with pytest.raises(ServerError, match=r"it took more than 0\.01 s to start"):
-        server.wait_until_ready()
-    server.close()
-    assert is_gone(server.pid), "one that is not ready is not waited for"
-
-
 def test_a_server_that_starts_ahead_is_the_one_that_serves(ask, fresh):
     fresh.launcher.start_ahead(ask(SELF))
     server = fresh.launcher.server
     fresh.launcher.start_ahead(ask(SELF))
     assert fresh.launcher.server is server
     assert said(fresh.run(ask(SELF), 60))["parent"] == server.pid
-
-
-def test_a_server_that_started_ahead_in_vain_ends_at_once(ask, fresh):
-    fresh.launcher.start_ahead(ask(SELF))
-    server = fresh.launcher.server
-    fresh.close()
-    assert is_gone(server.pid)
 
 
 #: gets ready as the plugin does, and tells which process it is
@@ -402,23 +366,6 @@ def test_what_was_prepared_in_vain_ends_with_its_server(prepare, fresh):
     assert not any(map(is_gone, processes))
     fresh.close()
     wait_until(lambda: all(map(is_gone, processes)))
-
-
-@pytest.mark.slow("starts processes")
-def test_the_plugin_waits_for_the_turn_of_its_process(tmp_path):
-    (tmp_path / "test_it.py").write_text("from pathlib import Path\ndef test_it():\n    Path('ran').touch()\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    told = {"tests": ["test_it.py"], "options": {}, "waiting": [], "is_gated": True}
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_attn.processes.worker"]
-    process = StartedProcess(Command(arguments, dict(os.environ), tmp_path, tmp_path / "output", told))
-    try:
-        assert process.channel.recv(60) == {"has_touched_cuda": False}
-        assert not (tmp_path / "ran").exists()
-        process.channel.send(is_warm=False)
-        assert process.finish(60).returncode == 0
-        assert (tmp_path / "ran").exists()
-    finally:
-        process.kill()
 
 
 def test_a_long_first_message_waits_for_no_conftest(ask):
