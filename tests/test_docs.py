@@ -32,7 +32,7 @@ import yaml
 
 import pytest_attn
 from pytest_attn import hooks, plugin
-from pytest_attn.latency import protocol
+from pytest_attn.latency import disturbance, protocol
 from pytest_attn.session.marks import arguments_of_attention
 
 if sys.version_info >= (3, 11):
@@ -216,6 +216,7 @@ def test_the_blocks_of_a_page_run(page, pytester, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may be saved twice within a second
     monkeypatch.setitem(protocol.SECONDS, "cpu", 0.1)  # no page tells how well it timed
+    monkeypatch.setattr(disturbance, "_MOST_LOST_SECONDS", 0.1)
     reader = Reader(pytester)
     runnable = [block for block in BLOCKS[page] if block.runs]
     for block, following in itertools.pairwise([*runnable, None]):

@@ -28,7 +28,7 @@ from pytest_attn.backends import library
 from pytest_attn.backends.machine import machine_of, resolve_device
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases import latency as recording
-from pytest_attn.latency import gate, protocol
+from pytest_attn.latency import disturbance, gate, protocol
 from pytest_attn.processes import fork_server, launcher
 from pytest_attn.processes import worker as this_process
 from pytest_attn.processes.channel import Channel
@@ -81,6 +81,13 @@ def _no_worker(monkeypatch):
     """Let a story that runs in a worker of these tests' own run not take itself for one."""
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    """Let a story that times by the real clock neither time for long nor wait for those who share its core."""
+    monkeypatch.setitem(protocol.SECONDS, "cpu", 0.1)
+    monkeypatch.setattr(disturbance, "_MOST_LOST_SECONDS", 0.1)
 
 
 @pytest.fixture(autouse=True)

@@ -176,10 +176,9 @@ def test_what_was_run_again(pytester, monkeypatch, capsys):
 def test_a_killed_worker(pytester):
     dying = "\ndef test_dies(attn):\n    attn.check(right)\n    os._exit(3)\n"
     pytester.makepyfile(written(["right", "judges_nothing"]) + dying)
-    pytester.makepyfile(test_other="def test_other(): assert 0")
-    result = pytester.runpytest_subprocess(
-        "-n", "1", "-p", "no:cacheprovider", *(f"--attn-output={name}" for name in OUTPUTS[:2])
-    )
+    pytester.makepyfile(test_a_first="def test_other(): assert 0")
+    named = (f"--attn-output={name}" for name in OUTPUTS[:2])
+    result = pytester.runpytest_subprocess("-n", "1", "--max-worker-restart=0", "-p", "no:cacheprovider", *named)
     records = read_records(pytester.path / "run.jsonl")
     assert failures(records) == 2
     (dead,) = [r for r in records if "test_dies" in r["test"]]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 
 import pytest
 from fakes.runs import lines_of_run, write, write_runs
@@ -67,12 +66,6 @@ def test_all_files_are_one_with_every_line(parts, merge):
     assert (parts.folder / "all.jsonl").read_text() == "".join(parts.text(number) for number in range(1, COUNT + 1))
 
 
-def test_files_put_behind_one_another_are_their_runs(parts, merge):
-    (parts.folder / "part-some.jsonl").write_text("".join(map(parts.text, (1, 2, 3, 4, 5))))
-    assert merge("part-some.jsonl", "part-6.jsonl", "part-7.jsonl", "part-8.jsonl")[0] == 0
-    assert len(read_records("all.jsonl")) == 80
-
-
 @pytest.mark.slow("reads thousands of records")
 def test_a_page_and_a_summary_are_of_all_records(parts, merge):
     assert merge(out="all.md")[0] == 0
@@ -120,11 +113,6 @@ def test_tests_that_ran_twice(parts, merge):
     ]
 
 
-def test_several_judgments_of_one_test_are_no_double(parts, merge):
-    parts.rewrite(5, [*parts.records[4], *parts.records[4]])
-    assert merge()[0] == 0
-
-
 def test_what_all_runs_chose_not_to_run_need_not_run(parts, merge):
     left = {"unchosen": ["a.py::left"], "choice": "-k it", "collected": 81}
     for number in range(1, COUNT + 1):
@@ -165,11 +153,6 @@ def test_a_run_that_differs_or_is_not_whole(parts, merge, how, said):
     parts.rewrite(3, **how)
     (found,) = refused(merge)
     assert found.startswith(said)
-
-
-def test_a_run_that_differs_in_many_ways_is_said_in_full(parts, merge):
-    parts.rewrite(3, pytest_attn="0.2.0", commit="f" * 40, device="cpu", exit=3)
-    assert len(refused(merge)) == 4
 
 
 def test_a_run_that_did_not_finish(parts, merge):
@@ -241,12 +224,6 @@ def test_a_damaged_line(parts, merge, damage, said):
     assert found.endswith(f"; {AGAIN}")
 
 
-def test_a_line_that_was_lost(parts, merge):
-    lines = parts.text(3).splitlines(keepends=True)
-    (parts.folder / "part-3.jsonl").write_text("".join([*lines[:4], *lines[5:]]))
-    assert refused(merge) == [f"part-3.jsonl has 9 records, and its run wrote 10; {AGAIN}"]
-
-
 @pytest.mark.parametrize("keep", [0, 0.3, 0.6, 0.999])
 def test_a_run_that_was_killed(parts, merge, keep):
     text = parts.text(3)
@@ -297,16 +274,6 @@ def test_what_cannot_be_merged_is_a_usage_error(parts, capsys, arguments, text):
     assert exited.value.code == 2
     assert text in capsys.readouterr().err
     assert sorted(os.listdir()) == before
-
-
-@pytest.mark.slow("reads thousands of records")
-def test_8_files_of_500_cases_merge_in_5_seconds(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_runs(tmp_path, 8, 500)
-    begun = time.process_time()  # of this process alone: others may keep the machine busy
-    assert main(["merge", "all.jsonl", *FILES]) == 0
-    assert time.process_time() - begun < 5
-    assert capsys.readouterr().out == "8 runs, 4,000 tests, 4,000 records: written to all.jsonl\n"
 
 
 @pytest.mark.parametrize(
