@@ -190,6 +190,7 @@ VALUES: dict[str, dict[str, Choice]] = {
         "HND pages": {"pages": {"size": 16, "layout": "HND"}},
         "fused pages": {"pages": {"size": 16, "fused": True}},
         "sliced pages": {"pages": {"size": 16, "sliced": True}},
+        "many pages": {"pages": {"size": 1, "pool": 140_000}, "heads": 1, "head_dim": 16, "v_head_dim": 16},
     },
     "bias": {f"bias {of}": _bias(of) for of in ("hqk", "bhqk", "qk", "hq", "hk", "k", "q", "bk", "bqk", "bhk", "bhq")},
     "alibi": {"alibi": {"alibi": True}, "ALiBi per batch entry": {"alibi": "batch", "batch": 3}},
@@ -265,7 +266,7 @@ def made(choice: Choice) -> Workload | None:
     fields = {"heads": 2, **choice}
     q_len, kv_len = fields.pop("lengths", (65, 65))
     layout, sequences, pages, batch = (fields.pop(name, None) for name in ("layout", "sequences", "pages", "batch"))
-    is_paged, is_cached = layout in ("paged", "packed pages"), layout == "cached" or fields.pop("cached", False)
+    is_paged, is_cached = layout in ("paged", "packed pages"), fields.pop("cached", False) or layout == "cached"
     if (pages and not is_paged) or (sequences and layout in (None, "cached")) or (is_cached and q_len >= kv_len):
         return None
     try:
@@ -355,11 +356,17 @@ def _with_own_ids(workloads: Iterable[Workload]) -> list[Workload]:
 
 
 def _bases(takes: Takes) -> list[Choice]:
-    """Return the BASES that it takes, in the first of the dtypes and sizes in which it takes one."""
-    for dtype, size, heads in product(_DTYPES, _SIZES, _HEADS):
-        found: list[Choice] = [{**base, **size, **heads, **dtype} for base in BASES]
-        if taken := [choice for choice in found if any(_kept([choice], takes, _MOST_ALONE))]:
-            return taken
+    """Return the BASES that it takes, in the first of the dtypes and sizes in which it takes one; else with one more value.
+
+    A kernel may take nothing without a score_mod, or pages of 64 alone.
+    """
+    values = [value for words in VALUES.values() for value in words.values()]
+    sizes = [{**size, **heads, **dtype} for dtype, size, heads in product(_DTYPES, _SIZES, _HEADS)]
+    for more, tried in (([{}], sizes), (values, [_SIZES[0], _SIZES[1], _SIZES[-1]])):
+        for size in tried:
+            found: list[Choice] = [{**base, **size, **value} for base in BASES for value in more]
+            if taken := [choice for choice in found if any(_kept([choice], takes, _MOST_ALONE))]:
+                return taken
     return []
 
 

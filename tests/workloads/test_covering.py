@@ -103,6 +103,22 @@ def test_nothing_is_generated_for_what_takes_nothing():
     assert within(lambda w: False) == []
 
 
+@pytest.mark.parametrize(
+    "takes",
+    [
+        lambda w: w.score_mod is not None and w.mask is not None,
+        lambda w: w.mask is None and 1 < w.q_len < w.kv_len,
+        lambda w: w.kv_pages is not None and w.kv_pages.size == 64 and w.v_in_k,
+        lambda w: w.cached is not None,
+    ],
+    ids=["a score_mod with a mask", "some queries", "pages of 64", "a cache in rows and in pages"],
+)
+def test_a_kernel_for_one_kind_of_call_is_asked_that(takes):
+    found = within(takes)
+    assert len(found) >= 20
+    assert all(map(takes, found))
+
+
 def test_each_option_comes_alone_and_with_others():
     can = Capabilities(masks=frozenset({"causal"}), features=frozenset({"bias", "grouped heads"}))
     found = [traits_of(w) - {"plain", "fewer queries", "fewer keys", "dropout"} for w in within(lambda w: not can.refusals(w))]
