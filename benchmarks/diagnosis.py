@@ -1,6 +1,6 @@
 """What a failure says of its cause, held against the cause: every mutant, and the faults of tests/planted_faults.py.
 
-    python benchmarks/diagnosis.py [--classes masks,...] [--names NAME,...] [--cases N] [--out FILE.json]
+    python benchmarks/diagnosis.py [--classes masks,...] [--names NAME,...] [--cases N] [--out FILE.json] [--table FILE.md]
 
 Each mutant runs, forward and backward, on the workloads of `features`, `edges` and `smoke` that reach its fault, until N cases
 failed (3). Printed are the hints, and whether the first one names the fault; at the end the shares of
@@ -8,7 +8,9 @@ cases whose first hint names the fault, that have none, and in which any hint as
 tells a user what to declare is followed, also those to a mutant that returns out alone, and faulty kernels are counted that
 pass so: "meant" where their fault is what a user declares so, as lse in base 2. `--classes models` (needs transformers)
 follows what a check of a model suggests with the faults of model_faults.py in it, in half precision, with sharp and with
-almost uniform attention. Exits with 1 where a share of over 2 % is wrong, or a fault passes that nobody means. CPU, one
+almost uniform attention. `--classes narrow` judges the kernels of tests/reported_faults that take little, each a backend that
+declares what it takes, as a run judges it where nobody names workloads; `--table` writes what is found of them, and why. Exits
+with 1 where a share of over 2 % is wrong, or a fault passes that nobody means. CPU, one
 thread.
 """
 
@@ -32,7 +34,9 @@ sys.path.insert(0, str(TESTS))
 import torch  # noqa: E402
 from mutation import directions, for_kernels  # noqa: E402
 from planted_faults import PLANTED, judgment_of  # noqa: E402
-from reported_faults.judging import Case  # noqa: E402
+from reported_faults.judging import CHECK, INVARIANTS, MISSED, Case, callable_of, check_invariants, fails  # noqa: E402
+from reported_faults.narrow import Narrow, NarrowBackend, asked  # noqa: E402
+from reported_faults.narrow_reports import NARROW  # noqa: E402
 
 from pytest_attn.backends.declaration import Declaration, Declared  # noqa: E402
 from pytest_attn.backends.registry import Registry  # noqa: E402
@@ -203,6 +207,74 @@ def rows_of_models(only: list[str]) -> Iterator[Row]:
         yield Row("models", fault.name, on, tensor, hints, "-", [f"{key}={value}" for key, value in followed], let_in, [])
 
 
+# -- kernels that take little ----------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """One faulty kernel that takes little: how many cases it gets, by what it is found, and the first cases that fail."""
+
+    name: str
+    narrow: Narrow
+    cases: int
+    by: str
+    rows: list[Row]
+
+
+def found_by_default(name: str, narrow: Narrow, wanted: int) -> Found:
+    """Judge a kernel on all that it gets by default, until so many cases failed; ask the invariants where none does."""
+    drops = any(w.dropout for w in asked(narrow, declares=False))  # which a callable can say, and no backend
+    kernel, rows, workloads = narrow.kernel(), [], asked(narrow, declares=not drops)
+    declared = Declaration(returns=("out", "keep") if drops else ("out", "lse"))
+
+    def again(spec: CheckSpec) -> Subject:
+        if drops:
+            return spec.subject(Registry(), callable_of(kernel, spec.workload))
+        backend = NarrowBackend(name, narrow)
+        backend.kernel = kernel
+        return backend
+
+    def row(workload: str, tensor: str, words: str) -> Row:
+        return Row("narrow", name, workload, tensor, [words], "none", [], [], [])
+
+    for w in workloads:
+        try:
+            failing = row_of("narrow", name, again, CheckSpec(w, CPU, narrow.backward, declared=declared), narrow.causes)
+        except Exception as error:
+            failing = row(w.id, "raised", f"{type(error).__name__}: {error}")
+        rows += [failing] if failing else []
+        if len(rows) == wanted:
+            break
+    if rows:
+        return Found(name, narrow, len(workloads), CHECK, rows)
+    for w in workloads:
+        if said := fails(check_invariants, kernel, Case(w, narrow.backward)):
+            return Found(name, narrow, len(workloads), INVARIANTS, [row(w.id, "invariants", said)])
+    return Found(name, narrow, len(workloads), MISSED, [])
+
+
+def table_of(found: list[Found]) -> str:
+    """Return what is found of each report as a table, then the counts."""
+    lines = ["| report | what was wrong | by default | cause |", "| --- | --- | --- | --- |"]
+    reported = [one for one in found if one.narrow.report]
+    for one in reported:
+        what = " ".join((one.narrow.kernel.__doc__ or "").split())
+        first = one.rows[0] if one.rows else None
+        by = f"{one.by}, `{first.workload}` of {one.cases}" if first else f"{one.by} in {one.cases}"
+        hint = first.hints[0].split(" (z ")[0] if first and first.hints else "-"
+        cause = f"{first.verdict}: {hint}" if first and one.by == CHECK and first.verdict != "none" else "none"
+        lines.append(f"| {one.narrow.report} | {what} | {by} | {cause.replace('|', '/')[:120]} |")
+    judged = [one for one in reported if one.rows]
+    firsts = [one.rows[0].verdict for one in judged]
+    wrong = sum(row.verdict == "wrong" for one in found for row in one.rows)
+    kinds = [one for one in found if not one.narrow.report]
+    counts = (
+        f"{len(judged)} of {len(reported)} found; the first case that fails says the cause of {firsts.count('named')};"
+        f" {wrong} wrong causes in {sum(len(one.rows) for one in found)} cases; of {len(kinds)} kinds"
+        f" {sum(bool(one.rows) for one in kinds)} found"
+    )
+    return "\n".join([*lines, "", counts, ""])
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +285,7 @@ def main() -> int:
     parser.add_argument("--names", default="")
     parser.add_argument("--cases", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -234,6 +307,14 @@ def main() -> int:
                 rows.append(shown(row, began))
     if "models" in kinds:
         rows += [shown(row, began) for row in rows_of_models(names)]
+    if "narrow" in kinds:
+        found = [
+            found_by_default(name, narrow, options.cases) for name, narrow in NARROW.items() if not names or name in names
+        ]
+        rows += [shown(row, began) for one in found for row in one.rows]
+        silent += [one.name for one in found if not one.rows]
+        if options.table:
+            options.table.write_text(table_of(found))
     if options.out:
         options.out.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     return report(rows, silent, time.monotonic() - began)

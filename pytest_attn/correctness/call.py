@@ -272,7 +272,7 @@ def call_kernel(
         result = kernel(*given)
     wait(spec.device)
     if fault := fault_of_caches(spec.workload, caches):
-        raise ContractError(fault)
+        raise ContractError(fault, fault="new-keys-misplaced" if caches else "")
     handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
     tensors = dict(zip(names, handed_out, strict=True))
     if spec.backward:

@@ -73,12 +73,67 @@ def near_misses(w: Workload, drawn: Inputs) -> Iterator[NearMiss]:
         cached = torch.tensor(w.cached, device=drawn.device)
         words = "without the new keys: only those count that were in the cache"
         yield NearMiss("new-keys-unread", words, lambda b, h, q, kv: visible(b, h, q, kv) & (kv < cached[b]))
+    has_more_keys = any(q_len < kv_len for q_len, kv_len in over.lengths)
+    of_last, of_first = _as_many_as_queries(visible, over)
+    if has_more_keys:
+        yield of_last
     if mask is not None:
         yield from mask.near_misses(over)
         if mask.band is not None:
             yield from _tiles(mask.band, w, over)
+        else:
+            yield from _of_others(visible, w, over)
+    if has_more_keys:
+        yield of_first
     yield from _ends(visible, over)
     yield from _both_sides(w, over)
+
+
+def other_places(number: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield which of so many batch entries or heads is taken for each, in words."""
+    own = list(range(number))
+    for words, order in (
+        ("the first for all", [0] * number),
+        ("the next", own[1:] + own[:1]),
+        ("the one before", own[-1:] + own[:-1]),
+        ("those in reverse", own[::-1]),
+        ("the even ones, then the odd", own[::2] + own[1::2]),
+        *((f"number n % {step} for number n", [n % step for n in own]) for step in (2, 8, 16, 32) if step < number),
+        ("number 2 n for number n", [2 * n % number for n in own]),
+    ):
+        if order != own:
+            yield words, order
+
+
+def _of_others(visible: MaskMod, w: Workload, over: Sequences) -> Iterator[NearMiss]:
+    """Yield a given mask of another batch entry or head, and one by whose diagonal the tiles of keys are chosen."""
+
+    def of_other(place: int, order: list[int]) -> MaskMod:
+        def moved(*index: torch.Tensor) -> torch.Tensor:
+            others = list(index)
+            others[place] = torch.tensor(order, device=index[place].device)[index[place]]
+            return visible(*others)
+
+        return moved
+
+    for place, number, what in ((0, w.batch, "batch-entry"), (1, w.heads, "head")):
+        for words, order in other_places(number) if number > 1 else ():
+            text = f"with masks of other {what.replace('-', ' ').replace('entry', 'entrie')}s: {words}"
+            yield NearMiss(f"mask-of-another-{what}", text, of_other(place, order))
+    q_lens, kv_lens = over.q_lens, over.kv_lens
+    assert q_lens is not None
+    assert kv_lens is not None
+
+    def before_diagonal(tile: int) -> MaskMod:
+        return lambda b, h, q, kv: visible(b, h, q, kv) & (kv // tile * tile < (q // tile + 1) * tile + kv_lens[b] - q_lens[b])
+
+    for tile in TILES:
+        if w.kv_len > tile:
+            words = f"without the tiles of {tile} keys beyond the diagonal, as if the mask were causal"
+            yield NearMiss("tiles-beyond-diagonal-missing", words, before_diagonal(tile))
+    if w.plain_mask is not None:
+        words = "whose mask is causal, too"
+        yield NearMiss("causal-not-asked-for", words, before_diagonal(1))
 
 
 def _both_sides(w: Workload, over: Sequences) -> Iterator[NearMiss]:
@@ -91,6 +146,9 @@ def _both_sides(w: Workload, over: Sequences) -> Iterator[NearMiss]:
         yield NearMiss("alignment-sign-flipped", words, _with_flipped_alignment(band, over))
     if band.left is None or band.right is None:
         return
+    words = "whose window hides nothing on the left, and on the right what is not beyond its length there"
+    near, beyond = (in_band(Band(None, end, band.top_left), over) for end in (band.right, band.left))
+    yield NearMiss("window-edge-on-other-side", words, lambda *index: near(*index) | ~beyond(*index))
     if band.right:
         for much, by in (("short", -1), ("long", 1)):
             words = f"whose window is one key too {much} on both sides"
@@ -215,9 +273,19 @@ def _ends(visible: MaskMod, over: Sequences) -> Iterator[NearMiss]:
                 f"without the last tile of {tile} keys",
                 without(partial(_is_in_last_tile, kv_lens, tile, 1)),
             )
-    if any(q_len < kv_len for q_len, kv_len in over.lengths):
-        text = "that does not read the keys before the new tokens: only the last q_len keys count"
-        yield NearMiss("cached-keys-unread", text, without(lambda b, kv: kv < kv_lens[b] - q_lens[b]))
+
+
+def _as_many_as_queries(visible: MaskMod, over: Sequences) -> tuple[NearMiss, NearMiss]:
+    """Return the last, and the first, of the keys that count, as many as there are queries."""
+    q_lens, kv_lens = over.q_lens, over.kv_lens
+    assert q_lens is not None
+    assert kv_lens is not None
+    last = "that does not read the keys before the new tokens: only the last q_len keys count"
+    first = "without the keys from q_len on: as many keys as queries count"
+    return (
+        NearMiss("cached-keys-unread", last, lambda b, h, q, kv: visible(b, h, q, kv) & (kv >= kv_lens[b] - q_lens[b])),
+        NearMiss("keys-beyond-unseen", first, lambda b, h, q, kv: visible(b, h, q, kv) & (kv < q_lens[b])),
+    )
 
 
 def _is_in_last_tile(kv_lens: torch.Tensor, tile: int, full: int, b: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -235,6 +303,7 @@ def misread_tensors(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     yield from _batch_entries(w)
     yield from _packed_keys(w)
     yield from _pages(w)
+    yield from _zeros_counted(w)
     yield from _contents(w)
     yield from _rotated(w)
 
@@ -250,6 +319,10 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         if len(set(w.kv_lens or ())) > 1:
             of_first = _with(w, "kv_lens", lambda lens: lens[:1].expand_as(lens))
             yield AttentionFault("kv-len-of-first-batch-entry", "with the length of the first batch entry for all", of_first)
+            for words, order in other_places(w.batch) if not w.is_packed else ():
+                if (lens := tuple((w.kv_lens or ())[n] for n in order)) != w.kv_lens:
+                    words = f"with the lengths of other batch entries: {words}"
+                    yield AttentionFault("kv-len-of-another-batch-entry", words, partial(_with_lengths, w, lens))
         or_window = ", or a window one key too early" if _window(w) else ""
         words = f"with kv_lens one too short{or_window}: the newest key is not seen"
         one_less = _with(w, "kv_lens", lambda lens: (lens - 1).clamp(min=0))
@@ -258,11 +331,10 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
             words = "with kv_lens one too long: one key of padding is seen"
             yield AttentionFault("one-key-beyond-length", words, partial(_with_one_key_more, w))
     yield from _padding(w, drawn)
-    yield from _zeros_counted(w)
 
 
 def _zeros_counted(w: Workload) -> Iterator[AttentionFault]:
-    if w.is_packed or w.kv_pages or w.band is None:
+    if w.is_packed or w.band is None:
         return
     ends = tuple(kv_len for _, kv_len in sequence_lengths(w))
     fillings = {ends: "", (w.kv_len,) * len(ends): "in the place of padding"}
@@ -273,12 +345,18 @@ def _zeros_counted(w: Workload) -> Iterator[AttentionFault]:
         if filled != ends:
             words = f"that counts the zeros {zeros}: they are not masked"
             yield AttentionFault("tail-zeros-counted", words, partial(_filled_with_zeros, w, filled))
+            if w.softcap is not None:
+                words = f"that counts the zeros {zeros}: softcap makes -cap of their -inf"
+                yield AttentionFault("tail-zeros-counted", words, partial(_filled_with_low_scores, w, filled, -w.softcap))
+
+
+def _with_lengths(w: Workload, lens: tuple[int, ...], inputs: Inputs) -> Other:
+    assert inputs.kv_lens is not None
+    return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens)), w.replace(kv_lens=lens)
 
 
 def _with_one_key_more(w: Workload, inputs: Inputs) -> Other:
-    lens = tuple(min(length + 1, w.kv_len) for length in w.kv_lens or ())
-    assert inputs.kv_lens is not None
-    return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens)), w.replace(kv_lens=lens)
+    return _with_lengths(w, tuple(min(length + 1, w.kv_len) for length in w.kv_lens or ()), inputs)
 
 
 def _with_padding_seen(w: Workload, inputs: Inputs) -> Other:
@@ -331,6 +409,8 @@ def _with_padding(visible: torch.Tensor) -> torch.Tensor | None:
 
 def _filled_with_zeros(w: Workload, filled: tuple[int, ...], inputs: Inputs) -> Other:
     """Lengthen the keys by zeros, up to the end of each batch entry's last tile, and show these."""
+    if w.kv_pages is not None:
+        inputs, w = _without_pages(w, inputs)
     inside, longest = seen_by(inputs, w), max(w.kv_len, *filled)
     ends = torch.tensor([kv_len for _, kv_len in sequence_lengths(w)], device=inputs.device)
     stops = ends.new_tensor(filled)
@@ -346,6 +426,20 @@ def _filled_with_zeros(w: Workload, filled: tuple[int, ...], inputs: Inputs) -> 
     longer = dataclasses.replace(inputs, k=k, v=v, bias=bias, kv_lens=None)
     seen: MaskMod = mask_mod
     return longer, w.replace(kv_len=longest, kv_lens=None, mask=seen)
+
+
+def _without_pages(w: Workload, inputs: Inputs) -> Other:
+    if inputs.applied is not None:
+        raise ValueError("descales lie in pages, too")
+    k, v = inputs.gathered()
+    return dataclasses.replace(inputs, k=k, v=v, page_table=None), w.replace(kv_pages=None)
+
+
+def _filled_with_low_scores(w: Workload, filled: tuple[int, ...], low: float, inputs: Inputs) -> Other:
+    longer, variant = _filled_with_zeros(w, filled, inputs)
+    ends = torch.tensor([kv_len for _, kv_len in sequence_lengths(w)], device=inputs.device)
+    lowered = modified_by(w, lambda s, b, h, q, kv: s.where(kv < ends[b], low))
+    return longer, variant.replace(score_mod=lowered)
 
 
 # -- heads and batch entries -------------------------------------------------------------------------------------------------
@@ -468,9 +562,10 @@ def _with_extents(w: Workload, starts: Sequence[int], lengths: Sequence[int], in
 
 def _with_whole_pages(w: Workload, inputs: Inputs) -> Other:
     size = w.kv_pages.size if w.kv_pages else 1
-    lens = tuple(min(-(-n // size) * size, w.kv_len) for n in w.kv_lens or ())
+    lens = tuple(-(-n // size) * size for n in w.kv_lens or ())
     assert inputs.kv_lens is not None
-    return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens)), w.replace(kv_lens=lens)
+    longer = w.replace(kv_lens=lens, kv_len=None if w.is_packed else max(lens))
+    return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens), workload=longer), longer
 
 
 def _pages(w: Workload) -> Iterator[AttentionFault]:
@@ -510,15 +605,59 @@ def _pages(w: Workload) -> Iterator[AttentionFault]:
         for whose, shift in (("next", -1), ("previous", 1)) if w.batch > 2 else (("next", -1),):
             of_other = _with(w, "page_table", partial(torch.roll, shifts=shift, dims=0))
             yield AttentionFault("pages-of-another-sequence", f"with the pages of the {whose} sequence", of_other)
-    if w.kv_lens and any(n % size and -(-n // size) * size <= w.kv_len for n in w.kv_lens):
+    if w.kv_lens and any(n % size for n in w.kv_lens):
         words = f"that sees the padding of pages: keys up to the end of the last page of {size}"
         yield AttentionFault("padding-of-pages-seen", words, partial(_with_whole_pages, w))
     words = "that takes a sequence's pages to follow each other: only the first is looked up"
     yield AttentionFault("pages-taken-in-order", words, of_tensors(w, in_order))
     words = "that finds a row of the page table by the pages in use, not by its stride"
     yield AttentionFault("page-table-stride-ignored", words, of_tensors(w, without_stride))
+    yield from _slots(w)
     words = "that takes pages to be twice as long as they are"
     yield AttentionFault("page-of-another-size", words, _with(w, "page_table", lambda t: t[:, numbers(t) // 2]))
+
+
+def _slots(w: Workload) -> Iterator[AttentionFault]:
+    """Yield tokens that are read from other slots, or from pages of other numbers."""
+    size = w.kv_pages.size if w.kv_pages else 1
+
+    def fault(name: str, words: str, page: Callable[..., torch.Tensor], slot: Callable[..., torch.Tensor]) -> AttentionFault:
+        return AttentionFault(name, words, partial(_with_slots, w, page, slot))
+
+    def own_page(at: torch.Tensor, table: torch.Tensor, pages: int) -> torch.Tensor:
+        return table[:, (at // size).clamp(max=table.shape[1] - 1)]
+
+    words = "that reads keys from the slot after theirs"
+    later = fault("keys-begin-late", words, lambda at, *pages: own_page(at + 1, *pages), lambda at: (at + 1) % size)
+    yield later
+    if size > 1:
+        words = "that reads all tokens of a page from its first slot"
+        yield fault("slots-within-pages-misread", words, own_page, lambda at: at * 0)
+    for step in (8, 16, 32, 64, 128):
+        if step < min(size, w.kv_len):
+            words = f"that finds tokens in their page as if it had {step} slots"
+            yield fault("slots-within-pages-misread", words, own_page, lambda at, step=step: at % size % step)
+    for factor in (2, 3, 4, 8):
+        words = f"that finds pages by {factor} times their numbers, as if their stride were another"
+
+        def multiple(at: torch.Tensor, table: torch.Tensor, pages: int, factor: int = factor) -> torch.Tensor:
+            return own_page(at, table, pages) * factor % pages
+
+        yield fault("page-numbers-misread", words, multiple, lambda at: at % size)
+
+
+def _with_slots(w: Workload, page: Callable[..., torch.Tensor], slot: Callable[..., torch.Tensor], inputs: Inputs) -> Other:
+    """Read the tokens of each sequence from other pages and slots, said as pages of one token."""
+    table = inputs.page_table
+    assert table is not None
+    assert w.kv_pages is not None
+    if inputs.applied is not None:
+        raise ValueError("descales lie in pages, too")
+    at = torch.arange(w.kv_len, device=table.device)
+    slots = page(at, table.long(), len(inputs.k)) * w.kv_pages.size + slot(at)
+    k, v = (t.flatten(0, 1)[:, None] for t in (inputs.k, inputs.v))
+    one_each = w.replace(kv_pages=dataclasses.replace(w.kv_pages, size=1, pool=None, shared=0, layout="NHD"))
+    return dataclasses.replace(inputs, k=k, v=v, page_table=slots.to(table.dtype)), one_each
 
 
 # -- q, k and v ------------------------------------------------------------------------------------------------------------
@@ -533,8 +672,7 @@ def _contents(w: Workload) -> Iterator[AttentionFault]:
     if w.v_in_k and w.head_dim > w.v_head_dim:
         words = "with the last elements of k for v, not the first"
         yield AttentionFault("v-from-end-of-k", words, of_tensors(w, lambda i: {"v": i.k[..., -w.v_head_dim :]}))
-    for step in (64, 32, 16):
-        whole = w.head_dim // step * step
+    for whole in dict.fromkeys((*(w.head_dim // step * step for step in (64, 32, 16)), 256, 128, 64)):
         if 0 < whole < w.head_dim:
             words = f"with q . k over the first {whole} of {w.head_dim} elements of a head"
             yield AttentionFault("head-dim-tail-unread", words, _with(w, "q", partial(_shortened, whole)))
@@ -729,7 +867,7 @@ def _ignored(w: Workload) -> Iterator[tuple[str, str, dict[str, object]]]:
         yield "score-mod-ignored", "without score_mod", {"score_mod": None}
     if w.mask is not None:
         yield "mask-ignored", "without the mask", {"mask": None}
-    if w.mask is None:
+    if w.mask is None and w.q_len > 1:  # one row would see the first key alone
         yield "causal-not-asked-for", "with a causal mask that nobody asked for", {"mask": "causal"}
 
 
@@ -755,8 +893,43 @@ def misread_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     if w.bias and "b" in w.bias and w.batch > 1:
         words = "with the bias of the first batch entry for all"
         yield AttentionFault("bias-of-first-batch-entry", words, _with(w, "bias", lambda bias: bias[:1]))
+    if w.bias:
+        yield from _misread_bias(w)
     yield from _misread_sinks(w)
     yield from _misread_slopes(w)
+
+
+def _misread_bias(w: Workload) -> Iterator[AttentionFault]:
+    """Yield a bias of other batch entries, heads or tiles."""
+    for place, number, what in ((0, w.batch, "batch entries"), (1, w.heads, "heads")):
+        for words, order in other_places(number) if "bh"[place] in (w.bias or "") and number > 1 else ():
+            fault = "bias-of-another-" + ("batch-entry", "head")[place]
+            yield AttentionFault(
+                fault, f"with the bias of other {what}: {words}", _with(w, "bias", partial(_in_order, place, order))
+            )
+    for tile in TILES:
+        for place, length, what in ((2, w.q_len, "rows"), (3, w.kv_len, "keys")):
+            if length > tile:
+                words = f"whose bias is added to the first {tile} {what} only"
+                only = _with(w, "bias", partial(_first_tile_of, place, length, tile))
+                yield AttentionFault("bias-of-first-tile-only", words, only)
+                words = f"whose bias is that of the first of {tile} {what} for the whole tile"
+                constant = _with(w, "bias", partial(_constant_in_tiles, place, tile))
+                yield AttentionFault("bias-within-tile-constant", words, constant)
+
+
+def _in_order(place: int, order: list[int], bias: torch.Tensor) -> torch.Tensor:
+    return bias.index_select(place, torch.tensor(order, device=bias.device))
+
+
+def _first_tile_of(place: int, length: int, tile: int, bias: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(length, device=bias.device).view(-1, *[1] * (3 - place))
+    return bias.masked_fill(at >= tile, 0)
+
+
+def _constant_in_tiles(place: int, tile: int, bias: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(bias.shape[place], device=bias.device)
+    return bias.index_select(place, at // tile * tile)
 
 
 def _with(w: Workload, name: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], Other]:

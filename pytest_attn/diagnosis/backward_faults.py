@@ -143,6 +143,10 @@ def _changed_steps(name: str, reference: Reference) -> Iterator[tuple[str, str, 
         yield "d-of-previous-head", "with D of the head before", partial(_with_row_sum_of, 1)
     yield from _of_lse(w)
     yield from _of_slopes(w)
+    for tile in TILES if name != "dv" else ():
+        if w.kv_len > tile:
+            words = f"through the maximum of each tile of {tile} keys, which is not detached where results are merged"
+            yield "maximum-not-detached", words, partial(_through_maxima, tile)
     if name == "dv":
         yield "dv-without-denominator", "that takes P without its denominator", _without_denominator
     if name != "dq":
@@ -159,6 +163,20 @@ def _changed_steps(name: str, reference: Reference) -> Iterator[tuple[str, str, 
 def _replaced(**steps: object) -> Changed:
     """Return what replaces steps by others that no region needs to tell."""
     return lambda seen: dataclasses.replace(seen.honest, **steps)  # type: ignore[arg-type]
+
+
+def _through_maxima(tile: int, seen: GradientOfRegion) -> AttentionSteps:
+    """Add to dS of each tile's largest score what all of the tile have: exp(maximum - M) is differentiated, too."""
+    _require_all_keys(seen)
+    scores = seen.honest.region.scores
+
+    def dscores(p: torch.Tensor, dp: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        ds = p * (dp - d)
+        tiles = zip(torch.split(ds, tile, -1), torch.split(scores, tile, -1), strict=True)
+        more = [part.new_zeros(part.shape).scatter(-1, of.argmax(-1, True), part.sum(-1, True)) for part, of in tiles]
+        return ds + torch.cat(more, -1)
+
+    return dataclasses.replace(seen.honest, dscores=dscores)
 
 
 def _with_row_sum_of(shift: int, seen: GradientOfRegion) -> AttentionSteps:

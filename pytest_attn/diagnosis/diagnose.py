@@ -51,6 +51,7 @@ from pytest_attn.diagnosis.forward_faults import (
     OnlineRows,
     RowsOfOut,
     WholeResult,
+    blind_split,
     blind_tile,
     evenly_spread,
     faults_of_counts,
@@ -58,6 +59,7 @@ from pytest_attn.diagnosis.forward_faults import (
     faults_of_lse,
     faults_of_running_sums,
     heads_as_rows,
+    misplaced_columns,
     misplaced_rows,
     on_rows,
     scaled_rows,
@@ -67,7 +69,7 @@ from pytest_attn.diagnosis.hypothesis import AttentionFault, FaultHypothesis, Fi
 from pytest_attn.diagnosis.steps import Region, regions_of
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.parameters import is_of_parameter
-from pytest_attn.workloads.workload import Workload, is_interleaved, key_heads, repeated
+from pytest_attn.workloads.workload import Workload, is_interleaved, key_heads, repeated, sequence_lengths
 
 _Tried = TypeVar("_Tried")
 #: adds to an explained mismatch, of which there is this evidence
@@ -278,6 +280,7 @@ def _of_out(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: Ca
         or _other_places(got, reference, case)
         or _of_counted_keys(bad, reference, many, case)
         or _of_running_sums(bad, reference, case)
+        or _in_part(bad, few, many, case)
         or _of_factors(got, bad, reference, case)
         or scale_or_profile(many, case)
     )
@@ -295,6 +298,51 @@ def _other_attention(few: RowsOfOut, many: RowsOfOut, case: Case) -> list[Hint]:
     return [Hint(found[0].fault, f"{found[0].words} (z {found[1].z:.1f} there)")] if found else []
 
 
+def _in_part(bad: torch.Tensor, few: RowsOfOut, many: RowsOfOut, case: Case) -> list[Hint]:
+    """Name another attention that batch entries have alone, or heads, where the others are right."""
+    what, where = "likely mistakes in a part", _part(bad, case.workload)
+    if where is None or case.time.is_over(what):
+        return []
+    words, faulty = where
+
+    def there(rows: RowsOfOut) -> RowsOfOut:
+        return replace(rows, faulty=faulty if rows.rows is None else faulty[:, :, rows.rows])
+
+    few, many = there(few), there(many)
+    likely = (
+        on_rows(fault, case.limits[0])
+        for fault in attention_faults(case.workload, few.reference.inputs)
+        if not fault.fault.endswith("ignored")  # no part ignores an option that others read
+    )
+    fitting = [one for one in case.time.each(what, likely) if explains(one, few)]
+    told = [replace(one, tolerance=one.tolerance._replace(left=_MOST_LEFT)) for one in fitting]
+    found = _best(told, _in_all_rows(many), lambda: map(there, _spread_rows(case)), what, case.time)
+    return [Hint(found[0].fault, f"{found[0].words}, {words} alone (z {found[1].z:.1f} there)")] if found else []
+
+
+def _part(bad: torch.Tensor, w: Workload) -> tuple[str, torch.Tensor] | None:
+    """Return which batch entries, or heads, are wrong of those there are, and where that is; None where all are."""
+    rows = bad.shape[-1]
+    if w.is_packed:
+        lengths = [q_len for q_len, _ in sequence_lengths(w)]
+        entry = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        if len(entry) != rows:
+            return None
+        wrong = torch.zeros(len(lengths), dtype=torch.bool).index_put((entry,), bad.cpu().any(1)[0], accumulate=True)
+        faulty = wrong[entry].to(bad.device).expand(bad.shape)
+    else:
+        wrong = bad.any(2).any(1).cpu()
+        faulty = wrong[:, None, None].to(bad.device).expand(bad.shape)
+    of_heads = bad.any(2).any(0).cpu()
+    if bool(wrong.all()) and not bool(of_heads.all()):
+        return f"in heads {_listed(of_heads)}", of_heads[None, :, None].to(bad.device).expand(bad.shape)
+    return None if bool(wrong.all()) else (f"in batch entries {_listed(wrong)}", faulty)
+
+
+def _listed(which: torch.Tensor) -> str:
+    return ", ".join(map(str, which.nonzero().flatten().tolist()[:8])) + ", ..." * (int(which.sum()) > 8)
+
+
 def _other_places(got: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
     def every() -> Iterator[RowsOfOut]:
         yield RowsOfOut.of(got, reference, None)
@@ -303,6 +351,7 @@ def _other_places(got: torch.Tensor, reference: Reference, case: Case) -> list[H
 
     is_sampled = reference.tensors["out"].rows is not None
     moves = [*misplaced_rows(got.shape, is_sampled, case.limits[0])]
+    moves += misplaced_columns(RowsOfOut.of(got, reference, None), case.limits[0])
     if not is_sampled:
         moves += heads_as_rows(case.workload, case.limits[0])
     return _hints(_first(case.time.each("other places of rows", moves), every))
@@ -481,6 +530,9 @@ def _non_finite(got: torch.Tensor, bad: torch.Tensor, reference: Reference, name
     elif name in ("out", "lse") and (tile := blind_tile(bad, reference)):
         words = f"each of these rows sees no key in the first tile of {tile} keys that is visited: -inf less -inf is NaN"
         found.append(Hint("blind-tile", words))
+    elif name in ("out", "lse") and (splits := blind_split(bad, reference))[0]:
+        words = f"each of these rows sees no key in one of {splits[0]} splits of the keys (whole tiles of {splits[1]})"
+        found.append(Hint("blind-split", f"{words}: its share of 0 / 0 is NaN"))
     return found
 
 
@@ -578,6 +630,8 @@ _PROFILES = "precision profiles"
 #: under a profile, or with a scale, that is suggested: the part of each limit that is reached at most, and where roundings are
 #: repeated the part of the deviation that is left at most
 _ROOM, _MOST_LEFT, _MOST_LEFT_BY_TF32 = 5 / 8, 0.9, 0.5
+#: the part of a head's limit: short heads, of which all is rounded alike, come near 1 of 1.5
+_ROOM_OF_HEADS = 0.7
 #: a factor that is off explains this share of a deviation, and more than chance does so many stds away
 _FACTOR_SHARE, _FACTOR_STDS = 0.1, 5.0
 
@@ -744,8 +798,8 @@ def _exact_with(reference: Reference, profile: Precision, w: Workload, backward:
 
 def _has_room(row: TensorComparison) -> bool:
     """Return whether a tensor is far from its limits; heads of gradients are near theirs where nothing is wrong."""
-    levels = [(row.z_element, row.limits.element), (row.z_row, row.limits.row), (row.z_head, row.limits.head)]
-    return all(z <= _ROOM * limit for z, limit in (levels[:2] if row.name.startswith("d") else levels))
+    has_room = row.z_element <= _ROOM * row.limits.element and row.z_row <= _ROOM * row.limits.row
+    return has_room and (row.name.startswith("d") or row.z_head <= _ROOM_OF_HEADS * row.limits.head)
 
 
 def _fails_on_one_head(profile: Precision, name: str, case: Case) -> bool:

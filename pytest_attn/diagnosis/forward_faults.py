@@ -16,7 +16,7 @@ from pytest_attn.correctness.arithmetic import over_keys, sinks_of, weights_give
 from pytest_attn.correctness.judge import LSE_TOLERANCE
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
-from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, modified_by, rounded_scores, seen_by
+from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, modified_by, other_places, rounded_scores, seen_by
 from pytest_attn.diagnosis.hypothesis import (
     OF_FLOAT32,
     OF_STEPS,
@@ -38,12 +38,17 @@ FEW_ROWS, MANY_ROWS = 4, 32
 
 @dataclass(frozen=True, eq=False)
 class RowsOfOut:
-    """Some rows of out, heads-first, and where they are; None for all. precision: that a kernel is taken to have."""
+    """Some rows of out, heads-first, and where they are; None for all.
+
+    precision: that a kernel is taken to have. faulty: (batch, heads, rows) outside of which it has no fault; None: it has
+    the fault in all of it.
+    """
 
     view: View
     reference: Reference
     rows: torch.Tensor | None
     precision: Precision
+    faulty: torch.Tensor | None = None
 
     @classmethod
     def of(cls, got: torch.Tensor, reference: Reference, chosen: torch.Tensor | None) -> RowsOfOut:
@@ -62,7 +67,11 @@ def on_rows(fault: AttentionFault, limits: Limits) -> FaultHypothesis[RowsOfOut]
     def predict(seen: RowsOfOut) -> Prediction:
         inputs, w = fault.attention(seen.reference.inputs)
         expected = compute_reference(inputs, seen.precision, rows=seen.rows, workload=w).tensors["out"]
-        return Prediction(expected.value, lambda: expected.tau)
+        if seen.faulty is None:
+            return Prediction(expected.value, lambda: expected.tau)
+        there = seen.faulty.unsqueeze(-1)
+        value = expected.value.where(there, seen.view.exact)
+        return Prediction(value, lambda: expected.tau.where(there, seen.view.std))
 
     words = f"it equals attention {fault.words}"
     return FaultHypothesis(fault.fault, words, predict, Tolerance(element=limits.element, row=limits.row))
@@ -123,6 +132,24 @@ def misplaced_rows(shape: torch.Size, is_sampled: bool, limits: Limits) -> Itera
     if not is_sampled and batch == heads > 1:
         words = "out has its batch entries and heads swapped, which no shape shows where these are equal"
         yield fault("batch-and-heads-swapped", words, lambda t: t.transpose(0, 1))
+
+
+def misplaced_columns(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[RowsOfOut]]:
+    """Yield out whose columns hold those of others, by which comes nearest. seen: rows by which that is known."""
+    got, exact = (t.double().flatten(0, -2) for t in (seen.view.got, seen.view.exact))
+    if not bool(got.isfinite().all()):
+        return
+    apart = got.square().sum(0)[:, None] - 2 * got.T @ exact + exact.square().sum(0)
+    order = apart.argmin(1)
+    if order.equal(torch.arange(len(order), device=order.device)):
+        return
+
+    def predict(seen: RowsOfOut) -> Prediction:
+        return Prediction(seen.view.exact[..., order], lambda: seen.view.std[..., order])
+
+    first = int((order != torch.arange(len(order), device=order.device)).nonzero()[0])
+    words = f"columns of out are those of others: column {first} holds what belongs to column {int(order[first])}, ..."
+    yield FaultHypothesis("columns-misplaced", words, predict, Tolerance(element=limits.element))
 
 
 #: batch entries of which each two are tried in each other's place
@@ -242,7 +269,7 @@ def faults_of_running_sums(seen: OnlineRows) -> Iterator[OnlineFault]:
             splits = _split_of_keys(seen.scores, tile, number)
             if int(splits.max()) == number - 1 and not any(splits.equal(other) for other in found):
                 found.append(splits)
-                yield from _of_splits(tile, number)
+                yield from _of_splits(tile, number, seen.scores.scores.shape[1])
 
 
 def _of_tiles(tile: int) -> Iterator[OnlineFault]:
@@ -257,11 +284,15 @@ def _of_tiles(tile: int) -> Iterator[OnlineFault]:
     yield fault("sum-not-rescaled", words, lambda sums: (sums.plain_acc, sums.total, sums.variance))
     words = "whose denominator is not rescaled to a new maximum"
     yield fault("denominator-not-rescaled", words, lambda sums: (sums.acc, sums.plain_total, sums.variance))
+    words = "that rescales neither the sum of P v nor the denominator to a new maximum"
+    yield fault("sum-not-rescaled", words, lambda sums: (sums.plain_acc, sums.plain_total, sums.variance))
     words = "whose sum of P v is multiplied by the inverse of the factor that brings it to a new maximum"
     yield fault("rescaled-inversely", words, lambda sums: (sums.inverse_acc, sums.total, sums.inverse_variance))
+    words = "whose P of a tile is formed with that tile's maximum, not with the larger one of a tile before"
+    yield fault("p-below-maximum-of-tile", words, lambda sums: (sums.local_acc, sums.local_total, sums.local_variance))
 
 
-def _of_splits(tile: int, number: int) -> Iterator[OnlineFault]:
+def _of_splits(tile: int, number: int, heads: int) -> Iterator[OnlineFault]:
     def fault(name: str, words: str, weigh: Callable[[torch.Tensor], torch.Tensor]) -> OnlineFault:
         def predict(seen: OnlineRows) -> Prediction:
             splits = seen.splits(tile, number)
@@ -275,6 +306,15 @@ def _of_splits(tile: int, number: int) -> Iterator[OnlineFault]:
     yield fault("splits-averaged", words, lambda lse: torch.full_like(lse, 1 / number))
     words = f"merges the results of {number} splits of the keys by a natural lse as if it were one of base 2"
     yield fault("splits-merged-in-base-2", words, lambda lse: (lse * math.log(2)).softmax(0).nan_to_num(0))
+    words = f"merges the results of {number} splits of the keys by an lse of base 2 as if it were natural"
+    yield fault("splits-merged-as-natural", words, lambda lse: (lse / math.log(2)).softmax(0).nan_to_num(0))
+    for whose, order in other_places(heads):
+        words = f"merges the results of {number} splits of the keys by the lse of other heads: {whose}"
+        yield fault("splits-merged-by-another-head", words, partial(_weights_of_heads, order))
+
+
+def _weights_of_heads(order: list[int], lse: torch.Tensor) -> torch.Tensor:
+    return lse[:, :, order].softmax(0).nan_to_num(0)
 
 
 # -- tile by tile ------------------------------------------------------------------------------------------------------------
@@ -288,20 +328,24 @@ class _Sums(NamedTuple):
     plain_acc: torch.Tensor
     plain_total: torch.Tensor
     inverse_acc: torch.Tensor
+    local_acc: torch.Tensor
+    local_total: torch.Tensor
     variance: torch.Tensor
     inverse_variance: torch.Tensor
+    local_variance: torch.Tensor
 
 
 def _tile_by_tile(part: RegionScores, tile: int) -> _Sums:
     """Visit tiles of keys one after the other. Shapes (1, heads, rows, dim), and 1 for dim of denominators."""
     scores, squares = part.scores, part.v.square()
     top = scores.new_full((*scores.shape[:3], 1), -math.inf)
-    total = plain_total = scores.new_zeros(top.shape)
-    acc = plain = inverse = scores.new_zeros((*scores.shape[:3], part.v.shape[-1]))
-    variance = of_inverse = acc
+    total = plain_total = local_total = scores.new_zeros(top.shape)
+    acc = plain = inverse = local = scores.new_zeros((*scores.shape[:3], part.v.shape[-1]))
+    variance = of_inverse = of_local = acc
     for start in range(0, scores.shape[-1], tile):
         keys = slice(start, start + tile)
-        new = top.maximum(scores[..., keys].amax(-1, keepdim=True))
+        of_tile = scores[..., keys].amax(-1, keepdim=True)
+        new = top.maximum(of_tile)
         shift = new.masked_fill(new == -math.inf, 0)
         p, factor = (scores[..., keys] - shift).exp(), (top - shift).exp()
         pv, share = over_keys(p, part.v[:, :, keys]), p.sum(-1, keepdim=True)
@@ -310,10 +354,13 @@ def _tile_by_tile(part: RegionScores, tile: int) -> _Sums:
         back, rounded = (1 / factor).masked_fill(factor == 0, 0), over_keys(p.square(), squares[:, :, keys])
         inverse, of_inverse = inverse * back + pv, of_inverse * back.square() + rounded
         variance = variance + rounded
+        raised = (shift - of_tile).exp().nan_to_num(0, 0, 0)
+        local, local_total = local * factor + pv * raised, local_total * factor + share * raised
+        of_local = of_local * factor.square() + rounded * raised.square()
         top = new
     sink = _share_of_sink(part, top)
-    total, plain_total = ((t + sink).clamp(min=1e-300) for t in (total, plain_total))
-    return _Sums(acc, total, plain, plain_total, inverse, variance, of_inverse)
+    total, plain_total, local_total = ((t + sink).clamp(min=1e-300) for t in (total, plain_total, local_total))
+    return _Sums(acc, total, plain, plain_total, inverse, local, local_total, variance, of_inverse, of_local)
 
 
 def _share_of_sink(part: RegionScores, top: torch.Tensor) -> torch.Tensor | float:
@@ -390,8 +437,10 @@ def faults_of_counts(w: Workload, seen: OnlineRows) -> Iterator[AttentionFault]:
     if w.sinks or w.dropout or w.is_quantized or not bool(got.isfinite().all()):
         return
     if keys > _MOST_KEYS or got.numel() < 2 * keys:
-        if 0 < (end := _end_of_seen(p, v, got, seen.view.bad)) < keys:
-            yield _fault(w, "keys-beyond-unseen", f"without the keys from {end} on", 0, partial(_between, end, keys))
+        found = _end_of_seen(p, v, got, seen.view.bad)
+        for step in (1024, 256, 64, 16, 1):  # what the last keys weigh is less than the noise of all
+            if 0 < (end := max(round(found / step), 1) * step) < keys:
+                yield _fault(w, "keys-beyond-unseen", f"without the keys from {end} on", 0, partial(_between, end, keys))
         return
     counts, known = _counts(p[0], v[0], got[0], float(seen.view.std.double().square().mean()))
     whole = counts.round()
@@ -498,6 +547,26 @@ def blind_tile(bad: torch.Tensor, reference: Reference) -> int:
     return 0
 
 
+def blind_split(bad: torch.Tensor, reference: Reference) -> tuple[int, int]:
+    """Return the number and tiles of splits for which the wrong rows are those that see no key in one of them; else 0, 0."""
+    w, regions = reference.inputs.workload, list(regions_of(reference, "dq", bad))
+    if not regions or not all(region.is_whole for region in regions) or w.is_packed:
+        return 0, 0
+    parts = [RegionScores(reference.inputs, w, region) for region in regions]
+    for number, tile in itertools.product(_SPLITS, reversed(TILES)):
+        size = math.ceil(math.ceil(w.kv_len / tile) / number) * tile
+        if size * (number - 1) < w.kv_len and all(bool((_sees_part(part, size) == part.of_rows(bad)).all()) for part in parts):
+            return number, tile
+    return 0, 0
+
+
+def _sees_part(part: RegionScores, size: int) -> torch.Tensor:
+    """Return (1, heads, rows): whether a row sees keys, but none in one of the splits, each of so many keys."""
+    seen = torch.split(part.scores > -math.inf, size, -1)
+    each = torch.stack([split.any(-1) for split in seen])
+    return each.any(0) & ~each.all(0)
+
+
 def _is_blind(part: RegionScores, tile: int) -> torch.Tensor:
     """Return (1, heads, rows): whether a row sees keys, but none in the first tile that its tile of rows visits."""
     seen, (first, _) = part.scores > -math.inf, _visited(part, tile)
@@ -594,6 +663,8 @@ def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
         for one, other, words in ((1, 2, "(batch, rows, heads)"), (0, 1, "(heads, batch, rows)")):
             words = f"lse lies in memory as {words}; (batch, heads, rows) expected"
             yield _hypothesis("lse-layout", words, partial(_laid_out, one, other), LSE_TOLERANCE)
+            words = f"lse is read as {words.partition(' as ')[2].partition(';')[0]}, which it is not, and transposed"
+            yield _hypothesis("lse-layout", words, partial(_read_as, one, other), LSE_TOLERANCE)
     if score_elements(w) > _ELEMENTS:
         return
     words = "lse is the logarithm of the sum relative to the row's maximum: the maximum is not added"
@@ -616,6 +687,13 @@ def _rounded_to(dtype: torch.dtype, seen: WholeResult) -> Prediction:
     if not bool(((rounded.to(seen.view.got.dtype) == seen.view.got) | ~seen.view.got.isfinite()).all()):
         raise ValueError
     return Prediction(exact, lambda: exact.abs() * torch.finfo(dtype).eps)
+
+
+def _read_as(one: int, other: int, seen: WholeResult) -> torch.Tensor:
+    exact = _exact(seen)
+    if exact.shape[one] == 1 or exact.shape[other] == 1:
+        raise ValueError
+    return exact.reshape(exact.transpose(one, other).shape).transpose(one, other)
 
 
 def _laid_out(one: int, other: int, seen: WholeResult) -> torch.Tensor:

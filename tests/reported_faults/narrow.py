@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from pytest_attn import Workload
+from pytest_attn.backends.machine import machine_of
+from pytest_attn.session.marks import AttentionMark
+from pytest_attn.session.selection import beside
+from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.traits import traits_of
 
 from .kernel import Attention, Call, Entry, KernelBackend, Part, Tile, cut
@@ -27,21 +31,30 @@ def is_decoding(w: Workload) -> bool:
 
 
 class Narrow(NamedTuple):
-    """One fault: what its kernel takes, and the kernel; backward: whether it is in the gradients."""
+    """One fault: what its kernel takes, and the kernel.
+
+    report: of which project, "" for a kind of fault. causes: identities of hints that are right.
+    backward: whether it is in the gradients.
+    """
 
     takes: Takes
     kernel: type[Attention]
+    report: str = ""
+    causes: tuple[str, ...] = ()
     backward: bool = False
 
 
 NARROW: dict[str, Narrow] = {}
+CATALOG = [w for group in ("smoke", "edges", "features") for w in builtin_catalog().select(group)]
 
 
-def taking(takes: Takes, **more: Any) -> Callable[[type[Attention]], type[Attention]]:
+def taking(
+    takes: Takes, report: str = "", *causes: str, backward: bool = False
+) -> Callable[[type[Attention]], type[Attention]]:
     """Return a decorator that adds a kernel to the table."""
 
     def add(kernel: type[Attention]) -> type[Attention]:
-        NARROW[kernel.__name__] = Narrow(takes, kernel, **more)
+        NARROW[kernel.__name__] = Narrow(takes, kernel, report, causes, backward)
         return kernel
 
     return add
@@ -58,10 +71,18 @@ class NarrowBackend(KernelBackend):
         return [] if self._takes(workload) else ["takes less"]
 
 
+def asked(narrow: Narrow, declares: bool) -> list[Workload]:
+    """Return the workloads that a kernel takes in a default run, which it declares, or declines the others."""
+    taken = [w for w in CATALOG if narrow.takes(w) and not (narrow.backward and w.has_no_gradient_because)]
+    backend = NarrowBackend("narrow", narrow) if declares else None
+    more = beside(CATALOG, AttentionMark(backward=narrow.backward), (), backend, machine_of(torch.device("cpu")))
+    return [*taken, *filter(narrow.takes, more)]
+
+
 # -- decoding -----------------------------------------------------------------------------------------------------------------
 
 
-@taking(only("grouped heads", where=is_decoding))
+@taking(only("grouped heads", where=is_decoding), "", "keys-beyond-unseen", "tail-tile-missing")
 class KeysOfTheFirstPassOnly(Attention):
     """A second pass over keys beyond 1,024 never runs."""
 
@@ -103,7 +124,7 @@ class _Given(Attention):
 _GIVEN_DECODING = only("boolean", where=lambda w: is_decoding(w) and w.mask is not None)
 
 
-@taking(_GIVEN_DECODING)
+@taking(_GIVEN_DECODING, "", "mask-of-another-batch-entry")
 class GivenMaskOfTwoEntries(_Given):
     """The third batch entry reads the first one's mask."""
 
@@ -111,7 +132,7 @@ class GivenMaskOfTwoEntries(_Given):
         return self.given(t, t.e.b % 2, t.h)
 
 
-@taking(_GIVEN_DECODING)
+@taking(_GIVEN_DECODING, "", "mask-of-another-head")
 class GivenMaskOf32Heads(_Given):
     """Heads beyond 32 read the mask of the first ones."""
 
@@ -149,7 +170,11 @@ class DescalesOfASlicedPool(Attention):
         return pool[pages, at % size].transpose(0, 1)
 
 
-@taking(only("padded", "paged", "grouped heads", where=lambda w: is_decoding(w) and bool(w.kv_pages)))
+@taking(
+    only("padded", "paged", "grouped heads", where=lambda w: is_decoding(w) and bool(w.kv_pages)),
+    "",
+    "slots-within-pages-misread",
+)
 class PageOffsetOf16(Attention):
     """A token's place in its page is found with a size of 16, whatever the page's."""
 
@@ -163,7 +188,7 @@ class PageOffsetOf16(Attention):
 _BIAS = only("bias", where=lambda w: w.bias is not None)
 
 
-@taking(_BIAS)
+@taking(_BIAS, "", "bias-within-tile-constant")
 class BiasConstantOverKeys(Attention):
     """A bias without keys is read with the stride of keys: each tile takes the value of its first row."""
 
@@ -172,7 +197,7 @@ class BiasConstantOverKeys(Attention):
         return found[:, :1] if bias.shape[3] == 1 else found
 
 
-@taking(_BIAS)
+@taking(_BIAS, "", "bias-of-first-tile-only")
 class BiasConstantOverQueries(Attention):
     """A bias without queries is added to the first tile of rows only."""
 
@@ -181,7 +206,7 @@ class BiasConstantOverQueries(Attention):
         return found * (bias.shape[2] > 1 or t.rows.start == 0)
 
 
-@taking(_BIAS)
+@taking(_BIAS, "", "bias-of-first-batch-entry")
 class BiasConstantOverHeads(Attention):
     """A bias without heads is read with the stride of heads: batch entries take the first one's."""
 
@@ -189,7 +214,7 @@ class BiasConstantOverHeads(Attention):
         return super().bias(t, bias[:1] if bias.shape[1] == 1 else bias)
 
 
-@taking(_BIAS)
+@taking(_BIAS, "", "bias-of-another-batch-entry")
 class BiasOfEntriesInPairs(Attention):
     """Batch entries take the biases in the order 0, 2, 1, 3: of two that is the right one."""
 
@@ -201,7 +226,7 @@ class BiasOfEntriesInPairs(Attention):
 # -- sizes, sinks, dropout ----------------------------------------------------------------------------------------------------
 
 
-@taking(only("causal", where=lambda w: w.head_dim == w.v_head_dim == 512))
+@taking(only("causal", where=lambda w: w.head_dim == w.v_head_dim == 512), "", "head-dim-tail-unread")
 class FirstHalfOf512(Attention):
     """Products take the first 256 of 512 dimensions."""
 
@@ -209,7 +234,7 @@ class FirstHalfOf512(Attention):
         return self.load_q(t)[..., :256] @ self.load_k(t)[..., :256].mT * self.scale(t.call)
 
 
-@taking(only("causal", where=lambda w: w.head_dim >= 256 and w.kv_heads == w.heads))
+@taking(only("causal", where=lambda w: w.head_dim >= 256 and w.kv_heads == w.heads), "", "columns-misplaced")
 class RowsAreTakenTwice(Attention):
     """Beyond 256 dimensions the second half of out is the first one again."""
 
@@ -218,7 +243,7 @@ class RowsAreTakenTwice(Attention):
         return super().rounded_out(torch.cat([out[..., :half]] * 2, -1) if half >= 256 else out, dtype)
 
 
-@taking(only("window", "sinks", "causal", where=lambda w: bool(w.sinks)))
+@taking(only("window", "sinks", "causal", where=lambda w: bool(w.sinks)), "", "sinks-ignored")
 class SinkOfSkippedTiles(Attention):
     """The sink is taken with the first tile, which few queries far behind it skip."""
 
@@ -247,7 +272,7 @@ class HeadsBeyond32(Attention):
         return super().kv_heads_of(call) % 32
 
 
-@taking(only("causal", where=lambda w: w.q_len == w.kv_len))
+@taking(only("causal", where=lambda w: w.q_len == w.kv_len), "", "keys-beyond-unseen", "tail-tile-missing")
 class OddBatch(Attention):
     """Batch entries are computed two at a time; the last of an odd number is its neighbour's."""
 
@@ -266,7 +291,7 @@ class KeyGradientsOfValueWidth(Attention):
         super().add_to_keys(t, total, share)
 
 
-@taking(only("packed", "causal", where=lambda w: w.is_packed))
+@taking(only("packed", "causal", where=lambda w: w.is_packed), "", "keys-begin-early")
 class ThirdSequenceStartsEarly(Attention):
     """The second sequence that follows another begins a key too early."""
 

@@ -1,21 +1,15 @@
 """Kernels that take little get enough cases by default, and faults of the kinds that were missed are found by these."""
 
 import pytest
-import torch
 
-from pytest_attn import Workload
-from pytest_attn.backends.machine import machine_of
-from pytest_attn.session.marks import AttentionMark
-from pytest_attn.session.selection import beside
-from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.covering import ENOUGH, for_any_kernel
 
 from .judging import Case, check, fails
 from .judging import check_invariants as invariants
 from .kernel import Attention
-from .narrow import NARROW, Narrow, NarrowBackend, is_decoding, only
+from .narrow import Narrow, asked, is_decoding, only
+from .narrow_reports import NARROW
 
-CATALOG = [w for group in ("smoke", "edges", "features") for w in builtin_catalog().select(group)]
 LITTLE = {
     "a bias": only("bias", where=lambda w: w.bias is not None),
     "decoding over pages": only("padded", "paged", where=lambda w: is_decoding(w) and bool(w.kv_pages)),
@@ -23,14 +17,6 @@ LITTLE = {
     "causal prefill": only("causal", where=lambda w: w.mask is not None and w.q_len == w.kv_len),
     "sinks with a window": only("sinks", "window", where=lambda w: bool(w.sinks) and w.mask is not None),
 }
-
-
-def asked(narrow: Narrow, declares: bool) -> list[Workload]:
-    """Return the workloads that a kernel takes in a default run, which it declares, or declines the others."""
-    taken = [w for w in CATALOG if narrow.takes(w) and not (narrow.backward and w.has_no_gradient_because)]
-    backend = NarrowBackend("narrow", narrow) if declares else None
-    more = beside(CATALOG, AttentionMark(backward=narrow.backward), (), backend, machine_of(torch.device("cpu")))
-    return [*taken, *filter(narrow.takes, more)]
 
 
 @pytest.mark.parametrize("declares", [True, False], ids=["declared", "declining"])
