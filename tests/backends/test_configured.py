@@ -166,11 +166,14 @@ def test_flex_hands_its_options_to_torch(monkeypatch):
 
     given = []
     monkeypatch.setattr(torch, "__version__", "2.10.0")
-    monkeypatch.setattr(flex, "_uncompiled", lambda inputs, options, rows: given.append(options))
+    for name in ("score_mod_of", "block_mask_of"):
+        monkeypatch.setattr(flex, name, lambda *of: None)
+    called = "torch.nn.attention.flex_attention.flex_attention"
+    monkeypatch.setattr(called, lambda *tensors, kernel_options: given.append(kernel_options))
     monkeypatch.setattr(flex, "compile_kernel", lambda kernel, max_autotune: kernel)
     inputs = SimpleNamespace(workload=W, device=torch.device("cuda"), sinks=None)
-    Registry()["flex@BLOCK_M=64:num_warps=8"].prepare(inputs)
-    Registry()["flex"].prepare(inputs)
+    for name in ("flex@BLOCK_M=64:num_warps=8", "flex"):
+        Registry()[name].prepare(inputs)(None, None, None)
     assert given == [{"BACKEND": "TRITON", "BLOCK_M": 64, "num_warps": 8}, {"BACKEND": "TRITON"}]
 
 

@@ -67,7 +67,14 @@ class _Attention:
     def __init__(self, inputs: Inputs, training: bool) -> None:
         self.workload, self.device, self.training = inputs.workload, inputs.device, training
         self.cudnn, self.handle = _SOURCE.load(), _handle(str(inputs.device))
-        self.auxiliary = _auxiliary(inputs)
+        #: the bias with all rows and keys, and the lengths of padded sequences
+        self.auxiliary: dict[str, torch.Tensor] = {}
+        w = inputs.workload
+        if inputs.bias is not None:
+            self.auxiliary["bias"] = inputs.bias.expand(-1, -1, w.q_len, w.kv_len).contiguous()
+        if inputs.kv_lens is not None:
+            lengths = inputs.kv_lens.to(torch.int32).view(-1, 1, 1, 1)
+            self.auxiliary |= {"kv_lens": lengths, "q_lens": torch.full_like(lengths, w.q_len)}
         self.graphs: dict[object, Graph] = {}
 
     def inference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -97,17 +104,6 @@ class _Attention:
             self.cudnn.set_stream(self.handle, torch.cuda.current_stream().cuda_stream)
             self.graphs[layout].execute(self.handle, data)
         return made
-
-
-def _auxiliary(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Return the bias with all rows and keys, and the lengths of padded sequences."""
-    w, made = inputs.workload, {}
-    if inputs.bias is not None:
-        made["bias"] = inputs.bias.expand(-1, -1, w.q_len, w.kv_len).contiguous()
-    if inputs.kv_lens is not None:
-        made["kv_lens"] = inputs.kv_lens.to(torch.int32).view(-1, 1, 1, 1)
-        made["q_lens"] = torch.full_like(made["kv_lens"], w.q_len)
-    return made
 
 
 def _results(given: dict[str, torch.Tensor], training: bool) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
-"""The attention dispatcher of diffusers: "diffusers:NAME" with a name of its own list, and its ContextParallelConfig."""
+"""The attention dispatcher of diffusers: "diffusers:NAME" with a name of its own list."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,4 @@ class DiffusersDispatch(Dispatcher):
             options["is_causal"] = bottom_right_window(w) == (-1, 0)
             options["attn_mask"] = is_key(inputs)
 
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            return dispatch.dispatch_attention_fn(q, k, v, **options)
-
-        return in_bshd(call)
+        return in_bshd(partial(dispatch.dispatch_attention_fn, **options))

@@ -55,15 +55,11 @@ class Eager(Backend):
 def probabilities(
     scores: torch.Tensor, inputs: Inputs, visible: torch.Tensor | None, alibi: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the probabilities of scaled scores, (batch, heads, q_len, kv_len). visible: boolean; alibi: what is added."""
-    scores = _modify(scores, inputs, alibi)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -math.inf)
-    return _probabilities(scores, inputs.sinks)
+    """Return the probabilities of scaled scores, (batch, heads, q_len, kv_len). visible: boolean; alibi: what is added.
 
-
-def _modify(scores: torch.Tensor, inputs: Inputs, alibi: torch.Tensor | None) -> torch.Tensor:
-    w = inputs.workload
+    Sinks are one more logit per head; a row that sees nothing gets zeros.
+    """
+    w, sinks = inputs.workload, inputs.sinks
     if inputs.bias is not None and w.bias_before_softcap:
         scores = scores + inputs.bias
     if w.softcap is not None:
@@ -74,11 +70,8 @@ def _modify(scores: torch.Tensor, inputs: Inputs, alibi: torch.Tensor | None) ->
         scores = scores + alibi
     if w.score_mod is not None:
         scores = w.score_mod(scores, *index_tensors(w, inputs.device))
-    return scores
-
-
-def _probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax with one more logit per head where there are sinks; a row that sees nothing gets zeros."""
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, column], -1).softmax(-1)[..., :-1]

@@ -184,10 +184,12 @@ class Flash2KvCache(Flash2):
         """Fill the cache with the prompt, all keys before the first query's own."""
         function, options, w = self.source.load().flash_attn_with_kvcache, self.options(inputs), inputs.workload
         prompt = w.kv_len - w.q_len
-        if w.cached:
-            return in_bshd(partial(_append, inputs, function, options))
 
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            if w.cached:  # it appends the new keys at the end of the prefix
+                s = split_cache(inputs, k, v, "bshd")
+                new = {"cache_seqlens": s.cache_seqlens, **options}
+                return without_lse(function(q, s.k_cache, s.v_cache, s.k_new, s.v_new, **new))
             cache_k, cache_v = torch.zeros_like(k), torch.zeros_like(v)
             cache_k[:, :prompt], cache_v[:, :prompt] = k[:, :prompt], v[:, :prompt]
             rows = []
@@ -198,13 +200,6 @@ class Flash2KvCache(Flash2):
             return torch.cat(rows, 1)
 
         return in_bshd(call)
-
-
-def _append(inputs: Inputs, function: Any, options: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    """Have the library append the new keys, at the end of the prefix, and attend; tensors are (batch, rows, heads, dim)."""
-    split = split_cache(inputs, k, v, "bshd")
-    out = function(q, split.k_cache, split.v_cache, split.k_new, split.v_new, cache_seqlens=split.cache_seqlens, **options)
-    return without_lse(out)
 
 
 # -- flash-attn 3 ------------------------------------------------------------------------------------------------------------
@@ -436,10 +431,8 @@ def _read_flash4(given: Mapping[str, Any], is_varlen: bool = False) -> Attention
     """Read flash-attention 4, which returns lse as well, or None in its place."""
     to_native = unchanged if is_varlen else swap_rows_and_heads
 
-    def to_result(out: torch.Tensor) -> Any:
-        return to_native(out), None
-
-    return _read(given, is_varlen, frozenset(("learnable_sink",)), sinks=given.get("learnable_sink"), to_result=to_result)
+    more = {"sinks": given.get("learnable_sink"), "to_result": lambda out: (to_native(out), None)}
+    return _read(given, is_varlen, frozenset(("learnable_sink",)), **more)
 
 
 # -- packed tensors ------------------------------------------------------------------------------------------------------

@@ -237,14 +237,11 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         frozenset(("backend", "use_fp16_qk_reduction")),
     )
 
-    def to_native(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.transpose(0, 1)[None]
-
     if given.get("kv_layout", "NHD") != "NHD":
         raise UnreadableError("its argument kv_layout='HND' is not read; 'NHD' is")
     left = given.get("window_left")
     return AttentionArguments.in_layout(
-        to_native,
+        lambda tensor: tensor.transpose(0, 1)[None],
         given,
         mask=mask_of_window(given.get("causal"), (-1 if left is None else left, -1)),
         scale=given.get("sm_scale"),

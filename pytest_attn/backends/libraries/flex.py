@@ -108,9 +108,18 @@ class Flex(Backend):
         return self._compiled(inputs, "TRITON")
 
     def _compiled(self, inputs: Inputs, kernel_name: str, block_rows: int = BLOCK) -> AttentionFn:
-        kernel_options = {**_kernel_named(kernel_name, inputs), **self.configuration} or None
-        kernel = compile_kernel(_uncompiled(inputs, kernel_options, block_rows), self.max_autotune)
+        from torch.nn.attention.flex_attention import flex_attention
+
+        kernel_options: Any = {**_kernel_named(kernel_name, inputs), **self.configuration} or None
         w = inputs.workload
+        packing = Packing.of(inputs) if w.is_packed else None
+        score_mod, block_mask = score_mod_of(inputs, packing), block_mask_of(inputs, block_rows, packing)
+        scale, grouped = w.scale, w.group > 1
+
+        def uncompiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options)
+
+        kernel = compile_kernel(uncompiled, self.max_autotune)
         packed, sinks, interleaved = w.is_packed, inputs.sinks is not None, is_interleaved(w)
         if not packed and not sinks and not interleaved:
             return kernel
@@ -247,20 +256,6 @@ def _left_out_by_inductor(w: Workload) -> list[str]:
     return [_NO_STORE.format("Int64", "Int32")] if w.is_packed and w.mask is not None else []
 
 
-def _uncompiled(inputs: Inputs, kernel_options: Any, block_rows: int) -> AttentionFn:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    w = inputs.workload
-    packing = Packing.of(inputs) if w.is_packed else None
-    score_mod, block_mask = score_mod_of(inputs, packing), block_mask_of(inputs, block_rows, packing)
-    scale, grouped = w.scale, w.group > 1
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernel_options)
-
-    return call
-
-
 def _kernel_named(name: str, inputs: Inputs) -> dict[str, Any]:
     """Return the option that selects one of the two Triton kernels, in the words of this torch; a CPU has its own kernel."""
     if inputs.device.type == "cpu":
@@ -350,10 +345,7 @@ def block_mask_of(inputs: Inputs, block_rows: int, packing: Packing | None) -> A
 
 
 def _showing_the_sink(mask_mod: MaskMod, keys: int) -> MaskMod:
-    def shown(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return (kv == keys) | mask_mod(b, h, q, torch.clamp(kv, max=keys - 1))
-
-    return shown
+    return lambda b, h, q, kv: (kv == keys) | mask_mod(b, h, q, torch.clamp(kv, max=keys - 1))
 
 
 def _packed_mask(inputs: Inputs, packing: Packing) -> MaskMod:

@@ -83,7 +83,14 @@ class Natten(LibraryBackend):
         if min(mask.kernel) < 2:
             return [f"takes kernels of at least 2 tokens in each dimension, not {mask.kernel}"]
         self.source.load()
-        return _refusals_of_all_kernels(workload, mask, machine, backward)
+        kernels = import_module("natten.backends")
+        tensors, checks, options = _empty_tensors(workload, mask, machine, backward), _CHECKS, dict[str, bool]()
+        if _is_handed_to_plain_attention(mask):
+            tensors = [t.flatten(1, len(mask.shape)) for t in tensors]
+            checks, options = _FULL_CHECKS, {"is_causal": _causal_flags(mask)[0], "is_varlen": False}
+        arguments_of = {**dict.fromkeys(checks, options), "can_run_flex_attention": {**options, "torch_compile": False}}
+        reasons = [_refusal_of(getattr(kernels, check), tensors, arguments) for check, arguments in arguments_of.items()]
+        return [] if None in reasons else [reason for reason in reasons if reason]  # none where one kernel can run
 
     def refusal_in(self, error: Exception) -> str | None:
         """Return its words where this build lacks the kernel that its selection chose."""
@@ -125,27 +132,11 @@ def _causal_flags(mask: Neighborhood) -> tuple[bool, ...]:
     return tuple(bool(flag) for flag in mask.causal)
 
 
-def _refusals_of_all_kernels(w: Workload, mask: Neighborhood, machine: Machine, backward: bool) -> list[str]:
-    """Ask every kernel; empty where one of them can run. NATTEN looks at shapes only, so the tensors hold no memory."""
-    kernels = import_module("natten.backends")
-    tensors = _empty_tensors(w, mask, machine, backward)
-    checks, options = _CHECKS, dict[str, bool]()
-    if _is_handed_to_plain_attention(mask):
-        tensors = [t.flatten(1, len(mask.shape)) for t in tensors]
-        checks, options = _FULL_CHECKS, {"is_causal": _causal_flags(mask)[0], "is_varlen": False}
-    arguments_of = {**dict.fromkeys(checks, options), "can_run_flex_attention": {**options, "torch_compile": False}}
-    reasons = [_refusal_of(getattr(kernels, check), tensors, arguments) for check, arguments in arguments_of.items()]
-    return [] if None in reasons else [reason for reason in reasons if reason]
-
-
 def _empty_tensors(w: Workload, mask: Neighborhood, machine: Machine, backward: bool) -> list[torch.Tensor]:
-    """Return q, k and v as NATTEN lays them out; of one element each, however large they look."""
-
-    def tensor(heads: int, dim: int) -> torch.Tensor:
-        one = torch.zeros((), dtype=getattr(torch, w.dtype), device=machine.device, requires_grad=backward)
-        return one.expand(w.batch, *mask.shape, heads, dim)
-
-    return [tensor(w.heads, w.head_dim), tensor(w.kv_heads, w.head_dim), tensor(w.kv_heads, w.v_head_dim)]
+    """Return q, k and v as NATTEN lays them out, which looks at shapes only; of one element, however large they look."""
+    one = torch.zeros((), dtype=getattr(torch, w.dtype), device=machine.device, requires_grad=backward)
+    sizes = (w.heads, w.head_dim), (w.kv_heads, w.head_dim), (w.kv_heads, w.v_head_dim)
+    return [one.expand(w.batch, *mask.shape, *size) for size in sizes]
 
 
 def _as_options(kernel: str, config: Any, prefix: str) -> Options:
@@ -191,11 +182,8 @@ def _read(given: Mapping[str, Any], dims: int) -> AttentionArguments:
         causal=given.get("is_causal") or False,
     )
 
-    def to_native(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.flatten(1, dims).transpose(1, 2)
-
     return AttentionArguments.in_layout(
-        to_native,
+        lambda tensor: tensor.flatten(1, dims).transpose(1, 2),
         given,
         _QKV,
         mask=mask,

@@ -393,14 +393,15 @@ class Varlen(Backend):
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         from torch.nn.attention.varlen import varlen_attn
 
-        w = inputs.workload
-        cu_q, cu_k, longest_q, longest_k = sequence_boundaries(inputs)
-        options = _options(w)
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options)
-
-        return as_packed(call, w)
+        w, ends = inputs.workload, sequence_boundaries(inputs)
+        window, options = bottom_right_window(w), dict[str, Any]()
+        if w.scale is not None or _takes("scale"):
+            options["scale"] = w.softmax_scale
+        if w.group > 1:
+            options["enable_gqa"] = True
+        if window != (-1, -1):
+            options |= {"window_size": window} if _takes("window_size") else {"is_causal": True}
+        return as_packed(lambda q, k, v: varlen_attn(q, k, v, *ends, **options), w)
 
 
 def _takes(parameter: str) -> bool:
@@ -409,18 +410,6 @@ def _takes(parameter: str) -> bool:
     except ImportError:  # before torch 2.10
         return False
     return parameter in inspect.signature(varlen_attn).parameters
-
-
-def _options(w: Workload) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    window = bottom_right_window(w)
-    if w.scale is not None or _takes("scale"):
-        options["scale"] = w.softmax_scale
-    if w.group > 1:
-        options["enable_gqa"] = True
-    if window != (-1, -1):
-        options.update({"window_size": window} if _takes("window_size") else {"is_causal": True})
-    return options
 
 
 # -- decoding with a growing cache: a prompt in one call, then one call per new token, as a language model generates ---------

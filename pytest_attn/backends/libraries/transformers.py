@@ -125,11 +125,16 @@ class TransformersDispatch(Dispatcher):
             return {**shared, **_flash_arguments(inputs)}
         if self.dispatched == "flex_attention":
             return {**shared, **_flex_arguments(inputs)}
-        if self.dispatched == "eager":
-            return {**shared, "attention_mask": _additive_mask(inputs)}
         # one query is taken for decoding: is_causal then hides nothing
-        flagged = is_plain_causal(w) and w.q_len > 1
-        return {**shared, "is_causal": flagged, "attention_mask": None if flagged else additive_or_boolean_mask(inputs)}
+        flagged = is_plain_causal(w) and w.q_len > 1 and self.dispatched != "eager"
+        mask = None if flagged else additive_or_boolean_mask(inputs)
+        if self.dispatched != "eager":
+            return {**shared, "is_causal": flagged, "attention_mask": mask}
+        if mask is not None:  # the dtype's lowest number, not infinity, where a key is hidden
+            lowest = torch.finfo(inputs.q.dtype).min
+            bare = torch.zeros_like(mask, dtype=inputs.q.dtype)
+            mask = bare.masked_fill_(~mask, lowest) if mask.dtype == torch.bool else mask.clamp(min=lowest)
+        return {**shared, "attention_mask": mask}
 
     @property
     def _is_flash(self) -> bool:
@@ -191,17 +196,6 @@ def _flex_arguments(inputs: Inputs) -> dict[str, Any]:
     if bias is not None:
         bias = bias.expand(w.batch, w.heads, w.q_len, w.kv_len)
     return {"attention_mask": block_mask, "position_bias": bias, "softcap": w.softcap, "s_aux": inputs.sinks}
-
-
-def _additive_mask(inputs: Inputs) -> torch.Tensor | None:
-    """Return the mask of eager attention: the dtype's lowest number, not infinity, where a key is hidden."""
-    mask = additive_or_boolean_mask(inputs)
-    if mask is None:
-        return None
-    lowest = torch.finfo(inputs.q.dtype).min
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=inputs.q.dtype).masked_fill_(~mask, lowest)
-    return mask.clamp(min=lowest)
 
 
 # -- calls of a model --------------------------------------------------------------------------------------------------------
@@ -286,11 +280,8 @@ def _read_packed(given: Mapping[str, Any]) -> AttentionArguments:
     """Read what flash-attention is called with where the model says where sequences end: (1, heads, tokens, dim)."""
     batch = given["query"].shape[0]
 
-    def to_native(tensor: torch.Tensor) -> torch.Tensor:
-        return swap_rows_and_heads(tensor).flatten(0, 1)
-
     return AttentionArguments.in_layout(
-        to_native,
+        lambda tensor: swap_rows_and_heads(tensor).flatten(0, 1),
         given,
         ("query", "key", "value"),
         mask=_named_mask(given, is_flash=True, keys=int(given["max_length_k"])),
