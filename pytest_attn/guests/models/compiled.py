@@ -105,8 +105,7 @@ def _compared(run: CompiledRun, found: dict[str, torch.Tensor], repeatable: Repe
         return run.not_compared("the step draws random numbers, and a compiled one draws others; call model.eval()")
     scattered = (repeatable.through(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
     unit = _unit(exact, scattered, lambda: repeatable.through(Nearest(first.dtypes, **options), emulate_fusion()))
-    far = distances(found, exact)  # of what is missing, or not finite and should be, infinitely
-    ratios = {name: far.get(name, math.inf) / unit[name] for name in exact if unit[name] > 0}
+    ratios = _ratios(found, exact, unit)
     meaningful = _meaningful(exact, unit, first.dtypes)
     limits = {}
     for name in ratios:
@@ -137,6 +136,12 @@ def _unit(
         fused = {}
     apart = {name: math.sqrt(2) * distance for name, distance in fused.items()}  # of two runs that round, each otherwise
     return {name: max(least, min(apart.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
+
+
+def _ratios(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], unit: dict[str, float]) -> dict[str, float]:
+    """Return how far each tensor is off: infinitely where it is missing, or not finite and should be."""
+    far = distances(found, exact)
+    return {name: far.get(name, math.inf) / unit[name] for name in exact if unit[name] > 0}
 
 
 def _meaningful(exact: dict[str, torch.Tensor], unit: dict[str, float], dtypes: Iterable[torch.dtype]) -> set[str]:
