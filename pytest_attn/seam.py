@@ -6,13 +6,13 @@ else, as every run of pytest reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 #: the group of entry points
 GROUP = "pytest_attn"
@@ -62,6 +62,13 @@ class Kind:
         return resolve_name(self.items)(self)
 
 
+class LatencyField(NamedTuple):
+    """A field that a guest adds to a latency."""
+
+    meaning: str
+    line: str  # a function of its value that says it in a line, "module:function"
+
+
 @dataclass(frozen=True)
 class Guest:
     """The additions of a capability to a run; each by a name, "module:object", that is loaded when it is first needed.
@@ -71,10 +78,19 @@ class Guest:
         items: by an argument of the marker `attention`, a class of `Items` for the tests that give it: its `mark` reads the
             argument, its cases say what makes them.
         backends: by such an argument, backends by their names that are for the tests that give it, and for no others.
-        kernels: by the setting that asks for it, a class of `SelectedKernels` that says whose kernels a run tests.
+        options: a dataclass of options, declared as those of `Settings` are, with `group` and `short`, their place and their
+            text in the help; read from `Settings.more`.
+        contradiction: a function of the settings that says of options that do not go together what to type, a line that
+            begins with one of them; "" where they do.
+        kernels: by the name of an option of its, a class of `SelectedKernels` that says whose kernels a run tests.
         methods: of `attn`, by their names: functions that take the `AttentionCase` first.
         attributes: of `attn`, by their names: functions of the `AttentionCase`.
-        latency: by a field of `Latency.more`, a function of its value that says it in a line.
+        latency: by a field of `Latency.more`, what records say of it.
+        fields: of a record: a TypedDict annotated as `Record` is, after the meaning with a part of JSON Schema where reports
+            read what is within.
+        lines: a function of records and a width that yields what the summary shows of them under -v.
+        timed: a function of records that yields lines to show below the table of latencies.
+        results: a function of records that yields, for pages, titles with the texts below.
         commands: of `python -m pytest_attn`: functions that take the subparsers, and add theirs.
         faults: identities that its diagnoses give to faults, with what is wrong: a mapping.
     """
@@ -82,10 +98,16 @@ class Guest:
     kinds: tuple[Kind, ...] = ()
     items: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    options: type | None = None
+    contradiction: str = ""
     kernels: Mapping[str, str] = field(default_factory=dict)
     methods: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
-    latency: Mapping[str, str] = field(default_factory=dict)
+    latency: Mapping[str, LatencyField] = field(default_factory=dict)
+    fields: str = ""
+    lines: str = ""
+    timed: str = ""
+    results: str = ""
     commands: tuple[str, ...] = ()
     faults: str = ""
 
@@ -107,6 +129,11 @@ def guests() -> tuple[Guest, ...]:
             raise TypeError(f"the entry point {name} of {GROUP} must name a Guest, got {type(guest).__name__}")
         found.append(guest)
     return tuple(found)
+
+
+def each(what: str) -> Iterator[Any]:
+    """Yield what guests name in a field of `Guest`, loaded."""
+    yield from (resolve_name(name) for guest in guests() if (name := getattr(guest, what)))
 
 
 def added(what: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
 from pytest_attn import BooleanMask, Causal, Document, Neighborhood, Pages, Window, Workload
-from pytest_attn.session.option_types import GROUPS, Option, declared_options
-from pytest_attn.session.options import Settings
+from pytest_attn.session.option_types import Option
+from pytest_attn.session.options import all_groups, all_options
 
 #: what a user writes as `mask=` beside "causal" and "causal-bottom-right"
 MASKS = (Window, Causal, Document, Neighborhood, BooleanMask)
@@ -17,8 +17,8 @@ MASKS = (Window, Causal, Document, Neighborhood, BooleanMask)
 
 def options() -> Iterator[str]:
     """Every option: a table per group."""
-    declared = {one.name: one for one in declared_options(Settings)}
-    for group in GROUPS:
+    declared = {one.name: one for one in all_options()}
+    for group in all_groups():
         yield from (
             "",
             f"## {group.title.capitalize()}",

@@ -18,8 +18,7 @@ from pytest_attn.diagnosis.diagnose import Context
 from pytest_attn.reports.verdict import Cause
 from pytest_attn.session.kinds import CaseParameter, made_items, marker_of, typed_name
 from pytest_attn.session.marks import AttentionMark
-from pytest_attn.session.option_types import declared_options
-from pytest_attn.session.options import Settings
+from pytest_attn.session.options import all_options
 from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.functions import shell_word
@@ -175,6 +174,6 @@ class CaseContext:
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
         if settings.isolated is not None:
             given["isolated"] = settings.isolated
-        options = {one.stem: one for one in declared_options(Settings)}
+        options = {one.stem: one for one in all_options()}
         typed = (options[stem].typed(text) for stem, text in given.items())
         return " ".join(["pytest", shell_word(typed_name(self.item)), *typed])

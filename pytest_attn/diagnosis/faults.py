@@ -6,9 +6,8 @@ masks; guests have their own.
 """
 
 from collections.abc import Iterable
-from pkgutil import resolve_name
 
-from pytest_attn.seam import guests
+from pytest_attn.seam import each
 
 #: before the identity of a fault with which P is computed again in the backward pass, while the forward pass is right
 RECOMPUTED = "recomputed-"
@@ -284,7 +283,7 @@ def is_known(fault: str) -> bool:
 
 def all_faults() -> dict[str, str]:
     """Return all identities with what is wrong: also those of guests."""
-    return FAULTS | {name: said for guest in guests() if guest.faults for name, said in resolve_name(guest.faults).items()}
+    return FAULTS | {name: said for faults in each("faults") for name, said in faults.items()}
 
 
 def is_of_rounding(fault: str) -> bool:

@@ -1,14 +1,15 @@
 """Text of the terminal on latencies: one row per case, what a model's step has beside its time, and what to type next."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.reports.lines import count, duration, duration_in_column, narrowed, said_by_guests, timed_as
+from pytest_attn.reports.lines import duration_in_column, narrowed, said_by_guests, timed_as
 from pytest_attn.reports.records import Record, gathered, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line, in_table
 from pytest_attn.reports.verdict import Cause, Tone, Verdict
+from pytest_attn.seam import each
 
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}
 #: in the closing sentence, in this order
@@ -35,7 +36,7 @@ def latency_summary(records: Sequence[Record], verbose: bool, width: int | None 
         yield from _timed_rows(shown, None if verbose else width, width)
     if len(shown) < len(timed):
         yield f"... {len(timed) - len(shown)} more with -v", {}
-    for line in step_lines(shown):
+    for line in (one for lines in each("timed") for one in lines(shown)):
         yield line, {}
     for r in shown:
         for name, said in said_by_guests(latency_of(r)):
@@ -119,32 +120,3 @@ def closing(records: Sequence[Record]) -> Line:
         text += f"; record with {remedy}"
     is_bad = any(v is not None and v.is_wrong for v in counts)
     return text, {"red": True} if is_bad else {"green": True} if counts[Verdict.FAST] else {}
-
-
-# -- steps of models ---------------------------------------------------------------------------------------------------
-
-
-def step_lines(records: Iterable[Record]) -> Iterator[str]:
-    """Yield a line per model and backend that was timed."""
-    for r in records:
-        if "first_call" in r["step"]:
-            with_optimizer = f", {r['step']['optimizer']}'s included" if r["step"]["optimizer"] else ""
-            said = [f"first call {duration(r['step']['first_call'])}"]
-            if r["step"]["graphs"]:
-                breaks = count(r["step"]["graph_breaks"], "graph break")
-                said.append(f"compiled to {count(r['step']['graphs'], 'graph')}, {breaks}")
-            said += _share(r["step"])
-            yield f"step          {r['subject']} in {r['workload']}{with_optimizer}: {'; '.join(said)}"
-
-
-def _share(step: Mapping[str, Any]) -> Iterator[str]:
-    attention = step.get("attention")
-    if not attention:
-        return
-    if "unknown" in attention:
-        yield f"attention's share is not known: {attention['unknown']}"
-    elif not attention["is_seen"]:
-        yield "attention's share is less than the scatter of the step"
-    else:
-        share = f"attention takes {attention['share']:.0%} of it"
-        yield f"{share}, so a faster kernel speeds it up {attention['ceiling']:.2f} times at most"

@@ -110,9 +110,9 @@ def duration_in_column(seconds: float) -> str:
 
 def said_by_guests(latency: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what guests say of a latency's fields of theirs: the field, and a line. latency: as records have it."""
-    for name, describe in added("latency").items():
+    for name, field in added("latency").items():
         if latency.get(name):
-            yield name, resolve_name(describe)(latency[name])
+            yield name, resolve_name(field.line)(latency[name])
 
 
 # -- tables: columns of equal width --------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import count, duration_in_column, labeled, together
 from pytest_attn.reports.records import Record, gathered, is_judged, latency_of, verdict_of
 from pytest_attn.reports.terminal import closing as closing_of_checks
-from pytest_attn.reports.terminal import ending, inapplicable, mutation_score, survivors, untested
+from pytest_attn.reports.terminal import ending, inapplicable, untested
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.seam import each
 from pytest_attn.workloads.functions import printable, printable_lines
 
 #: GitHub takes a summary of at most 1 MiB
@@ -29,7 +30,7 @@ def markdown_summary(records: Sequence[Record]) -> str:
         _table("In doubt", [r for r in records if (verdict := verdict_of(r)) and verdict.is_doubtful]),
         _latencies([r for r in records if latency_of(r) and latency_of(r).get("p50")]),
         _unseen(records),
-        _mutants(records),
+        _of_guests(records),
         _machines(records),
     )
     return "\n".join(parts) + "\n"
@@ -116,10 +117,10 @@ def _unseen(records: Sequence[Record]) -> Iterator[str]:
             yield from _rest(lines)
 
 
-def _mutants(records: Sequence[Record]) -> Iterator[str]:
-    if score := mutation_score(records):
-        yield from ("### Faulty kernels", "", f"{score}.", "")
-        yield from (*(f"- survived {_text(line)}" for line in survivors(records)), "")
+def _of_guests(records: Sequence[Record]) -> Iterator[str]:
+    for title, texts in (one for results in each("results") for one in results(records)):
+        if texts:
+            yield from (f"### {title}", "", *(f"- {_text(one)}" for one in texts), "")
 
 
 def _machines(records: Sequence[Record]) -> Iterator[str]:

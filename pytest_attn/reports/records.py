@@ -9,12 +9,23 @@ import json
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 from pytest_attn.reports.files import ESCAPED
-from pytest_attn.reports.strict_json import first_fault, parse_json
+from pytest_attn.reports.strict_json import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    TRUTH,
+    array_of,
+    first_fault,
+    object_of,
+    or_empty,
+    or_null,
+    parse_json,
+)
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.seam import added, each
 from pytest_attn.workloads.functions import printable
 
 #: of the lines; a reader takes those of its own and older schemas
@@ -112,36 +123,10 @@ class Record(TypedDict):
     sampled: Annotated[
         dict[str, Any], "if only some were: rows and keys, each with how many were compared, and of how many; else empty"
     ]
-    mutant: Annotated[
-        dict[str, Any],
-        "with --attn-mutants, the faulty kernel that took the place of the test's: name, kind, summary, condition, killed"
-        " (found), found_with (if no test found it, the change that does; else empty)",
-    ]
     memory: Annotated[int, "bytes held on a CUDA device at the peak of a check; 0 elsewhere"]
     is_approximate: Annotated[bool, "whether the kernel quantizes, and was compared on its quantized inputs"]
     compile_seconds: Annotated[float | None, "time of the first calls of a compiled kernel"]
     graph_breaks: Annotated[int, "of torch.compile"]
-    calls: Annotated[
-        Sequence[dict[str, Any]],
-        "of a model, for each call: module, function, kernel (what computed it, if known), workload, passed,"
-        " backward, tensor, z_element, z_row, z_head, reason, faults",
-    ]
-    notes: Annotated[Sequence[str], "of a model: faults that cannot be seen in it, and layers that were not judged"]
-    compiled: Annotated[
-        dict[str, Any] | None,
-        "of a compiled model, its compiled run: ratios (distance of each tensor from exact attention in units of honest"
-        " rounding), limits, graphs, breaks, recompiled (graphs in a second run), kernels, unknown (why nothing was compared)",
-    ]
-    ratios: Annotated[
-        dict[str, Any],
-        "of a model: deviation of each output, of the loss and of each parameter's gradient, in units of honest scatter",
-    ]
-    model: Annotated[str, "class of the model whose attention was judged or whose step was timed; empty for a workload"]
-    step: Annotated[
-        dict[str, Any],
-        "of a model that was timed: optimizer, first_call (seconds), graphs and graph_breaks (of torch.compile, in the first"
-        " step), attention (seconds, interval, share, ceiling: the step's largest speed-up, calls, is_seen; or unknown: why)",
-    ]
     profiles: Annotated[
         Sequence[dict[str, Any]],
         "with --attn-profile: direction, launches (symbol, words, seconds), peak_memory, flops, roofline (seconds)",
@@ -150,8 +135,7 @@ class Record(TypedDict):
         dict[str, Any] | None,
         "workload, subject, direction, verdict, key (of its baseline), p50 (seconds), interval"
         " (low, high, confidence), samples (with --attn-json-samples), blocks, spent (seconds), mode, calls, l2, host"
-        " (seconds of launching), anchors, memory (bytes), threads, disturbances, notes, conditions, cupti, ranks (of a"
-        " callable that ranks compute: number, shard, topology, communication_by, apart; by rank seconds, own, communication),"
+        " (seconds of launching), anchors, memory (bytes), threads, disturbances, notes, conditions, cupti,"
         " decision (verdict, reason, change, detectable, ...), baseline (p50 of each process, date, reason, history)",
     ]
     machine: Annotated[dict[str, Any], "name, device, kind, architecture, memory (bytes), torch, python, pytest_attn"]
@@ -173,9 +157,17 @@ _TYPES: dict[Any, tuple[str, tuple[type, ...], Any]] = {
     Sequence[str]: ("array of strings", (list, tuple), ()),
     Sequence[dict[str, Any]]: ("array of objects", (list, tuple), ()),
 }
-_HINTS = {name: get_args(hint) for name, hint in get_type_hints(Record, include_extras=True).items()}
+_HINTS = {
+    name: get_args(hint)
+    for fields in (Record, *each("fields"))
+    for name, hint in get_type_hints(fields, include_extras=True).items()
+}
+#: what guests add to the meaning of a latency
+_MORE = "".join(f", {name} ({field.meaning})" for name, field in added("latency").items())
 #: name, type in JSON, meaning
-FIELDS: tuple[tuple[str, str, str], ...] = tuple((name, _TYPES[kind][0], text) for name, (kind, text) in _HINTS.items())
+FIELDS: tuple[tuple[str, str, str], ...] = tuple(
+    (name, _TYPES[kind][0], text + _MORE * (name == "latency")) for name, (kind, text, *_) in _HINTS.items()
+)
 _KINDS = {name: accepted for name, accepted, _ in _TYPES.values()}
 
 
@@ -193,7 +185,7 @@ def changed(record: Record, **changes: Any) -> Record:
 
 def _empty(there: Collection[str] = ()) -> dict[str, Any]:
     """Return a value for each field but those that are there: one that says nothing, and is shared with no other record."""
-    empty = {name: copy.copy(_TYPES[kind][2]) for name, (kind, _) in _HINTS.items() if name not in there}
+    empty = {name: copy.copy(_TYPES[kind][2]) for name, (kind, *_) in _HINTS.items() if name not in there}
     return empty if "schema" in there else {**empty, "schema": SCHEMA}
 
 
@@ -338,111 +330,68 @@ def _require_fields(record: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: {printable(fault, 0)}; is it a line of a .jsonl file that --attn-output wrote?")
 
 
-def _object(required: Mapping[str, Any] = MappingProxyType({}), **optional: Any) -> dict[str, Any]:
-    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
-
-
-def _or_empty(required: Mapping[str, Any], **optional: Any) -> dict[str, Any]:
-    """Return the description of an object that has nothing, or all that is required."""
-    return {**_object(**required, **optional), "if": {"minProperties": 1}, "then": {"required": list(required)}}
-
-
-def _array(items: Mapping[str, Any], length: int | None = None) -> dict[str, Any]:
-    return {"type": "array", "items": items, **({"minItems": length, "maxItems": length} if length else {})}
-
-
-def _or_null(description: Mapping[str, Any]) -> dict[str, Any]:
-    names = description["type"]
-    return {**description, "type": [*([names] if isinstance(names, str) else names), "null"]}
-
-
-_TEXT, _TRUTH, _COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
-_NUMBER = {
-    "type": ["number", "string"],
-    "pattern": "^(NaN|-?Infinity)$",
-    "description": 'a number, "NaN", "Infinity" or "-Infinity"',
-}
-_NUMBERS, _BY_NAME = _array(_NUMBER), {"type": "object", "additionalProperties": _NUMBER}
+_NUMBERS = array_of(NUMBER)
+_LEVELS = dict.fromkeys(("z_element", "z_row", "z_head"), or_null(NUMBER))
 _WORK = {"type": "object", "additionalProperties": {"type": "number"}}
-_LEVELS = dict.fromkeys(("z_element", "z_row", "z_head"), _or_null(_NUMBER))
-_WORDS_OF_LAUNCHES = dict.fromkeys(("framework", "category", "architecture", "operation"), _or_null(_TEXT))
+_WORDS_OF_LAUNCHES = dict.fromkeys(("framework", "category", "architecture", "operation"), or_null(TEXT))
 #: what is within the fields that hold more than one value, as far as reports read it: a part of JSON Schema
 _WITHIN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("z_element", "z_row", "z_head", "compile_seconds"), _or_null(_NUMBER)),
-    "seconds": _NUMBER,
-    "explanation": _array(_object({"label": _TEXT, "text": _TEXT})),
-    "inapplicable": _array(_object({"invariant": _TEXT, "reason": _TEXT})),
-    **dict.fromkeys(("aliases", "faults", "untested", "notes"), _array(_TEXT)),
-    "shape": _or_empty(
-        {"dtype": _TEXT, "flops": _WORK, "bytes": _WORK},
-        id=_TEXT,
-        mask=_TEXT,
-        **dict.fromkeys(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim"), _COUNT),
+    **dict.fromkeys(("z_element", "z_row", "z_head", "compile_seconds"), or_null(NUMBER)),
+    "seconds": NUMBER,
+    "explanation": array_of(object_of({"label": TEXT, "text": TEXT})),
+    "inapplicable": array_of(object_of({"invariant": TEXT, "reason": TEXT})),
+    **dict.fromkeys(("aliases", "faults", "untested"), array_of(TEXT)),
+    "shape": or_empty(
+        {"dtype": TEXT, "flops": _WORK, "bytes": _WORK},
+        id=TEXT,
+        mask=TEXT,
+        **dict.fromkeys(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim"), COUNT),
     ),
-    "tags": {"type": "object", "additionalProperties": _TEXT},
-    "tensors": _array(
-        _object(
-            {"name": _TEXT, "distribution": _TEXT, "passed": _TRUTH},
+    "tags": {"type": "object", "additionalProperties": TEXT},
+    "tensors": array_of(
+        object_of(
+            {"name": TEXT, "distribution": TEXT, "passed": TRUTH},
             **dict.fromkeys(
-                ("absmax", "mean_abs", "mse", "relative_l2", "cosine", "found", "exact", "budget"), _or_null(_NUMBER)
+                ("absmax", "mean_abs", "mse", "relative_l2", "cosine", "found", "exact", "budget"), or_null(NUMBER)
             ),
             **_LEVELS,
-            worst=_or_null(_array({"type": "integer"})),
+            worst=or_null(array_of({"type": "integer"})),
         )
     ),
-    "sampled": {"type": "object", "additionalProperties": _array(_COUNT, 2)},
-    "mutant": _or_empty(
-        {**dict.fromkeys(("name", "kind", "summary", "found_with"), _TEXT), "killed": _TRUTH}, condition=_TEXT
-    ),
-    "calls": _array(
-        _object(
-            {"module": _TEXT, "function": _TEXT, "workload": _TEXT, "passed": _TRUTH, "tensor": _TEXT, **_LEVELS},
-            kernel=_or_null(_TEXT),
-        )
-    ),
-    "compiled": _or_null(
-        _object(
+    "sampled": {"type": "object", "additionalProperties": array_of(COUNT, 2)},
+    "profiles": array_of(
+        object_of(
             {
-                **dict.fromkeys(("graphs", "breaks", "recompiled"), _COUNT),
-                "ratios": _BY_NAME,
-                "kernels": _array(_TEXT),
-                "unknown": _TEXT,
-            }
-        )
-    ),
-    "ratios": _BY_NAME,
-    "profiles": _array(
-        _object(
-            {
-                "direction": _TEXT,
-                "launches": _array(
-                    _object({"calls": _COUNT, "seconds": _NUMBER, **_WORDS_OF_LAUNCHES}, symbol=_or_null(_TEXT))
+                "direction": TEXT,
+                "launches": array_of(
+                    object_of({"calls": COUNT, "seconds": NUMBER, **_WORDS_OF_LAUNCHES}, symbol=or_null(TEXT))
                 ),
-                **dict.fromkeys(("flops", "seconds"), _NUMBER),
-                **dict.fromkeys(("peak_memory", "roofline"), _or_null(_NUMBER)),
+                **dict.fromkeys(("flops", "seconds"), NUMBER),
+                **dict.fromkeys(("peak_memory", "roofline"), or_null(NUMBER)),
             }
         )
     ),
-    "latency": _or_null(
+    "latency": or_null(
         {"dependentRequired": {"p50": ["interval", "mode", "l2", "calls"]}}
-        | _object(
-            p50=_or_null(_NUMBER),
-            interval=_array(_NUMBER, 3),
-            mode=_TEXT,
-            l2=_TEXT,
-            direction=_TEXT,
-            key=_TEXT,
-            calls=_COUNT,
-            disturbances=_array(_TEXT),
-            notes=_array(_TEXT),
-            decision=_or_null(_object(change=_or_null(_NUMBER), runs=_NUMBERS, detectable=_or_null(_NUMBER))),
-            baseline=_or_null(_object(p50=_NUMBERS, date=_TEXT, reason=_TEXT, history={"type": "array"})),
+        | object_of(
+            p50=or_null(NUMBER),
+            interval=array_of(NUMBER, 3),
+            mode=TEXT,
+            l2=TEXT,
+            direction=TEXT,
+            key=TEXT,
+            calls=COUNT,
+            disturbances=array_of(TEXT),
+            notes=array_of(TEXT),
+            decision=or_null(object_of(change=or_null(NUMBER), runs=_NUMBERS, detectable=or_null(NUMBER))),
+            baseline=or_null(object_of(p50=_NUMBERS, date=TEXT, reason=TEXT, history={"type": "array"})),
         )
     ),
-    "machine": _object(
-        **dict.fromkeys(("name", "device", "kind", "architecture", "torch", "python", "pytest_attn"), _TEXT), memory=_NUMBER
+    "machine": object_of(
+        **dict.fromkeys(("name", "device", "kind", "architecture", "torch", "python", "pytest_attn"), TEXT), memory=NUMBER
     ),
 }
+_WITHIN |= {name: within[0] for name, (_, _, *within) in _HINTS.items() if within}
 _DESCRIBED = {"type": "object", "properties": _WITHIN}
 
 #: without which a record says nothing

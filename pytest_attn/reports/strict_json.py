@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 #: part of JSON Schema: type (one, or several), enum, pattern, minimum, maximum, minItems, maxItems, items, prefixItems,
@@ -138,3 +139,36 @@ def _shown(value: object) -> str:
         json.dumps(value) if not isinstance(value, dict | list) else f"an {'object' if isinstance(value, dict) else 'array'}"
     )
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# -- descriptions ------------------------------------------------------------------------------------------------------
+
+
+def object_of(required: Mapping[str, Any] = MappingProxyType({}), **optional: Any) -> dict[str, Any]:
+    """Return the description of an object, by its keys."""
+    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
+
+
+def or_empty(required: Mapping[str, Any], **optional: Any) -> dict[str, Any]:
+    """Return the description of an object that has nothing, or all that is required."""
+    return {**object_of(**required, **optional), "if": {"minProperties": 1}, "then": {"required": list(required)}}
+
+
+def array_of(items: Mapping[str, Any], length: int | None = None) -> dict[str, Any]:
+    """Return the description of an array, of so many items where a length is given."""
+    return {"type": "array", "items": items, **({"minItems": length, "maxItems": length} if length else {})}
+
+
+def or_null(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of what may be null, too."""
+    names = description["type"]
+    return {**description, "type": [*([names] if isinstance(names, str) else names), "null"]}
+
+
+TEXT, TRUTH, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+NUMBER = {
+    "type": ["number", "string"],
+    "pattern": "^(NaN|-?Infinity)$",
+    "description": 'a number, "NaN", "Infinity" or "-Infinity"',
+}
+BY_NAME = {"type": "object", "additionalProperties": NUMBER}

@@ -10,6 +10,7 @@ from pytest_attn.backends.contexts import RAN_EAGERLY
 from pytest_attn.reports.lines import aligned, count, duration, some, z_figure
 from pytest_attn.reports.records import RUN, Record, failures, gathered, is_judged, verdict_of
 from pytest_attn.reports.verdict import LONG_SUMS, Cause, Tone, Verdict
+from pytest_attn.seam import each
 
 #: subject of the record of a test that ended before it named one
 _NO_SUBJECT = "-"
@@ -22,11 +23,9 @@ _MOST_OBSTACLES = 20
 _KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
 #: seconds of a compilation below which it is not listed, as with pytest's own durations
 _SHORTEST = 0.005
-#: outputs and gradients of a model that are printed, those furthest from exact first
-_MOST_RATIOS = 3
-_RED = {"red": True}
+RED = {"red": True}
 #: how a terminal shows the tone of a verdict
-_MARKUP = {Tone.BAD: _RED, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
+_MARKUP = {Tone.BAD: RED, Tone.DOUBT: {"yellow": True}, Tone.GOOD: {"green": True}, Tone.PLAIN: {}, Tone.NONE: {}}
 #: in a closing sentence, what is right first
 _COUNTED = (
     *(Verdict.PASSED, Verdict.APPROXIMATE, Verdict.HELD, Verdict.HELD_IN_PART, Verdict.MISMATCH, Verdict.BROKEN),
@@ -41,7 +40,7 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     """
     if verbose:
         yield from _rows(records, width)
-        yield from _calls(records, width)
+        yield from (line for lines in each("lines") for line in lines(records, width))
     yield from _problems(records)
     if verbose:
         yield from _compilations(records)
@@ -69,11 +68,11 @@ def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:
             r["workload"] + _sampled(r),
             "backward" if r["backward"] else "forward",
             f"{r['tensor']}/{r['distribution']}",
-            *_levels(r),
+            *levels_of(r),
         )
         for r in ran
     ]
-    yield from in_table(table, [_RED if r["verdict"] == Verdict.MISMATCH else {} for r in ran], (5, 6, 7), width)
+    yield from in_table(table, [RED if r["verdict"] == Verdict.MISMATCH else {} for r in ran], (5, 6, 7), width)
 
 
 def in_table(
@@ -94,40 +93,7 @@ def _sampled(record: Record) -> str:
     return f" (sampled: {counts})" if counts else " (sampled)"
 
 
-def _calls(records: Sequence[Record], width: int | None) -> Iterator[Line]:
-    """Yield a table per model, a row per attention call in the order of its layers; nothing where no model was checked."""
-    for r in records:
-        if not r["calls"]:
-            continue
-        yield "", {}
-        yield f"{r['subject']} in {r['workload']}", {"bold": True}
-        table: list[tuple[str, ...]] = [("layer", "function", "kernel", "workload", "worst", "z", "row", "head")]
-        table += [
-            (c["module"], c["function"], c.get("kernel") or "-", c["workload"], c["tensor"], *_levels(c)) for c in r["calls"]
-        ]
-        yield from in_table(table, [{} if call["passed"] else _RED for call in r["calls"]], (5, 6, 7), width)
-        ratios = {name: ratio for name, ratio in r["ratios"].items() if name != "loss"}  # a single number scatters too much
-        for name, ratio in sorted(ratios.items(), key=lambda item: -item[1])[:_MOST_RATIOS]:
-            yield f"  {name}: {ratio:.2f} times as far from exact attention as honest rounding", {}
-        yield from _compiled(r["compiled"])
-        for note in r["notes"]:
-            yield f"  note: {note}", {}
-
-
-def _compiled(run: Mapping[str, Any] | None) -> Iterator[Line]:
-    """Yield what is known of a model's compiled run."""
-    if run is None:
-        return
-    again = f", compiled again in the second run ({run['recompiled']})" if run["recompiled"] else ""
-    launched = f", launched {', '.join(run['kernels'])}" if run["kernels"] else ""
-    yield f"  compiled: {count(run['graphs'], 'graph')}, {count(run['breaks'], 'graph break')}{again}{launched}", {}
-    if run["unknown"]:
-        yield f"  compiled: not compared: {run['unknown']}", {}
-    for name, ratio in sorted(run["ratios"].items(), key=lambda item: -item[1])[:1]:
-        yield f"  compiled: {name}: {ratio:.2f} times as far from exact attention as honest rounding", {}
-
-
-def _levels(judged: Mapping[str, Any]) -> tuple[str, ...]:
+def levels_of(judged: Mapping[str, Any]) -> tuple[str, ...]:
     """Write z at its three levels; where elements are NaN or infinite and should not be, that is what is wrong."""
     if any(tensor.get("wrong_positions") for tensor in judged.get("tensors", ())):
         return "not finite", "-", "-"
@@ -141,7 +107,7 @@ def _problems(records: Sequence[Record]) -> Iterator[Line]:
         case = f"{r['subject']} on {r['workload']}{' backward' if r['backward'] else ''}"
         verdict = verdict_of(r)
         if not is_judged(r):
-            yield f"{r['verdict']:12}  {' '.join(filter(None, (r['test'], r['phase'])))}: {r['reason']}", _RED
+            yield f"{r['verdict']:12}  {' '.join(filter(None, (r['test'], r['phase'])))}: {r['reason']}", RED
         elif verdict is Verdict.UNEXPECTED:
             yield f"unexpected    {case} passed: known defect {r['reason']}", {"yellow": True}
         elif verdict is not None and (verdict.is_wrong or verdict.is_doubtful):
@@ -208,7 +174,7 @@ def _untested_sums(records: Sequence[Record]) -> Iterator[str]:
     """Say of which kernels every workload is too short to show a fault in sums of a low precision."""
     passed = (r for r in records if r["question"] == "check" and r["verdict"] == Verdict.PASSED)
     low = ("bfloat16", "float16")
-    judged = gathered((r["subject"], r) for r in passed if r["shape"] and r["shape"]["dtype"] in low)  # a model has no shape
+    judged = gathered((r["subject"], r) for r in passed if r["shape"] and r["shape"]["dtype"] in low)  # not all have one
     short = {name: mine for name, mine in judged.items() if all(LONG_SUMS in r["untested"] for r in mine)}
     if short:
         whose = f"of {next(iter(short))}" if len(short) == 1 else f"of {len(short)} kernels"
@@ -219,7 +185,7 @@ def _untested_sums(records: Sequence[Record]) -> Iterator[str]:
 def _next(records: Sequence[Record], are_saved: bool) -> str:
     """Say what to type next."""
     verdicts = {r["verdict"] for r in records}
-    if {r["verdict"] for r in records if not r["calls"]} & _KEPT:  # of a model's calls none are kept
+    if {r["verdict"] for r in records if not r.get("calls")} & _KEPT:  # of single calls none are kept
         return "" if are_saved else "; --lf --attn-save-failures=failures keeps the tensors"
     return "; -rs lists the reasons of skips" if Verdict.SKIPPED in verdicts else ""
 
@@ -371,55 +337,3 @@ def _total(profile: Mapping[str, Any], subject: str, baseline: tuple[str, float]
     if profile["roofline"] is not None:
         parts.append(f"{profile['roofline'] / seconds:.0%} of the roofline")
     return ", ".join(parts)
-
-
-# -- --attn-mutants: which faulty kernels tests found, and what it would take to find the rest -------------------------
-
-
-def mutation_summary(records: Sequence[Record], verbose: bool) -> Iterator[Line]:
-    """Yield how many mutants were found, by test and by class, the survivors with what would find them, and the score."""
-    kinds: dict[str, str] = {}
-    killers: dict[str, set[str]] = {}
-    by_test: dict[str, dict[str, bool]] = {}
-    for record in filter(lambda record: record["mutant"], records):
-        name, killed, test = record["mutant"]["name"], record["mutant"]["killed"], record["test"].partition("[")[0]
-        kinds[name] = record["mutant"]["kind"]
-        tests = by_test.setdefault(test, {})
-        tests[name] = tests.get(name, False) or killed
-        if killed:
-            killers.setdefault(name, set()).add(test)
-    if not kinds:
-        yield "no faulty kernel ran", {"yellow": True}
-        return
-    yield from _table("test", [(test, sum(found.values()), len(found)) for test, found in by_test.items()])
-    yield "", {}
-    of_kind = {kind: [name for name, its in kinds.items() if its == kind] for kind in kinds.values()}
-    yield from _table("class", [(kind, sum(n in killers for n in names), len(names)) for kind, names in of_kind.items()])
-    yield "", {}
-    yield from ((f"survived  {line}", {"yellow": True}) for line in survivors(records))
-    if verbose:
-        for name, found_by in killers.items():
-            yield f"found     {name} by {', '.join(sorted(found_by))}", {}
-    is_best = len(killers) == len(kinds)
-    yield mutation_score(records), {"green": is_best, "yellow": not is_best}
-
-
-def survivors(records: Sequence[Record]) -> list[str]:
-    """Say of each mutant that no test has found what would have."""
-    mutants = [record["mutant"] for record in records if record["mutant"]]
-    killed = {mutant["name"] for mutant in mutants if mutant["killed"]}
-    alive = {mutant["name"]: mutant["summary"] for mutant in mutants if mutant["name"] not in killed}
-    words = {mutant["name"]: f" {mutant['found_with']}." for mutant in mutants if mutant["found_with"]}
-    return [f"{name}: {summary}{words.get(name, '')}" for name, summary in alive.items()]
-
-
-def mutation_score(records: Sequence[Record]) -> str:
-    """Say how many mutants were found; "" where none ran."""
-    ran = {record["mutant"]["name"] for record in records if record["mutant"]}
-    found = len(ran) - len(survivors(records))
-    return f"mutation score {found / len(ran):.0%}: {found} of {len(ran)} faulty kernels found" if ran else ""
-
-
-def _table(title: str, rows: Sequence[tuple[str, int, int]]) -> Iterator[Line]:
-    table = [(title, "found", "tried", ""), *((name, str(a), str(b), f"{a / b:.0%}") for name, a, b in rows)]
-    yield from in_table(table, right=(1, 2, 3))

@@ -15,7 +15,6 @@ from pytest_attn.seam import Kind
 from pytest_attn.session.devices import NoTorchError, require_torch, untimed_because
 from pytest_attn.session.kinds import (
     ATTENTION,
-    MUTANT,
     PARAMETER,
     CaseParameter,
     case_id,
@@ -67,10 +66,10 @@ class Items:
     def group(self, item: pytest.Item, case: CaseParameter) -> str | None:
         """Return the name of the items that one worker of xdist runs under --dist loadgroup; None where each may go anywhere.
 
-        Those of a faulty kernel, so that no test is left that may find it where the last of them has not; those of a workload
-        where its backends are timed on one GPU; those that share what a backend compiles or plans, else its library's import.
+        Those of a kernel that no test has named, so that the last of them is known; those of a workload where its backends are
+        timed on one GPU; those that share what a backend compiles or plans, else its library's import.
         """
-        if case.backend and case.backend.startswith(MUTANT):
+        if not session_of(item.config).kernels.are_tested:
             return case.backend
         if item.config.getoption("attn_gpu_per_worker"):
             return case.workload.id
@@ -281,7 +280,8 @@ def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
     if not marks or (absent := absent_because(item, device, session)):
         return absent if marks else None
     settings = session.settings
-    is_run = settings.latency == "require" or settings.mutants or settings.tune or not any(mark.timed for mark in marks)
+    is_asked = settings.latency == "require" or session.kernels.untimed_because or settings.tune
+    is_run = is_asked or not any(mark.timed for mark in marks)
     if not is_run and (reason := untimed_because(settings.gpu_per_worker, session.machines.device(device))):
         return f"not timed: {reason}"
     machine = session.machines.machine(device)

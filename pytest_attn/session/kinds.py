@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 #: the fixture through which an item gets its `CaseParameter`
 PARAMETER = "_attn_parameter"
-#: what names of faulty kernels begin with, where a backend's is expected
-MUTANT = "mutant:"
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class CaseParameter:
     workload: Workload
     backend: str | None  # its name, where the test takes one
     maker: str = ""  # what makes the case, where that is not what its kind says
+    shown: str = ""  # its backend in the id, where that is not its name
 
     @property
     def label(self) -> str:
@@ -129,7 +128,7 @@ def parameter_of(item: pytest.Item) -> CaseParameter | None:
 
 def case_id(case: CaseParameter) -> str:
     """Return the id of a case: workload, then what a guest adds, then backend."""
-    return case.label if case.backend is None else f"{case.label}-{case.backend.removeprefix(MUTANT)}"
+    return case.label if case.backend is None else f"{case.label}-{case.shown or case.backend}"
 
 
 def test_of(item: pytest.Item) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from pytest_attn.seam import guests
+
 #: the longest suffix first -> the field of `Settings` that names such a file
 SUFFIXES = {".support.md": "support", ".jsonl": "json", ".html": "report", ".md": "summary"}
 
@@ -42,6 +44,8 @@ class Option(NamedTuple):
     is_repeatable: bool = False  # whether it may be given several times; its field is a tuple
     alone: str | None = None  # its text where it is given without a value, None where it needs one
     is_ini_only: bool = False  # whether it is an ini value alone, which -o sets for one run
+    group: str = ""  # of a guest's: the name of the group in the help in which it stands
+    short: str = ""  # of a guest's: its text there
 
     @property
     def flag(self) -> str:
@@ -66,9 +70,9 @@ class Option(NamedTuple):
         return f"-o {self.dest}{value}" if self.is_ini_only else f"{self.flag}{value}"
 
 
-def option(help: str, default: str, metavar: str, parse: Callable[[str], Any] = str, is_ini_only: bool = False) -> Any:  # noqa: A002
-    """Declare an option with an ini value; its default is text, as a user would type it."""
-    return _declared(help=help, default=default, metavar=metavar, parse=parse, is_ini_only=is_ini_only)
+def option(help: str, default: str, metavar: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:  # noqa: A002
+    """Declare an option with an ini value; its default is text, as a user would type it. more: as `Option` has it."""
+    return _declared(help=help, default=default, metavar=metavar, parse=parse, **more)
 
 
 def action(
@@ -83,9 +87,9 @@ def action(
     return _declared(help=help, metavar=metavar, parse=parse, in_child=in_child, alone=alone, **more)
 
 
-def switch(help: str, stem: str = "", in_child: bool = True) -> Any:  # noqa: A002
-    """Declare an option without a value; its field is a bool."""
-    return _declared(help=help, stem=stem, in_child=in_child)
+def switch(help: str, stem: str = "", in_child: bool = True, **more: Any) -> Any:  # noqa: A002
+    """Declare an option without a value; its field is a bool. more: as `Option` has it."""
+    return _declared(help=help, stem=stem, in_child=in_child, **more)
 
 
 def _declared(**told: Any) -> Any:
@@ -99,6 +103,13 @@ def declared_options(settings: type) -> Iterator[Option]:
             given = dict(one.metadata["option"])
             stem = given.pop("stem", "") or one.name.replace("_", "-")
             yield Option(one.name, stem, **given)
+
+
+def options_of_guests() -> Iterator[Option]:
+    """Yield the options that guests declare."""
+    for guest in guests():
+        if guest.options:
+            yield from declared_options(guest.options)
 
 
 # -- what their texts may be ---------------------------------------------------------------------------------------------
@@ -324,7 +335,6 @@ GROUPS = (
             "workloads": "names, groups or globs of the catalog; -NAME",
             "list_only": "list backends, workloads and cases; run nothing",
             "fuzz": "also run each test on N drawn workloads",
-            "mutants": "run faulty kernels: which do the tests find?",
             "tune": "check and time each configuration of one backend",
         },
     ),
@@ -357,7 +367,6 @@ GROUPS = (
         "how long to wait",
         {
             "timeout": "stop a callable that takes longer",
-            "rank_timeout": "of a call over ranks",
             "diagnosis_timeout": "of the search for what a failure suggests",
         },
     ),

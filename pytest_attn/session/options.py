@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from pytest_attn.processes.worker import Worker
+from pytest_attn.seam import each
 from pytest_attn.session import option_types
 from pytest_attn.session.option_types import (
     GROUPS,
@@ -19,6 +20,7 @@ from pytest_attn.session.option_types import (
     by_kind,
     declared_options,
     option,
+    options_of_guests,
     switch,
 )
 
@@ -77,13 +79,6 @@ class Settings:
     )
     timeout: float = option(
         "Stop a callable that takes longer; 0 waits forever (default: 0)", "0", "SECONDS", option_types.seconds
-    )
-    rank_timeout: float = option(
-        "Seconds that ranks may take for one call; then they are ended, and their stacks and last collectives shown; 0 waits"
-        " forever (default: 120)",
-        "120",
-        "SECONDS",
-        option_types.seconds,
     )
     diagnosis_timeout: float = option(
         "Seconds to look for an explanation of a wrong result; a line says what was left out; 0 has no limit (default: 60)",
@@ -162,7 +157,6 @@ class Settings:
         is_ini_only=True,
     )
     thorough: bool = switch("attn.check_invariants: all invariants, with more repetitions")
-    mutants: bool = switch("Run the tests with faulty kernels in place of theirs, and print which of these they find")
     json_samples: bool = switch("Put every sample of each latency into the lines of --attn-output=FILE.jsonl", in_child=False)
     rank: bool = switch("Print for each workload the fastest backend that is right, and those tied with it", in_child=False)
     gpu_per_worker: bool = switch(
@@ -207,6 +201,8 @@ class Settings:
         alone="",
     )
     given: dict[str, str] = field(default_factory=dict)
+    #: the options that guests declare, by their names
+    more: Mapping[str, Any] = field(default_factory=dict)
     #: the files of --attn-output, by what each is
     json: str | None = None
     report: str | None = None
@@ -218,7 +214,8 @@ class Settings:
         """Read every option: command line over ini file over default. Raises pytest.UsageError for a bad value."""
         values: dict[str, Any] = {}
         given: dict[str, str] = {}
-        for one in declared_options(cls):
+        of_guests = [*options_of_guests()]
+        for one in (*declared_options(cls), *of_guests):
             if one.is_switch:
                 values[one.name] = bool(config.getoption(one.dest))
                 continue
@@ -244,15 +241,17 @@ class Settings:
             values |= by_kind(values.get("outputs", ()))
         except ValueError as error:
             raise pytest.UsageError(f"--attn-output: {error}") from None
-        settings = cls(**values, given=given)
+        more = {one.name: values.pop(one.name) for one in of_guests}
+        settings = cls(**values, given=given, more=more)
         settings._refuse_contradictions(config)
         return settings
 
     def as_options(self) -> str:
         """Return what differs from the defaults, ready to paste, without the files that are written; "" where nothing does."""
         shown = []
-        for one in declared_options(type(self)):
-            value = self.given.get(one.stem) if one.default is not None else getattr(self, one.name)
+        for one in (*declared_options(type(self)), *options_of_guests()):
+            found = self.more[one.name] if one.name in self.more else getattr(self, one.name)
+            value = self.given.get(one.stem) if one.default is not None else found
             if one.is_switch and value:
                 shown.append(one.flag)
             elif not one.is_switch and one.in_child and (value or (value == one.alone and value is not None)):
@@ -269,13 +268,11 @@ class Settings:
         if self.isolated is not None and (self.profile or self.cupti):
             flag = "--attn-profile" if self.profile else "attn_cupti"
             raise pytest.UsageError(f"{flag}: sees the kernels of this process; leave out --attn-isolated")
-        if self.mutants and self.fuzz:
-            raise pytest.UsageError("--attn-fuzz: draws workloads for the test's own kernels; leave out --attn-mutants")
+        for contradiction in each("contradiction"):
+            if said := contradiction(self):
+                raise pytest.UsageError(said)
         if self.is_ranked:
-            self._refuse_beside_ranks(config)
-        if self.mutants and (self.latency == "require" or self.update_baselines is not None):
-            flag = "--attn-latency=require" if self.latency == "require" else "--attn-update-baselines"
-            raise pytest.UsageError(f"{flag}: needs times, and --attn-mutants takes none; leave one of them out")
+            self._refuse_beside_ranking(config)
         if self.update_baselines is not None:
             if self.latency == "off":
                 raise pytest.UsageError("--attn-update-baselines: needs times; leave out --attn-latency=off")
@@ -284,12 +281,10 @@ class Settings:
                     "--attn-update-baselines: records in processes of its own, one at a time; leave out -n"
                 )
 
-    def _refuse_beside_ranks(self, config: pytest.Config) -> None:
+    def _refuse_beside_ranking(self, config: pytest.Config) -> None:
         flag = "--attn-tune" if self.tune else "--attn-rank-to" if self.rank_to else "--attn-rank"
         if self.latency == "off":
             raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off, or say --attn-latency=auto")
-        if self.mutants:
-            raise pytest.UsageError(f"{flag}: needs times, and --attn-mutants takes none; leave one of them out")
         if self.tune:
             if self.latency == "require":
                 raise pytest.UsageError("--attn-tune: configurations have no baselines; say --attn-latency=auto")
@@ -309,12 +304,25 @@ def _says_nothing(one: Option, text: str | None, config: pytest.Config) -> bool:
     return one.name in _SAY_NOTHING_AT_0 and config.getini(one.dest) == text and Worker.of_this_process() is None
 
 
+def all_options() -> list[Option]:
+    """Return all options: those of `Settings`, and those that guests declare."""
+    return [*declared_options(Settings), *options_of_guests()]
+
+
+def all_groups() -> list[OptionGroup]:
+    """Return the groups of the help, with the options that guests declare."""
+    of_guests = [*options_of_guests()]
+    added = {group.name: {one.name: one.short for one in of_guests if one.group == group.name} for group in GROUPS}
+    return [replace(group, shown={**group.shown, **added[group.name]}) for group in GROUPS]
+
+
 def add_options(parser: pytest.Parser) -> None:
     """Declare every option, and its ini value where it has one."""
-    declared = {one.name: one for one in declared_options(Settings)}
-    grouped = {name for group in GROUPS for name in group.names}
+    declared = {one.name: one for one in all_options()}
+    groups = all_groups()
+    grouped = {name for group in groups for name in group.names}
     others = OptionGroup("others", "others", {name: one.help for name, one in declared.items() if name not in grouped})
-    for group in (*GROUPS, *([others] if others.shown else [])):
+    for group in (*groups, *([others] if others.shown else [])):
         shown = parser.getgroup(f"attn-{group.name}", f"attention kernels: {group.title}")
         for name in filter(declared.__contains__, group.names):
             one, text = declared[name], group.shown.get(name, argparse.SUPPRESS)
@@ -334,7 +342,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 def require_known(args: Sequence[str], parser: pytest.Parser) -> None:
     """Raise pytest.UsageError for an option that begins with --attn- and is declared by nobody, be it a conftest."""
-    known = [one.flag for one in declared_options(Settings) if not one.is_ini_only]
+    known = [one.flag for one in all_options() if not one.is_ini_only]
     typed = [name for name in (one.partition("=")[0] for one in args) if name.startswith("--attn-") and name not in known]
     left_over = parser.parse_known_and_unknown_args(args, argparse.Namespace())[1] if typed else []
     if unknown := [one for one in typed if any(other.partition("=")[0] == one for other in left_over)]:

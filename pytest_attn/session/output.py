@@ -20,7 +20,7 @@ from pytest_attn.reports.markdown import markdown_summary, support_page, workflo
 from pytest_attn.reports.ranking import Ranking, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
 from pytest_attn.reports.records import Record, RecordWriter, gathered, is_wrong
-from pytest_attn.reports.terminal import Line, listing, mutation_summary, profile_tables, slowest_compilations, summary
+from pytest_attn.reports.terminal import Line, listing, profile_tables, slowest_compilations, summary
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.collection import unmet_because
 from pytest_attn.session.devices import NoTorchError
@@ -198,8 +198,9 @@ def write_whole(
 def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> None:
     """Print the profiles that were asked for, then the summary: nothing more under -q unless something is wrong."""
     records, settings, width = session.results.records, session.settings, room(reporter.isatty)
-    if settings.mutants:
-        print_section(reporter, mutation_summary(records, verbosity > 0), "attention mutants")
+    kernels = session.kind_of_kernels
+    if kernels.section:
+        print_section(reporter, kernels.summary(records, verbosity > 0), kernels.section)
         return
     if settings.profile:
         print_section(reporter, profile_tables(sorted(records, key=place_of(session)), width), "attention kernels")

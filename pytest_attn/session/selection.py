@@ -1,6 +1,6 @@
 """Whose kernels a run tests: those of the user's tests and the selected backends, unless an option says otherwise.
 
-`AttentionSession.kernels` chooses one of three: SelectedKernels, Mutants, Configurations.
+`AttentionSession.kernels` chooses: SelectedKernels, Configurations, or those of a guest.
 
 Where nobody names workloads, kernels are asked generated ones beside the catalog's (workloads/covering.py). A backend of one's
 own that declares what it takes gets a covering set within that, so that it is asked as much as one that takes all. Any other,
@@ -11,7 +11,7 @@ none.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +33,8 @@ from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from pytest_attn.correctness.spec import CheckSpec
+    from pytest_attn.reports.records import Record
+    from pytest_attn.reports.terminal import Line
 
 #: groups that a test without named workloads runs: on a CPU the small ones, on a GPU all but those on request
 CPU_GROUPS = ("smoke", "edges", "features")
@@ -49,6 +51,13 @@ class SelectedKernels:
     untimed_because: str | None = None
     #: whether the kernels are those that the tests name, whose failures are kept and whose launches are asserted
     are_tested = True
+    #: the title of what is printed at the end in place of the summary; "" for the summary
+    section = ""
+
+    @classmethod
+    def summary(cls, records: Sequence[Record], verbose: bool) -> Iterator[Line]:
+        """Yield the lines of that section."""
+        return iter(())
 
     def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
         self.settings, self.registrations, self.machines = settings, registrations, machines

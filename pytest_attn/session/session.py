@@ -267,13 +267,17 @@ class AttentionSession:
 
     @cached_property
     def kernels(self) -> SelectedKernels:
-        """Whose kernels the run tests: the one place that asks for --attn-mutants and --attn-tune."""
+        """Whose kernels the run tests: the one place that asks for --attn-tune, and for options of guests."""
+        return self.kind_of_kernels(self.settings, self.registrations, self.machines)
+
+    @property
+    def kind_of_kernels(self) -> type[SelectedKernels]:
+        """The class of these."""
         from pytest_attn.session.selection import Configurations, SelectedKernels
 
-        asked = [name for guest in guests() for setting, name in guest.kernels.items() if getattr(self.settings, setting)]
-        chosen = resolve_name(asked[0]) if asked else Configurations if self.settings.tune else SelectedKernels
-        made: SelectedKernels = chosen(self.settings, self.registrations, self.machines)
-        return made
+        asked = [name for guest in guests() for option, name in guest.kernels.items() if self.settings.more[option]]
+        chosen: type[SelectedKernels] = resolve_name(asked[0]) if asked else SelectedKernels
+        return Configurations if self.settings.tune and not asked else chosen
 
     @property
     def has_attention_tests(self) -> bool:

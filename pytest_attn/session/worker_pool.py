@@ -26,8 +26,7 @@ from pytest_attn.processes.launcher import Ended, Launcher, Process
 from pytest_attn.processes.lifetime import ProcessFolder
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.session.devices import count_workers
-from pytest_attn.session.option_types import declared_options
-from pytest_attn.session.options import Settings
+from pytest_attn.session.options import all_options
 
 #: devices on which processes that time are forked. Not on a CPU: there copies in memory take a fifth longer in forked ones,
 #: see docs/results/latency.md
@@ -222,7 +221,7 @@ def _arguments(config: pytest.Config, folder: Path) -> list[str]:
 
 def _options(folder: Path) -> dict[str, object]:
     """Return what else overrides the command line of a worker, by the names in `config.option`."""
-    own = {one.dest: False if one.is_switch else None for one in declared_options(Settings) if not one.in_child}
+    own = {one.dest: False if one.is_switch else None for one in all_options() if not one.in_child}
     return {**own, "attn_latency": "auto", "attn_fuzz": "0", "basetemp": str(folder / "tmp")}
 
 

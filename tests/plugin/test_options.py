@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pytest_attn.correctness import reference
-from pytest_attn.session.option_types import GROUPS, declared_options
-from pytest_attn.session.options import Settings
+from pytest_attn.session.option_types import GROUPS
+from pytest_attn.session.options import all_groups, all_options
 
 BACKENDS = {"fixtures": "attn, attn_backend", "body": "attn.check(attn_backend)"}
 
@@ -150,7 +150,7 @@ def test_help_and_markers_and_fixtures_read_as_a_manual(pytester):
 
 
 def test_every_option_is_in_one_group():
-    assert sorted(name for group in GROUPS for name in group.names) == sorted(one.name for one in declared_options(Settings))
+    assert sorted(name for group in all_groups() for name in group.names) == sorted(one.name for one in all_options())
 
 
 def test_one_option_writes_every_kind_of_file(run, kernel_test, pytester):

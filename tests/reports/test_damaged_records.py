@@ -14,7 +14,7 @@ from pytest_attn.reports.markdown import markdown_summary, support_page, workflo
 from pytest_attn.reports.ranking import rank
 from pytest_attn.reports.ranking_output import rank_summary
 from pytest_attn.reports.records import read_line, to_line
-from pytest_attn.reports.terminal import mutation_summary, profile_tables, summary
+from pytest_attn.reports.terminal import profile_tables, summary
 
 DRAW, FLUX = random.Random(1), next(workloads(1))
 PROFILE = profile_of(FLUX, BACKENDS[0], "forward")
@@ -43,7 +43,6 @@ def reports(record):
     records = [record, *map(read_line, map(to_line, RECORDS), ["known"] * 3)]
     list(summary(records, verbose=True))
     list(latency_summary([r for r in records if r["latency"] is not None], True, 80))
-    list(mutation_summary(records, verbose=True))
     list(profile_tables(records, 80))
     list(workflow_commands(records))
     markdown_summary(records)

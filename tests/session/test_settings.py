@@ -10,7 +10,7 @@ import pytest
 import pytest_attn
 from pytest_attn.session import options as module
 from pytest_attn.session.option_types import action, declared_options, option, output_file, size, switch, whole_number
-from pytest_attn.session.options import LEFT, Settings
+from pytest_attn.session.options import LEFT, Settings, all_options
 from pytest_attn.session.worker_pool import _options, worker_command
 
 
@@ -42,7 +42,7 @@ def inconsistencies(settings):
 def test_the_declarations_are_consistent():
     assert inconsistencies(Settings) == []
     others = {one.name for one in dataclasses.fields(Settings)}.difference(one.name for one in declared_options(Settings))
-    assert others == {"given", "json", "report", "summary", "support"}, "all other fields are options"
+    assert others == {"given", "more", "json", "report", "summary", "support"}, "all other fields are options"
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,7 @@ class Declared:
     page: str | None = action("A page", "FILE.html", output_file)
     state: str = option("Of it (default: cold)", "cold", "STATE", is_ini_only=True)
     inner: int = field(default=0)
+    more: dict = field(default_factory=dict, compare=False)
 
     from_config = classmethod(Settings.from_config.__func__)
 
@@ -127,7 +128,7 @@ def test_an_option_that_a_message_names_is_in_the_help(pytester):
     package = Path(pytest_attn.__file__).parent
     files = [path for path in package.rglob("*.py") if path.parent.name != "suite" and not path.name.startswith("option")]
     named = {flag for path in files for flag in re.findall(r"--attn-[a-z0-9-]+[a-z0-9]", path.read_text())}
-    hidden = {one.flag for one in declared_options(Settings) if f"  {one.flag}" not in text}
+    hidden = {one.flag for one in all_options() if f"  {one.flag}" not in text}
     assert hidden & named <= {"--attn-json-samples"}
     assert "--attn-threads" in hidden
 
@@ -168,14 +169,14 @@ def test_the_help_is_the_declaration(config_of):
 
 
 def test_a_fresh_process_is_given_what_is_declared_for_it(tmp_path):
-    options = {one.flag: one.in_child for one in declared_options(Settings)}
+    options = {one.flag: one.in_child for one in all_options()}
     assert {flag for flag, in_child in options.items() if not in_child} >= {"--attn-output", "--attn-profile"}
     assert options["--attn-tune"]
     assert options["--attn-backends"]
     overridden = _options(tmp_path)
     assert not options["--attn-rank"]
     assert not options["--attn-rank-to"]
-    for one in declared_options(Settings):
+    for one in all_options():
         if not one.in_child:
             assert overridden[one.dest] is (False if one.is_switch else None)
         else:

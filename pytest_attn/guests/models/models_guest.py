@@ -26,6 +26,9 @@ MODEL = Kind(
 )
 GUEST = Guest(
     kinds=(MODEL,),
+    fields="pytest_attn.guests.models.model_record:ModelFields",
+    lines="pytest_attn.guests.models.model_output:call_tables",
+    timed="pytest_attn.guests.models.model_output:step_lines",
     methods={"check_module": "pytest_attn.guests.models.model_case:check_module"},
     commands=("pytest_attn.guests.models.capture_command:add_capture",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -11,11 +12,13 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.kernel import HONEST_NAME, honest_backend
+from pytest_attn.guests.mutants.mutation_score import mutation_summary
 from pytest_attn.guests.mutants.survivors import Search
-from pytest_attn.reports.records import changed, new_record
+from pytest_attn.reports.records import Record, changed, new_record
+from pytest_attn.reports.terminal import Line
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import Machines
-from pytest_attn.session.kinds import MUTANT, CaseParameter, id_from_root, parameter_of, test_of
+from pytest_attn.session.kinds import CaseParameter, id_from_root, parameter_of, test_of
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.options import Settings
 from pytest_attn.session.progress import Progress
@@ -23,12 +26,20 @@ from pytest_attn.session.registrations import Registrations
 from pytest_attn.session.selection import SelectedKernels
 from pytest_attn.workloads.workload import Workload
 
+#: what names of faulty kernels begin with, where a backend's is expected
+MUTANT = "mutant:"
+
 
 class Mutants(SelectedKernels):
     """The faulty kernels of one run, and what happened to them. Each keeps its state from case to case, as a real one does."""
 
     untimed_because = "--attn-mutants"
     are_tested = False
+    section = "attention mutants"
+
+    @classmethod
+    def summary(cls, records: Sequence[Record], verbose: bool) -> Iterator[Line]:
+        return mutation_summary(records, verbose)
 
     def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
         super().__init__(settings, registrations, machines)
@@ -43,7 +54,8 @@ class Mutants(SelectedKernels):
     def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
         """Return a case for each kernel whose faulty step a workload of the marker reaches."""
         workloads = dict.fromkeys(case.workload for case in self.plain_cases(mark, takes_backend=False))
-        return [CaseParameter(workload, name) for workload in workloads for name in self._reached(workload, mark.backward)]
+        reached = [(workload, name) for workload in workloads for name in self._reached(workload, mark.backward)]
+        return [CaseParameter(workload, name, shown=name.removeprefix(MUTANT)) for workload, name in reached]
 
     def _reached(self, workload: Workload, backward: bool) -> list[str]:
         """Return the fault-free kernel, which a test must let pass, and the mutants whose faulty step the workload reaches."""

@@ -110,7 +110,7 @@ class OnRanks(Executor):
         """Return the pool, whose ranks have come to their next judgment. Raises RanksLostError where they do not."""
         if self._pool is None:
             pools = PoolRegistry.of(self._item.config)
-            self._pool = pools.pool(self.ranks, self._device.type, self._settings.rank_timeout)
+            self._pool = pools.pool(self.ranks, self._device.type, self._settings.more["rank_timeout"])
             self._pool.run(name_for_processes(self._item))
         self._pool.await_callable()
         return self._pool

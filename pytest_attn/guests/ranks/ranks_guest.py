@@ -1,6 +1,9 @@
 """The guest ranks: tests whose callables run on several processes, each with its shards."""
 
-from pytest_attn.seam import Guest
+from dataclasses import dataclass
+
+from pytest_attn.seam import Guest, LatencyField
+from pytest_attn.session import option_types
 
 _HERE = "pytest_attn.guests.ranks"
 #: what computes over ranks, by the names of backends
@@ -15,12 +18,36 @@ BACKENDS = {
     "te_cp": f"{_HERE}.libraries.te_cp:TeCp",
     "diffusers_cp": f"{_HERE}.libraries.diffusers_cp:DiffusersCp",
 }
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """The options of tests over ranks."""
+
+    rank_timeout: float = option_types.option(
+        "Seconds that ranks may take for one call; then they are ended, and their stacks and last collectives shown; 0 waits"
+        " forever (default: 120)",
+        "120",
+        "SECONDS",
+        option_types.seconds,
+        group="wait",
+        short="of a call over ranks",
+    )
+
+
 #: attributes of `attn` in the process that judges; on a rank they are those of `RankCase`
 _OF_ATTN = ("rank", "ranks", "group", "mesh", "shards", "kv_shards")
 GUEST = Guest(
     items=dict.fromkeys(("ranks", "shard"), f"{_HERE}.ranked_items:RankedItems"),
+    options=RankOptions,
     backends={"ranks": BACKENDS},
     attributes={name: f"{_HERE}.ranked_executor:{name}_of" for name in _OF_ATTN},
-    latency={"ranks": f"{_HERE}.communication:describe_ranks"},
+    latency={
+        "ranks": LatencyField(
+            "of a callable that ranks compute: number, shard, topology, communication_by, apart; by rank seconds, own,"
+            " communication",
+            f"{_HERE}.communication:describe_ranks",
+        )
+    },
     faults=f"{_HERE}.rank_faults:FAULTS_OF_RANKS",
 )

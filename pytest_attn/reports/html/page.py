@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 from pytest_attn.reports.lines import count
 from pytest_attn.reports.records import RUN, Record, gathered, is_judged, mapped, name_of, verdict_of
-from pytest_attn.reports.terminal import ending, inapplicable, mutation_score, survivors, untested
+from pytest_attn.reports.terminal import ending, inapplicable, untested
 from pytest_attn.reports.verdict import Tone, Verdict
+from pytest_attn.seam import each
 from pytest_attn.workloads.functions import printable_lines
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -166,6 +167,7 @@ def _case(
     compilation = [short(record["compile_seconds"]), record["graph_breaks"]]
     subject = {"name": record["subject"], **record["tags"], "version": record["version"]}
     number_of = texts.number_of
+    calls: Any = record.get("calls", ())  # a guest's
     return {
         "machine": number,
         "workload": workloads.number_of(record["workload"], _workload(record)),
@@ -184,7 +186,7 @@ def _case(
         "compile": compilation if record["compile_seconds"] is not None else 0,
         "profiles": [_profile(profile, launches) for profile in record["profiles"]] or 0,
         "latency": _latency(record["latency"]) or 0,
-        "calls": [_call(call, texts) for call in record["calls"]] or 0,
+        "calls": [_call(call, texts) for call in calls] or 0,
     }
 
 
@@ -212,7 +214,7 @@ def _tensor(tensor: Mapping[str, Any], texts: Interned) -> list[Any]:
 
 
 def _call(call: Mapping[str, Any], texts: Interned) -> list[Any]:
-    """Return the judgment of one attention call of a model; without z where nothing could be compared."""
+    """Return the judgment of one of several calls; without z where nothing could be compared."""
     words = [texts.number_of(str(call[word])) for word in ("module", "workload", "tensor")]
     z = [short(call[level]) for level in ("z_element", "z_row", "z_head")]
     return [*words, int(call["passed"]), 0 if None in z else z]
@@ -354,8 +356,7 @@ def facts_in_words(machine: MachineRecords) -> list[tuple[str, str]]:
         ("pytest-attn", facts.get("pytest_attn", "")),
         ("Untested", "; ".join(untested(machine.records))),
         ("Did not apply", "; ".join(inapplicable(machine.records))),
-        ("Faulty kernels", mutation_score(machine.records)),
-        ("Survived", " ".join(survivors(machine.records))),
+        *((title, " ".join(texts)) for results in each("results") for title, texts in results(machine.records)),
         ("Libraries", ", ".join(f"{library} {version}" for library, version in _libraries(machine.records))),
     ]
     return [(term, str(text)) for term, text in rows if text]
