@@ -152,16 +152,3 @@ def test_the_extra_failures_saves_tensors_that_fail_again(installed, tmp_path):
     again = run(script)
     assert again.returncode == 1
     assert "the softmax scale is missing" in again.stderr, again.stderr
-
-
-@pytest.mark.slow("starts an environment")
-def test_the_extra_fuzz_draws_workloads(installed):
-    result = installed("torch", "fuzz")("-m", "pytest", "--attn-fuzz=3", "-k", "right")
-    assert "2 passed" in result.stdout, result.stdout + result.stderr
-
-
-@pytest.mark.slow("starts an environment")
-def test_the_extra_report_writes_a_page(installed, tmp_path):
-    result = installed("torch", "report")("-m", "pytest", "--attn-output=page.html", "-k", "right")
-    assert "1 passed" in result.stdout, result.stdout + result.stderr
-    assert "vegaEmbed" in (tmp_path / "project" / "page.html").read_text()

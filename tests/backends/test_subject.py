@@ -12,7 +12,7 @@ from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.declaration import Declaration, Declared
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import CallableSubject, Subject, obstacle_of_any
+from pytest_attn.backends.subject import CallableSubject, obstacle_of_any
 from pytest_attn.correctness.spec import CheckSpec
 
 CPU = machine_of(torch.device("cpu"))
@@ -168,19 +168,6 @@ def test_a_library_s_warnings_are_kept_quiet_and_a_user_s_are_not():
 # -- what it takes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_callable_takes_whatever_its_test_gives_it():
-    assert subject(mine).capabilities is None
-    assert subject(mine).unsupported_because(CAUSAL, CPU, backward=True) == []
-    assert subject(mine).obstacle(CAUSAL, CPU, False) is None
-
-
-def test_a_backend_refuses_what_its_interface_cannot_say():
-    assert Own().unsupported_because(PLAIN, CPU, backward=True) == []
-    assert Own().unsupported_because(Workload(16, mask="causal", sinks=True), CPU) == ["has no causal mask", "has no sinks"]
-    assert Own().obstacle(Workload(16, mask="causal", sinks=True), CPU, False) == "has no causal mask; has no sinks"
-    assert Own().obstacle(PLAIN, CPU, True) is None
-
-
 def test_the_first_obstacle_is_the_reason():
     own, paged = Own(), Workload(1, 64, batch=2, kv_pages=Pages(16), sinks=True)
     large = Workload(100_000, mask="causal")
@@ -254,14 +241,6 @@ def test_a_known_defect_is_of_the_workloads_and_directions_in_its_reach():
     assert one.known_to_change == {"q"}
     assert subject(mine).defects_on(CAUSAL, CPU, backward=True) == []
     assert subject(mine).known_to_change == frozenset()
-
-
-def test_what_prepares_nothing_is_no_subject():
-    class Unfinished(Subject):
-        name = "unfinished"
-
-    with pytest.raises(TypeError, match="prepare"):
-        Unfinished()
 
 
 def test_the_keywords_for_type_checkers_are_the_fields_of_a_declaration():

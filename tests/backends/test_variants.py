@@ -11,7 +11,7 @@ from pytest_attn import Backend, Machine, Workload, draw_inputs
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import capturing
-from pytest_attn.backends.variants import Compiled, Graphed, compilation_of, compile_kernel
+from pytest_attn.backends.variants import Compiled, Graphed, compile_kernel
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.workloads.catalog import builtin_catalog
 
@@ -60,28 +60,6 @@ def test_a_variant_says_what_its_backend_says():
     assert (
         Registry()["eager+graph"].unavailable_because(Machine("cpu", "", None, "cpu", 1, 0, "2.13")) == "needs a CUDA device"
     )
-
-
-@pytest.mark.slow("compiles")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when inductor is first loaded
-@pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles")  # by torch 2.6
-def test_compiling_is_timed_and_its_graph_breaks_are_counted():
-    def kernel(q, k, v):
-        q = q * 2
-        torch._dynamo.graph_break()
-        return q + k + v
-
-    whole = compile_kernel(lambda q, k, v: q + k + v)
-    broken = compile_kernel(kernel, full_graph=False)
-    ones = torch.ones(4, 4)
-    for call, value in ((whole, 3), (broken, 4)):
-        assert torch.equal(call(ones, ones, ones), torch.full((4, 4), float(value)))
-    assert compilation_of(whole).graph_breaks == 0
-    assert compilation_of(broken).graph_breaks == 1
-    first = compilation_of(whole).seconds
-    whole(ones, ones, ones)
-    assert compilation_of(whole).seconds == first > 0
-    assert compilation_of(print) is None
 
 
 def test_what_must_be_one_graph_raises_at_a_break():

@@ -1,7 +1,6 @@
 """A fault is named only if it explains all that the kernel returned, also on the distributions that passed."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -55,11 +54,6 @@ def test_a_profile_is_suggested_only_if_the_whole_case_would_pass_with_it(length
         ).passed
 
 
-@pytest.mark.slow("makes many calls")
-def test_an_accumulator_in_the_dtype_is_no_matter_of_a_profile():
-    assert faults(online_softmax_in_the_dtype, Workload(1024, heads=2, head_dim=64)) == ()
-
-
 def scaled(times):
     return lambda q, k, v: ((q @ k.mT) * (q.shape[-1] ** -0.5 * times)).softmax(-1) @ v
 
@@ -92,45 +86,8 @@ def test_heads_that_are_taken_for_tokens_are_told(workload):
     assert faults(lambda q, k, v: takes_bshd(*(t.mT.contiguous().mT * 1.01 for t in (q, k, v))), workload) == ()
 
 
-def softmax_in_float32(q, k, v):
-    scores = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).tril()
-    weights = (scores.masked_fill(scores == 0, -torch.inf) - scores.amax(-1, keepdim=True)).exp()
-    return ((weights / weights.sum(-1, keepdim=True)).to(q.dtype)) @ v
-
-
-@pytest.mark.slow("makes many calls")
-def test_dp_in_the_dtype_is_what_autograd_makes_of_a_cast():
-    spec = CheckSpec(CAUSAL, CPU, backward=True)
-    assert faults(softmax_in_float32, CAUSAL, backward=True) == ("precision-autograd",)
-    assert judged(softmax_in_float32, replace(spec, declared=Declaration(precision="autograd"))).passed
-    assert judged(softmax_in_float32, replace(spec, workload=CAUSAL.replace(dtype="float32"))).passed
-
-
-def split_over_keys(q, k, v):
-    """Attend to blocks of keys, as decoding does, whose weights autograd sees cast to the dtype block by block."""
-    outs, sums = [], []
-    for keys, values in zip(k.float().split(37, 2), v.float().split(37, 2), strict=True):
-        scores = q.float() @ keys.mT * q.shape[-1] ** -0.5
-        sums.append(scores.logsumexp(-1))
-        outs.append((scores - sums[-1][..., None]).exp().to(q.dtype).float() @ values)
-    shares = torch.stack(sums).softmax(0)
-    return (shares[..., None] * torch.stack(outs)).sum(0).to(q.dtype)
-
-
 def told(kernel, workload):
     return [hint.words for hint in judged(kernel, CheckSpec(workload, CPU, backward=True)).mismatch.hints]
-
-
-@pytest.mark.slow("makes many calls")
-def test_a_cast_of_weights_that_autograd_sees_is_told_with_blocks_of_keys_too():
-    wide, narrow = (Workload(130, heads=6, head_dim=head_dim) for head_dim in (64, 32))
-    (words,) = told(split_over_keys, wide)  # passes as 'autograd', but without room
-    assert words.startswith("P is cast to bfloat16 where autograd sees it")
-    assert faults(split_over_keys, narrow, backward=True) == ("precision-autograd",)
-    for workload in (wide, narrow):
-        spec = CheckSpec(workload, CPU, backward=True, declared=Declaration(precision="autograd"))
-        assert judged(split_over_keys, spec).passed
-        assert judged(split_over_keys, replace(spec, workload=workload.replace(dtype="float32"))).passed
 
 
 def noisy_dp(q, k, v):

@@ -131,18 +131,6 @@ def test_gradients_prepared_in_the_forward_pass():
 
 
 @pytest.mark.slow("makes many calls")
-def test_gradients_of_another_call():
-    kept = []
-
-    def keeping(gradients, dout):
-        if len(kept) < 12:
-            kept.append(gradients(dout))
-        return kept[-1]
-
-    refused(with_gradients(keeping), "backward", "timed: its result is not")
-
-
-@pytest.mark.slow("makes many calls")
 def test_a_kernel_that_is_late_now_and_then_is_still_timed():
     def kernel(q, k, v):
         time.sleep(0.0005)

@@ -211,22 +211,6 @@ def test_a_long_sample_is_not_judged_by_what_came_before_and_after(machine):
     assert monitor.disturbance() is None
 
 
-def test_a_sample_is_not_long_for_having_been_shared(machine):
-    monitor = monitor_on(machine)
-    machine.others = [(machine.now, float("inf"))]
-    for _ in range(5):
-        assert taken(monitor, machine.sample(15e-3)) == 24e-3
-    assert "the core is shared" in monitor.disturbance()
-
-
-def test_one_sample_that_was_held_up_does_not_make_the_others_long(machine):
-    monitor = monitor_on(machine)
-    taken(monitor, machine.sample(0.1))
-    taken(monitor, machine.sample())
-    machine.others = [(machine.now, machine.now + 0.5)]
-    assert taken(monitor, machine.sample()) == 1e-3
-
-
 def test_a_measurement_beside_others_is_disturbed(monkeypatch):
     """By the real clock: the loop takes twice as long from some time on."""
     watch = Stopwatch(torch.device("cpu"))
@@ -234,12 +218,3 @@ def test_a_measurement_beside_others_is_disturbed(monkeypatch):
     monkeypatch.setattr(disturbance, "_MOST_LOST_SECONDS", 0.05)
     work = timed(Registry()["sdpa"], Workload(64, heads=2, head_dim=32), torch.device("cpu"), "forward")
     assert "the core is shared" in watch.measure(work, "tiny", "sdpa").disturbances[-1]
-
-
-@pytest.mark.slow("times in many processes")
-def test_the_reference_loop_of_one_thread_is_an_anchor():
-    work = timed(Registry()["sdpa"], Workload(64, heads=2, head_dim=32), torch.device("cpu"), "forward")
-    watch = Stopwatch(torch.device("cpu"))
-    assert 0 < watch.measure(work, "tiny", "sdpa").anchors["pace"] < 1e-2
-    with threads(2):
-        assert "pace" not in watch.measure(work, "tiny", "sdpa").anchors

@@ -125,20 +125,6 @@ def test_a_block_is_repeated_while_it_is_disturbed_and_kept_in_the_end(monkeypat
     assert latency.blocks == 3
 
 
-@pytest.mark.slow("times in many processes")
-def test_a_time_in_batches_is_never_held_against_one_in_a_graph(monkeypatch):
-    stopwatch = Stopwatch(CPU)
-    plan = stopwatch.timer.plan
-    monkeypatch.setattr(stopwatch.timer, "plan", lambda work, mode: plan(work, mode)._replace(mode="batched"))
-    for recorded, disturbances in (("batched", 0), ("graph", 1), ("replay", 1)):
-        latency = stopwatch.measure(timed(attention, SMALL, CPU, "forward"), SMALL.id, "kernel", recorded, seconds=0.0)
-        assert sum("which cannot be captured now" in words for words in latency.disturbances) == disturbances
-    monkeypatch.setattr(stopwatch.timer, "plan", lambda work, mode: plan(work, mode)._replace(mode="replay"))
-    for recorded, disturbances in (("replay", 0), ("graph", 1)):
-        latency = stopwatch.measure(timed(attention, SMALL, CPU, "forward"), SMALL.id, "kernel", recorded, seconds=0.0)
-        assert sum("in the device's memory" in words for words in latency.disturbances) == disturbances
-
-
 def test_a_block_that_would_end_too_late_is_not_begun(busy, monkeypatch):
     monkeypatch.setattr(busy, "_now", lambda: 0.02 * sum("op" in names for names, _, _ in busy.timer.blocks))
     assert len(blocks_of(busy, plan_of(), seconds=0.11, compiled_at=0.0)) == 5

@@ -65,17 +65,6 @@ def test_both_directions_take_about_as_long_as_their_sum():
     assert 0.3 * (forward + backward) < both < 3 * (forward + backward)
 
 
-@pytest.mark.slow("sleeps")
-def test_a_kernel_that_sleeps_on_the_host_is_timed_with_its_sleep(device):
-    def sleeping(q, k, v):
-        time.sleep(0.004)
-        return attention(q, k, v)
-
-    latency = measure(sleeping, device)
-    assert latency.mode == "host"
-    assert latency.p50 >= 0.004
-
-
 def test_a_kernel_that_keeps_its_first_result_is_refused(device):
     kept = {}
 

@@ -8,7 +8,6 @@ import pytest
 from fakes.records import run_of
 
 from pytest_attn.__main__ import main
-from pytest_attn.reports.html.page import report_page
 from pytest_attn.reports.markdown import markdown_summary
 from pytest_attn.reports.ranking import rank
 from pytest_attn.reports.ranking_output import rank_summary
@@ -23,14 +22,6 @@ def files(tmp_path, monkeypatch):
     for name, part in (("one.jsonl", records[:30]), ("two.jsonl", records[30:])):
         RecordWriter(name).write(part)
     return tmp_path
-
-
-@pytest.mark.slow("is another way")
-def test_a_report_of_two_runs(files):
-    assert main(["report", "one.jsonl", "two.jsonl"]) == 0
-    assert (files / "report.html").read_text() == report_page(read_records("one.jsonl", "two.jsonl"))
-    assert main(["report", "one.jsonl", "-o", "one.html"]) == 0
-    assert (files / "one.html").read_text() == report_page(read_records("one.jsonl"))
 
 
 def test_a_summary_goes_where_it_is_sent(files, capsys):

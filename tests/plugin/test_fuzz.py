@@ -163,22 +163,6 @@ def refuses(w):
 
 
 @pytest.mark.slow("draws workloads")
-def test_where_every_draw_is_refused_the_item_is_skipped_with_the_reason(conftest, fuzz, kernel_test):
-    conftest(
-        after="""
-def pytest_attn_backends(registry):
-    registry.add_function("none", lambda q, k, v, workload: q, unsupported_because=lambda w: ["it is Sunday"])
-"""
-    )
-    kernel_test("attn.check(attn_backend)", fixtures="attn, attn_backend", marker='"smoke-full", device="cpu"')
-    result = fuzz("--attn-backends=none,natten", "-rs")
-    result.assert_outcomes(skipped=2, deselected=2)
-    result.stdout.fnmatch_lines_random(
-        ["*not fuzzed: every draw was refused, most often because: none: it is Sunday", "SKIPPED*natten: *"]
-    )
-
-
-@pytest.mark.slow("draws workloads")
 def test_a_seed_that_is_given_also_draws_the_workloads(fuzz, kernel_test):
     kernel_test("print('drew', attn.workload.id)\nattn.check(lambda q, k, v: sdpa(q, k, v))")
     one, same, other = (re.findall("drew .*", fuzz("-rA", f"--attn-seed={seed}", number=6).stdout.str()) for seed in (5, 5, 6))
@@ -278,14 +262,3 @@ FEW = ("a right kernel", "a test may refuse a draw", "measure only checks", "not
 def test_what_is_drawn_ends_as_the_test_does_and_is_said(tell, pytester):
     stories = {name: story for name, story in STORIES.items() if name not in FEW}
     tell(stories, "--attn-fuzz=60", "-k", "fuzz", passed=3, deselected=len(stories))
-
-
-@pytest.mark.slow("draws workloads")
-def test_without_hypothesis_the_run_says_what_to_install(conftest, kernel_test, pytester):
-    conftest(before="import sys\nsys.modules['hypothesis'] = None")
-    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v))")
-    args = ("-p", "no:hypothesispytest", "-p", "no:cacheprovider")
-    result = pytester.runpytest_inprocess(*args, "--attn-fuzz=3")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(['*--attn-fuzz needs Hypothesis: pip install "pytest-attn[[]fuzz[]]"'])
-    pytester.runpytest_subprocess(*args).assert_outcomes(passed=1)

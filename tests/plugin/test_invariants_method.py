@@ -1,12 +1,9 @@
 """attn.check_invariants as a user sees it."""
 
-import re
-
 import pytest
 
 #: once is enough: that records arrive from a worker is told in test_stories
 ONCE = pytest.mark.parametrize("run", ["serial"], indirect=True)
-THOROUGH = ("--attn-thorough",)
 KERNEL = 'Workload(70, heads=2, head_dim=32), device="cpu"'
 HONEST = "attn.check_invariants(lambda q, k, v: sdpa(q, k, v))"
 
@@ -64,12 +61,3 @@ STORIES = {
 @ONCE
 def test_it_takes_and_ends_as_check_does(tell):
     tell(STORIES)
-
-
-@pytest.mark.slow("makes many calls")
-@ONCE
-def test_thorough_asks_more(run, kernel_test):
-    kernel_test(f"report = {HONEST}\nassert (len(report.findings), report.calls) == (0, 0)", marker=KERNEL)
-    few, many = ([int(n) for n in re.search(r"\((\d+), (\d+)\) == ", run(*a).stdout.str()).groups()] for a in ((), THOROUGH))
-    assert few[0] < many[0]
-    assert few[1] < many[1]

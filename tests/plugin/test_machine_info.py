@@ -6,7 +6,6 @@ from importlib import metadata
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from fakes.benchmark import CONFTEST, MEASURING
 
 from pytest_attn.cases import pytest_benchmark
 
@@ -67,33 +66,3 @@ def test_machine_info_without_torch_says_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml("NVIDIA H200"))
     pytest_benchmark.machine_info(None, info := {})
     assert info["attn"]["torch"] is None
-
-
-@pytest.mark.slow("imports torch anew")
-def test_machine_info_reaches_the_json_without_torch_and_despite_a_deprecated_package(bench, pytester):
-    deprecated = f"""
-import warnings
-warnings.warn("use nvidia-ml-py", FutureWarning)
-{
-        "".join(
-            f"{name} = lambda *_: {value!r}" + chr(10)
-            for name, value in [
-                ("nvmlInit", None),
-                ("nvmlShutdown", None),
-                ("nvmlDeviceGetCount", 1),
-                ("nvmlDeviceGetHandleByIndex", 0),
-                ("nvmlDeviceGetName", "NVIDIA H200"),
-                ("nvmlSystemGetDriverVersion", "580"),
-                ("nvmlSystemGetCudaDriverVersion", 13000),
-            ]
-        )
-    }"""
-    pytester.makepyfile(pynvml=deprecated)
-    loaded = "def pytest_unconfigure():\n    import sys\n    print('torch loaded:', 'torch' in sys.modules)\n"
-    pytester.makeconftest(CONFTEST + loaded)
-    pytester.syspathinsert()
-    args = ("-s", "--benchmark-json=out.json")
-    result = bench(*args, source=MEASURING.format(taken=True), in_process=False, passed=2)
-    result.stdout.fnmatch_lines(["torch loaded: False"])
-    found = json.loads((pytester.path / "out.json").read_text())["machine_info"]["attn"]
-    assert found == {"gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0", "torch": metadata.version("torch")}

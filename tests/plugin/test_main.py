@@ -42,14 +42,6 @@ def test_the_tables_are_those_of_attn_list(capsys, pytester):
     assert listed[first : first + len(tables)] == tables
 
 
-@pytest.mark.slow("is another way")
-def test_the_command_that_it_closes_with_runs(capsys, pytester):
-    command = printed(capsys, "--device=cpu")[-1].removeprefix("next: ").partition("  ")[0].split()
-    result = pytester.runpytest_inprocess(*command[1:], "-p", "no:cacheprovider", "--collect-only", "-q")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*test_correctness.py::*[[]smoke-full-math]"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

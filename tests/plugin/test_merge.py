@@ -69,15 +69,6 @@ def test_the_groups_of_pytest_split_are_one_run(run, merge, pytester):
     assert merge("some.jsonl", "part-2.jsonl") == whole, "with what was left out before"
 
 
-@pytest.mark.slow("starts processes")
-def test_workers_that_crash_are_no_whole_run(run, merge, pytester):
-    pytester.makepyfile(test_it="import os\ndef test_one(): pass\ndef test_two(): os._exit(1)\ndef test_three(): pass\n")
-    pytester.runpytest_subprocess("--attn-output=run.jsonl", "-n", "1", "--max-worker-restart=0")
-    code, said = merge("run.jsonl")
-    assert code == 1
-    assert "merge: run.jsonl does not know which tests it collected, as its workers crashed; run it again: pytest " in said
-
-
 def test_what_k_and_m_leave_out_of_all_files_need_not_run(run, merge, pytester):
     pytester.makeconftest("""
         import pytest

@@ -41,11 +41,6 @@ def test_wrong(attn):
     attn.check(mine)
     assert False, "whatever the kernel"
 """
-BACKEND = """
-@pytest.mark.attention("smoke-window", "smoke-full", device="cpu")
-def test_backends(attn, attn_backend):
-    attn.check(attn_backend)
-"""
 
 
 def run(pytester, text, *args):
@@ -93,13 +88,6 @@ def test_a_test_that_fails_on_the_honest_kernel_is_a_failed_test(pytester):
     assert result.ret == 1
     assert "test_wrong[w-honest]" in result.stdout.str()
     assert result.parseoutcomes()["failed"] == 1
-
-
-@pytest.mark.slow("makes many calls")
-def test_a_mutant_is_run_until_it_is_killed(pytester):
-    result = run(pytester, TEST.replace("def test_checked", "def checked") + BACKEND, "-rs")
-    result.stdout.re_match_lines([r"SKIPPED \[\d+\] .* was found already"], consecutive=False)
-    result.stdout.re_match_lines([r"masks +(\d+) +\1 +100%"], consecutive=False)
 
 
 def test_names_can_be_chosen_with_k_and_ids_tell_them(pytester):
@@ -182,16 +170,6 @@ def test_what_finds_survivors_is_in_every_output(pytester):
         assert "mutation score 50%: 1 of 2 faulty kernels found" in page
         assert "no-maximum-subtracted: Exponentials are taken" in page.replace("\\", "")
         assert "in the marker" in page
-
-
-@pytest.mark.slow("makes many calls")
-def test_nothing_is_looked_for_while_a_test_is_left_that_may_find_it(pytester, monkeypatch):
-    looked_for = []
-    monkeypatch.setattr(survivors.Search, "found_with", lambda self, mutant, spec: looked_for.append(spec.workload.name) or "")
-    text = weak(f'{SHORT}, Workload(70, name="b"), Workload(70, name="c")') + LATER
-    result = run(pytester, text, "-k", NAMES)
-    result.stdout.fnmatch_lines(["survived  no-maximum-subtracted: *", "mutation score 50%: 1 of 2 *"])
-    assert looked_for == ["later"], "once, when the last case was over"
 
 
 def test_it_is_said_that_a_mutant_did_not_run_and_that_time_was_over(pytester):

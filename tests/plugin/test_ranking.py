@@ -189,21 +189,6 @@ def test_configurations_are_checked_timed_and_written(project, pytester):
     named.assert_outcomes(passed=1, deselected=1)
 
 
-@pytest.mark.slow("times in many processes")
-def test_fresh_processes_know_the_configurations(project, pytester):
-    """The default has a baseline and looks slower; its confirmation runs in processes that name it by its id."""
-    recorded = project("--attn-tune=tiled", "-k", "test_both and not 48", "--attn-update-baselines=first", **TUNED)
-    recorded.assert_outcomes(passed=3)
-    recorded.stdout.fnmatch_lines(["baselines: 6 of 6 cases recorded in *"])
-    stem = str(pytester.path / "best")
-    result = project(
-        "--attn-tune", "tiled", "--attn-rank-to", stem, "-k", "test_both and not 48", **{**TUNED, "tiled@BLOCK=16": 150}
-    )
-    result.assert_outcomes(failed=1, passed=2)
-    assert "regressed: tiled@BLOCK=16 on tiny, forward" in result.stdout.str()
-    assert len([line for line in result.outlines if "attention rank" in line]) == 1
-
-
 def test_a_backend_that_cannot_list_its_configurations_says_so(project):
     result = project("--attn-tune=broken")
     result.stdout.fnmatch_lines(["*--attn-tune=broken: no configurations for tiny: ZeroDivisionError: division by zero*"])

@@ -295,15 +295,6 @@ def test_an_older_folder_of_the_case_is_replaced(run, kernel_test, saved):
     assert torch.equal(saved().tensors["out"], first.tensors["v"] * 2)
 
 
-@pytest.mark.slow("draws workloads")
-def test_a_fuzzed_failure_is_saved_as_it_shrank(pytester, kernel_test, saved):
-    pytest.importorskip("hypothesis")
-    kernel_test("attn.check(lambda q, k, v: sdpa(q, k, v) * (1 if q.shape[2] < 7 else 2))")
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, "--attn-fuzz=30", "-k", "not h2")
-    smallest = re.search(r"the smallest workload that does is Workload\((\d+)", result.stdout.str())
-    assert saved().workload.q_len == int(smallest[1]) == 7
-
-
 @pytest.mark.parametrize("missing", ["safetensors", "numpy"])
 def test_what_saving_needs_is_a_usage_error_that_says_what_to_install(pytester, kernel_test, monkeypatch, missing):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else "there")

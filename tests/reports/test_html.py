@@ -6,8 +6,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -52,21 +50,6 @@ class Elements(HTMLParser):
 
 def data_of(text):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
-
-
-@pytest.mark.slow("starts processes")
-def test_the_page_is_written_without_torch_or_pytest():
-    script = """
-import sys
-from pytest_attn.workloads.functions import printable_lines
-from pytest_attn.reports.html.page import missing_libraries, report_page
-assert not missing_libraries()
-print(sorted({"torch", "pytest", "altair", "vl_convert"} & set(sys.modules)))
-report_page([])
-print(sorted({"torch", "pytest"} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:2] == ["[]", "[]"]
 
 
 def test_what_comes_from_a_test_is_never_markup(small):
@@ -171,11 +154,3 @@ def test_the_machine_is_described_in_words():
     assert facts["Memory"] == "140 GiB"
     assert facts["Run"] == "2026-11-21 19:34 UTC"
     assert "flash-attn 2.8.3" in facts["Libraries"]
-
-
-@pytest.mark.slow("makes many calls")
-def test_five_thousand_cases_are_a_few_megabytes():
-    records = run_of(5000)
-    assert sum(r["question"] == "check" and r["verdict"] != "skipped" for r in records) > 4800
-    assert len(to_script(records)) > 15e6
-    assert len(report_page(records)) < 6e6

@@ -12,20 +12,6 @@ from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import duration
 
 
-@pytest.mark.slow("makes many calls")
-def test_five_thousand_cases_open_in_under_two_seconds_and_ask_for_nothing(show):
-    page = show(run_of(5000))
-    painted = page("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    read = page("performance.getEntriesByName('attn-read')[0].startTime")
-    assert painted < 2000
-    assert read < 2000
-    assert page("document.querySelectorAll('*').length") < 15_000
-    assert page.said() == []
-    assert [address for address in page.requests() if not address.startswith("file:///")] == []
-    assert len(page.requests()) == 1
-    page.close()
-
-
 @pytest.mark.slow("is another way")
 def test_hostile_text_is_shown_and_does_nothing(page):
     assert page("window.hacked") is None
@@ -99,23 +85,6 @@ def test_the_matrix_is_walked_with_arrows_and_shows_what_is_behind_a_cell(page):
     assert page("document.activeElement.ariaLabel").startswith("sdpa_flash on flux-L512: regressed, 1 of 4")
     assert "p50 807.9 us" in page("document.querySelector('.panel').textContent")
     assert page("document.querySelectorAll('#matrix td[tabindex=\"0\"]').length") == 1, "one stop for the Tab key"
-
-
-@pytest.mark.slow("is another view")
-def test_the_curve_has_a_line_per_backend_linear_and_log(page):
-    for scale in ("linear", "log"):
-        page(f"document.querySelector('#curve input[value={scale}]').click()")
-        page.wait_for(f"document.querySelectorAll('#curve .mark-line path').length === {len(BACKENDS)}")
-        assert page("document.querySelectorAll('#curve .mark-symbol path').length") == 6 * len(BACKENDS)
-        assert page("document.querySelectorAll('#curve .mark-rule.role-mark line').length") == 6 * len(BACKENDS), "intervals"
-        ticks = texts(page, "#curve .role-axis-label text")
-        assert {"4224", "4352", "4416", "4480", "4544", "4608"} <= set(ticks)
-        assert ("0 us" in ticks) == (scale == "linear")
-    assert "flux" in page(
-        "document.querySelector('#curve svg').ariaLabel ?? document.querySelector('#curve [aria-label*=flux]').ariaLabel"
-    )
-    page("document.querySelector('#curve details').open = true")
-    assert "sdpa_cudnn" in texts(page, "#curve details tbody th")
 
 
 def test_speed_is_told_against_the_fastest_that_is_exact(page):
@@ -216,17 +185,6 @@ def test_machines_never_share_a_plot(show):
     settled(page)
     assert page("document.querySelectorAll('#curve .mark-symbol path').length") == 3
     assert "AMD EPYC" in page("document.getElementById('facts').textContent")
-    page.close()
-
-
-@pytest.mark.slow("is another view")
-def test_what_there_is_no_data_for_is_named_with_how_to_get_it(show):
-    page = show([check("passed", FLUX[0], SDPA, "forward", random.Random(0))])
-    assert texts(page, "main section h2") == ["What is wrong", "Verdicts", "Error distributions", "All judgments"]
-    missing = " ".join(texts(page, "#missing li"))
-    for option in ("--attn-profile", "--attn-update-baselines", "attn.measure(fn)"):
-        assert option in missing
-    assert page("document.getElementById('sentence').className") == "sentence fine"
     page.close()
 
 

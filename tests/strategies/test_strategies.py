@@ -53,11 +53,6 @@ def test_everything_that_may_be_drawn_is():
     assert sum(w.kv_len in (63, 64, 65, 127, 128, 129) for w in seen) > 30, "few draws lie at the ends of tiles"
 
 
-@pytest.mark.slow("draws workloads")
-def test_backward_draws_no_pages():
-    assert "paged" not in {layout_of(w) for w in drawn(workloads(backward=True))}
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
