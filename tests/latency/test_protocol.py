@@ -161,9 +161,9 @@ def test_an_anchor_s_sample_may_be_several_calls():
 def test_records_have_the_names_that_they_always_had():
     latency = Latency("w", "s", "forward", 1e-3, Interval(0.9e-3, 1.1e-3, 0.97), (1e-3,) * 6, 6, "events", 1, "cold", 2e-5, {})
     decided = replace(latency, decision=Decision(Verdict.PASSED))
-    assert list(decided.to_dict()) == [
+    assert [name for name in decided.to_dict() if name != "ranks"] == [  # which a guest adds
         *("workload", "subject", "direction", "p50", "interval", "samples", "blocks", "mode", "calls", "l2", "host"),
-        *("anchors", "memory", "threads", "disturbances", "notes", "conditions", "spent", "cupti", "ranks"),
+        *("anchors", "memory", "threads", "disturbances", "notes", "conditions", "spent", "cupti"),
         *("decision", "verdict"),
     ]
     assert decided.to_dict()["host"] == 2e-5
