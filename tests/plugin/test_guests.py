@@ -1,6 +1,5 @@
 """A guest is one file and one line: what stands outside of the package is judged, recorded and shown as what stands within."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,7 @@ from pytest_attn.reports.records import read_records
 from pytest_attn.seam import guests
 from pytest_attn.session.kinds import ATTENTION, KINDS, register_kinds_of_guests
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "howto" / "extend.md").read_text()
-EXAMPLE = re.search(r'```python\n("""RMSNorm.*?)```', PAGE, re.DOTALL)[1]
+EXAMPLE = (Path(__file__).parents[2] / "docs" / "examples" / "rms_norm.py").read_text()
 TESTS = """
 import pytest, torch
 

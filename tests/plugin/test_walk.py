@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "explanation" / "verdicts.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "architecture.md").read_text()
 #: what every call comes to, by the file and name of its function: where a reader looks it up
 LANDMARKS = {
     "AttentionCase.check": {
