@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Callable, Generator, Iterable
 from functools import cache
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -74,8 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.devices import take_own_gpu
 
         take_own_gpu(config)
-    if settings.fuzz:
-        _require_hypothesis()
+    if settings.fuzz and find_spec("hypothesis") is None:
+        raise pytest.UsageError('--attn-fuzz needs Hypothesis: pip install "pytest-attn[fuzz]"')
     if settings.report:
         from pytest_attn.session.output import require_report_libraries
 
@@ -88,13 +89,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
         open_json_lines(session, config)
     config.pluginmanager.register(session.results, "attn-results")
-
-
-def _require_hypothesis() -> None:
-    try:
-        import hypothesis  # noqa: F401
-    except ImportError:
-        raise pytest.UsageError('--attn-fuzz needs Hypothesis: pip install "pytest-attn[fuzz]"') from None
 
 
 def _isolated_functions(config: pytest.Config, timeout: float) -> Callable[[str], NamedFunction]:

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -213,25 +214,16 @@ class Offsets(Invariant):
         return None if free > 2 * _FAR * 4 else "the device has too little free memory"
 
     def run(self, probe: Probe) -> str:
-        refusal, answered = "a single row has no offsets", False
+        arrangements = []
         for name in ("q", "k", "v", "dout") if probe.backward else ("q", "k", "v"):
             last = _last_read(probe, name)
-            spreadable = (dim for dim in range(len(last)) if last[dim])
-            for axis in sorted(spreadable, key=lambda dim: -last[dim]):
-                tensors = probe.handed()
-                spread = _spread(getattr(tensors, name), axis, last[axis])
-                try:
-                    with refusals():
-                        found = probe.call(dataclasses.replace(tensors, **{name: spread}))
-                except RefusedError as error:
-                    refusal = f"refused in its own words: {error}"
-                    continue
-                answered = True
-                if changed := probe.moved(found):
-                    return f"{name} spread over more than 2^31 elements along dimension {axis}: {changed}"
-        if not answered:
-            raise NotApplicable(refusal)
-        return ""
+            for axis in sorted((dim for dim in range(len(last)) if last[dim]), key=lambda dim: -last[dim]):
+                words = f"{name} spread over more than 2^31 elements along dimension {axis}"
+                spread = partial(_spread, axis=axis, last=last[axis])
+                arrangements.append(dataclasses.replace(all_of(words, same), **{name: spread}))  # type: ignore[arg-type]
+        if not arrangements:
+            raise NotApplicable("a single row has no offsets")
+        return judge_arrangements(probe, arrangements)
 
 
 def _last_read(probe: Probe, name: str) -> list[int]:

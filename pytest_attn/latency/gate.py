@@ -112,7 +112,7 @@ class GateContext:
 
 def decide(runs: Sequence[Run], context: GateContext) -> Decision:
     """Decide over the runs of new processes."""
-    return _decision_from(_figures_of(runs, context), context)
+    return _decision_from(_Figures(runs, context), context)
 
 
 def screen(run: Run, context: GateContext) -> tuple[Decision, bool]:
@@ -121,7 +121,7 @@ def screen(run: Run, context: GateContext) -> tuple[Decision, bool]:
     They must in three cases: the run is slower by what can fail; it is slower for sure, and may be by so much; it does
     not pass by itself.
     """
-    figures = _figures_of([run], context)
+    figures = _Figures([run], context)
     at_most = figures.change + t_quantile(_SCREEN_ALPHA, figures.degrees) * figures.scatter
     may_fail = at_most >= figures.can_fail
     decision = _decision_from(figures, context)
@@ -159,34 +159,42 @@ def _relevant(slowdown: float, recorded: Recording, policy: Policy) -> float:
     return max(slowdown, policy.floor / math.exp(recorded.center))
 
 
-@dataclass(frozen=True)
 class _Figures:
     """The figures behind a decision, in logarithms.
 
     least: the smallest change that fails; can_fail: the smallest that can be certain, too. scatter: the standard error of
-    the change between processes, with its degrees of freedom; standard_error: and between devices. tail: the probability of
-    such a change by chance; level: below which it is certain. upper: the bound of the change. values: of the runs, adjusted.
+    the change between processes, with its degrees of freedom; error: and between devices. tail: the probability of such a
+    change by chance; level: below which it is certain. upper: the bound of the change. values: of the runs, adjusted.
     """
 
-    change: float
-    least: float
-    can_fail: float
-    scatter: float
-    degrees: float
-    standard_error: float
-    degrees_of_error: float
-    tail: float
-    upper: float
-    detectable: float
-    values: tuple[float, ...]
-    drift: Mapping[str, float]
-    recorded: Recording
-    runs: tuple[Run, ...]
-    level: float
+    def __init__(self, runs: Sequence[Run], context: GateContext) -> None:
+        if not runs:
+            raise ValueError("nothing to decide over: no runs")
+        self.recorded, self.runs, policy = context.recorded, runs, context.policy
+        variance, self.degrees = moderated(self.recorded.variance, self.recorded.degrees, context.prior)
+        self.drift = self.recorded.drift(runs)
+        doubtful = SENSITIVITY_SD**2 * sum(self.drift[name] ** 2 for name in self.recorded.sensitivity if name in self.drift)
+
+        def scatter_of(processes: int) -> float:
+            return math.sqrt(variance * (1 / len(self.recorded.values) + 1 / processes) + doubtful)
+
+        self.values = tuple(self.recorded.adjusted(run) for run in runs)
+        self.change = fmean(self.values) - self.recorded.center
+        self.level = policy.alpha / max(1, context.cases)
+        between = 0.0 if context.is_same_device else policy.between
+        self.scatter = scatter_of(len(runs))
+        self.error, self.degrees_of_error = _with_known(self.scatter, self.degrees, between)
+        later_error, degrees_of_later = _with_known(scatter_of(policy.runs), self.degrees, between)
+        certain, likely = t_quantile(self.level, degrees_of_later), t_quantile(0.2, degrees_of_later)
+        self.least = math.log1p(_relevant(policy.slowdown, self.recorded, policy))
+        self.can_fail = max(self.least, certain * between)
+        self.tail = t_tail(self.change / self.error, self.degrees_of_error)
+        self.upper = self.change + t_quantile(_BOUND_ALPHA, self.degrees_of_error) * self.error
+        self.detectable = math.expm1(max(certain * later_error, self.least) + likely * later_error)
 
     def decision(self, verdict: Verdict, reason: str = "") -> Decision:
         """Put the figures into a decision."""
-        reach = t_quantile(0.025, self.degrees_of_error) * self.standard_error
+        reach = t_quantile(0.025, self.degrees_of_error) * self.error
         return Decision(
             verdict=verdict,
             reason=reason,
@@ -198,45 +206,6 @@ class _Figures:
             anchors={name: math.expm1(moved) for name, moved in self.drift.items()},
             is_faster=1 - self.tail < self.level and verdict == Verdict.PASSED,
         )
-
-
-def _figures_of(runs: Sequence[Run], context: GateContext) -> _Figures:
-    if not runs:
-        raise ValueError("nothing to decide over: no runs")
-    recorded, policy = context.recorded, context.policy
-    variance, degrees = moderated(recorded.variance, recorded.degrees, context.prior)
-    drift = recorded.drift(runs)
-    doubtful = SENSITIVITY_SD**2 * sum(drift[name] ** 2 for name in recorded.sensitivity if name in drift)
-
-    def scatter_of(processes: int) -> float:
-        return math.sqrt(variance * (1 / len(recorded.values) + 1 / processes) + doubtful)
-
-    values = tuple(recorded.adjusted(run) for run in runs)
-    change = fmean(values) - recorded.center
-    level = policy.alpha / max(1, context.cases)
-    between = 0.0 if context.is_same_device else policy.between
-    scatter = scatter_of(len(runs))
-    error, degrees_of_error = _with_known(scatter, degrees, between)
-    later_error, degrees_of_later = _with_known(scatter_of(policy.runs), degrees, between)
-    certain, likely = t_quantile(level, degrees_of_later), t_quantile(0.2, degrees_of_later)
-    least = math.log1p(_relevant(policy.slowdown, recorded, policy))
-    return _Figures(
-        change=change,
-        least=least,
-        can_fail=max(least, certain * between),
-        scatter=scatter,
-        degrees=degrees,
-        standard_error=error,
-        degrees_of_error=degrees_of_error,
-        tail=t_tail(change / error, degrees_of_error),
-        upper=change + t_quantile(_BOUND_ALPHA, degrees_of_error) * error,
-        detectable=math.expm1(max(certain * later_error, least) + likely * later_error),
-        values=values,
-        drift=drift,
-        recorded=recorded,
-        runs=tuple(runs),
-        level=level,
-    )
 
 
 def _with_known(error: float, degrees: float, known: float) -> tuple[float, float]:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from pytest_attn.processes.channel import Channel, Message, wait
 from pytest_attn.processes.lifetime import CHANNEL_VARIABLE, die_with
@@ -65,6 +65,25 @@ class ServerError(Exception):
 # -- as the process sees it that starts it -------------------------------------------------------------------------------
 
 
+def started(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], end: Channel, output: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a module of Python, in a group of its own: what a terminal sends is for the process that waits. Raises OSError.
+
+    words: the module and its arguments. end: of the channel that it gets.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=output or subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        pass_fds=[end.fileno()],
+        start_new_session=True,
+    )
+
+
 class ForkServer:
     """A server that starts in the environment of a command. Raises ServerError where it cannot start.
 
@@ -75,16 +94,7 @@ class ForkServer:
         self.environment, self.folder = like.environment, like.folder
         self._channel, theirs = Channel.pair()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
-                cwd=like.folder,
-                env=dict(like.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # what a terminal sends is for the process that waits
-            )
+            self._process = started([__name__, str(theirs.fileno())], like.folder, like.environment, theirs)
         except OSError as error:
             self._channel.close()
             raise ServerError(str(error)) from error

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pytest_attn.processes.channel import Channel, Message, wait
-from pytest_attn.processes.fork_server import Command, ForkServer, ServerError
+from pytest_attn.processes.fork_server import Command, ForkServer, ServerError, started
 from pytest_attn.processes.lifetime import CHANNEL_VARIABLE
 from pytest_attn.processes.worker import FINISHED
 
@@ -138,19 +138,11 @@ class StartedProcess(Process):
     def __init__(self, command: Command) -> None:
         channel, theirs = Channel.pair()
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        variables = {CHANNEL_VARIABLE: f"{theirs.fileno()} {parent}"}
+        environment = {**command.environment, CHANNEL_VARIABLE: f"{theirs.fileno()} {parent}"}
         try:
             with command.output.open("wb") as output:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", command.module, *command.arguments],
-                    cwd=command.folder,
-                    env={**command.environment, **variables},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a group of its own
-                )
+                words = [command.module, *command.arguments]
+                self._process = started(words, command.folder, environment, theirs, output)
         except BaseException:
             channel.close()
             raise

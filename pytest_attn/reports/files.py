@@ -5,9 +5,8 @@ import os
 import secrets
 import stat
 import tempfile
-import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -39,7 +38,9 @@ def written_atomically(path: str | Path) -> Iterator[IO[str]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        _copy_permissions(target, unfinished)
+        # those that it has; a new file has what the umask leaves
+        if target.exists() and (mode := stat.S_IMODE(target.stat().st_mode)) != stat.S_IMODE(unfinished.stat().st_mode):
+            os.chmod(unfinished, mode)
         os.replace(unfinished, target)
     except BaseException:  # an interrupt as well
         with suppress(OSError):
@@ -51,46 +52,13 @@ def written_atomically(path: str | Path) -> Iterator[IO[str]]:
 def written_alone(folder: Path) -> Iterator[None]:
     """Let no other process that asks for this write into a folder meanwhile. Raises OSError where one does so for a minute.
 
-    The folder itself is locked, so that no file is left in it; on a system that cannot, a file of its temporary folder.
+    A file of the system's temporary folder is locked, so that none is left in this one.
     """
-    until = time.monotonic() + _PATIENCE
-    with _locking(folder) as is_locked:
-        while not is_locked():
-            if time.monotonic() > until:
-                raise TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s")
-            time.sleep(0.01)
-        yield
+    from filelock import FileLock, Timeout
 
-
-@contextmanager
-def _locking(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Give the block what tries to lock a folder until the block ends, and returns whether it has."""
+    name = f"pytest-attn-{zlib.crc32(os.path.realpath(folder).encode()):08x}.lock"
     try:
-        import fcntl
-    except ImportError:  # Windows
-        name = f"pytest-attn-{zlib.crc32(os.path.realpath(folder).encode()):08x}.lock"
-        from filelock import FileLock
-
-        lock = FileLock(os.path.join(tempfile.gettempdir(), name), timeout=_PATIENCE)
-        with lock:
-            yield lambda: True
-        return
-
-    def is_locked() -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        yield is_locked
-    finally:
-        os.close(descriptor)
-
-
-def _copy_permissions(source: Path, target: Path) -> None:
-    """Give `target` the permissions of `source`, where there is one; a new file has those that the umask leaves."""
-    if source.exists() and (mode := stat.S_IMODE(source.stat().st_mode)) != stat.S_IMODE(target.stat().st_mode):
-        os.chmod(target, mode)
+        with FileLock(os.path.join(tempfile.gettempdir(), name), timeout=_PATIENCE, mode=0o666):
+            yield
+    except Timeout:
+        raise TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s") from None

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
 
@@ -51,11 +51,9 @@ class Progress:
                 self._stderr = os.dup(2)
                 config.add_cleanup(self.close)
 
-    @contextmanager
-    def during(self, doing: str, on: str, within: float = 0.0) -> Iterator[None]:
+    def during(self, doing: str, on: str, within: float = 0.0) -> AbstractContextManager[None]:
         """Say what the block does. doing: "" for what is not worth a word. on: the workload, "" for none. within: seconds."""
-        with self._phase(_Phase(doing, on, within)):
-            yield
+        return self._phase(_Phase(doing, on, within))
 
     @contextmanager
     def counting(self, doing: str, total: int, more: int = 0) -> Iterator[Callable[[int], None]]:
