@@ -324,7 +324,9 @@ class KernelEvaluator(Evaluator[Comparison]):
         __tracebackhide__ = True
         executor, spec = context.executor.of(self.subject), self._spec
         subject = self.subject = executor.place(self.subject, context.session.progress)
-        defects = _shown_by_checks(context.defects_of(subject), spec)
+        # not what takes the other calls of an invariant
+        shown = (d for d in context.defects_of(subject) if (d.tensors or d.changes_input) and not d.invariants)
+        defects = [d for d in shown if d.inputs is None or d.inputs in spec.inputs]
 
         def known(comparison: Comparison) -> str:
             return _described(defect for defect in defects if defect.explains(comparison, context.workload))
@@ -340,8 +342,10 @@ class KernelEvaluator(Evaluator[Comparison]):
         }
         if not comparison.passed:
             text, evidence = mismatch_text.describe(comparison), replace(self.evidence, comparison=comparison)
-            if is_of_parameter(comparison.reported.name):
-                evidence = replace(evidence, spec=_naming(comparison.reported.name, spec, context))
+            if is_of_parameter(gradient := comparison.reported.name):  # dsinks, dbias or dalibi: asked for by name
+                drawn = context.session.references.inputs_of(spec, spec.inputs[0])
+                wanted = {**spec.parameters, gradient[1:]: getattr(drawn, PARAMETERS[gradient[1:]].tensor)}
+                evidence = replace(evidence, spec=replace(spec, parameters=wanted))
             facts |= {"text": text, "evidence": evidence, "rows": comparison.drawn, "known_defects": known(comparison)}
             return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), **facts)
         if context.session.settings.profile:
@@ -441,12 +445,6 @@ def spec_of(subject: Subject, spec: CheckSpec) -> CheckSpec:
     return replace(spec, parameters={}) if subject.is_backend else spec
 
 
-def _naming(gradient: str, spec: CheckSpec, context: CaseContext) -> CheckSpec:
-    """Return the spec that asks for the gradient of a parameter by name: dsinks, dbias or dalibi."""
-    name, drawn = gradient[1:], context.session.references.inputs_of(spec, spec.inputs[0])
-    return replace(spec, parameters={**spec.parameters, name: getattr(drawn, PARAMETERS[name].tensor)})
-
-
 def _with_unread(comparison: Comparison, unread: Sequence[str]) -> Comparison:
     """Say of a wrong result which tensors of the case the test has never asked for."""
     mismatch = comparison.mismatch
@@ -457,12 +455,6 @@ def _with_unread(comparison: Comparison, unread: Sequence[str]) -> Comparison:
 
 
 # -- known defects -------------------------------------------------------------------------------------------------------
-
-
-def _shown_by_checks(defects: Iterable[KnownDefect], spec: CheckSpec) -> list[KnownDefect]:
-    """List those that a check may show: not what takes the other calls of an invariant."""
-    shown = (d for d in defects if (d.tensors or d.changes_input) and not d.invariants)
-    return [d for d in shown if d.inputs is None or d.inputs in spec.inputs]
 
 
 def _breaking(defects: Sequence[KnownDefect], broken: Iterable[Finding]) -> list[KnownDefect]:

@@ -43,7 +43,6 @@ from pytest_attn.workloads.workload import Workload
 
 if TYPE_CHECKING:
     import hypothesis
-    from hypothesis.strategies import SearchStrategy
 
 
 def write_test(item: pytest.Function, workload: Workload, backend: str | None, title: str) -> str:
@@ -152,17 +151,19 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
     traits = frozenset[str]().union(*map(traits_of, named))
     features = [one for one in ("fewer queries", "fewer keys", "empty sequences", "grouped heads") if one in traits]
     values = {field: {getattr(w, field) for w in named} for field in (*_DRAWN, *_NEVER_DRAWN)}
+    masks = gathered((_kind(w), w.mask) for w in named)
     common = {field: found.pop() for field, found in values.items() if len(found) == 1}
     scope: dict[str, Any] = {
         **{field: value for field, value in common.items() if value != getattr(Workload, field)},
-        "masks": _masks_like(named),
+        "masks": [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()],
         "features": features + [field for field in _DRAWN if field not in common],
         "layouts": list(dict.fromkeys(map(layout_of, named))),
         "dtypes": list(dict.fromkeys(w.dtype for w in named)),
         "head_dims": sorted({(w.head_dim, w.v_head_dim) for w in named}),
     }
-    if any(w.kv_pages for w in named):
-        scope["page_sizes"] = _pages_like(named)
+    if pages := {dataclasses.replace(w.kv_pages, pool=None) for w in named if w.kv_pages}:  # as many as are needed
+        in_order = sorted(pages, key=lambda one: (one.size, repr(one)))
+        scope["page_sizes"] = [one.size if one.is_plain else one for one in in_order]
     if all(w.q_len == 1 for w in named):
         scope["q_len"] = 1  # a kernel for decoding
     if all(w.cached for w in named):
@@ -175,19 +176,6 @@ _DRAWN, _NEVER_DRAWN = (
     ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"),
     ("head_groups", "bias_before_softcap", "dropout", "pad"),
 )
-
-
-def _masks_like(named: Sequence[Workload]) -> list[object]:
-    """Return the kinds of masks of some workloads, or the mask itself where there is one of its kind."""
-    masks = gathered((_kind(w), w.mask) for w in named)
-    return [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
-
-
-def _pages_like(named: Sequence[Workload]) -> list[object]:
-    """Return the pages of some workloads, in pools of as many as are needed; those that are plain by their size."""
-    drawn = {dataclasses.replace(w.kv_pages, pool=None) for w in named if w.kv_pages}
-    in_order = sorted(drawn, key=lambda one: (one.size, repr(one)))
-    return [one.size if one.is_plain else one for one in in_order]
 
 
 def _kind(workload: Workload) -> object:
@@ -331,6 +319,8 @@ class Fuzzing:
         __tracebackhide__ = True
         import hypothesis
 
+        from pytest_attn.strategies import workloads
+
         def one(workload: Workload) -> None:
             __tracebackhide__ = True
             self._try(workload)
@@ -338,7 +328,9 @@ class Fuzzing:
         path, _, name = self._item.location
         one._hypothesis_internal_add_digest = f"{path}::{name}".encode()  # type: ignore[attr-defined] # as its own plugin does
         try:
-            drawn = _settings(self._draws)(hypothesis.given(self._strategy())(one))
+            fitting = workloads(**scope_of(self._mark, self._session.settings.dtypes, self._case.backend))
+            fitting = fitting.map(self._mark.declared.fitted).filter(lambda w: not self._mark.declared.unfit_for(w))
+            drawn = _settings(self._draws)(hypothesis.given(fitting)(one))
             if "seed" in self._session.settings.given:
                 drawn = hypothesis.seed(self._session.settings.seed)(drawn)
             drawn()
@@ -355,13 +347,6 @@ class Fuzzing:
             error.__notes__ = [self._leave_failure(self._failure)]  # type: ignore[attr-defined] # in place of Hypothesis's
             raise
         self._leave_record()
-
-    def _strategy(self) -> SearchStrategy[Workload]:
-        from pytest_attn.strategies import workloads
-
-        drawn = workloads(**scope_of(self._mark, self._session.settings.dtypes, self._case.backend))
-        declared = self._mark.declared
-        return drawn.map(declared.fitted).filter(lambda w: not declared.unfit_for(w))
 
     def _try(self, workload: Workload) -> None:
         """Run the test's function on one drawn workload, which Hypothesis forgets if it is refused."""

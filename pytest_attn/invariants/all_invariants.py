@@ -153,9 +153,10 @@ def _find(invariant: Invariant, probe: Probe) -> Finding:
 
 
 def _left_out_because(invariant: Invariant, probe: Probe) -> str | None:
-    """Say why an invariant is not asked, None where it is."""
-    if reason := _known_to_end_cuda(invariant, probe):
-        return reason
+    """Say why an invariant is not asked, as a known defect would take CUDA from this process, say; None where it is."""
+    for defect in probe.subject.defects_on(probe.workload, machine_of(probe.device), probe.backward):
+        if defect.ends_cuda and invariant.name in defect.invariants:
+            return f"{defect.issue}: {defect.summary}"
     if probe.workload.dropout and invariant.name not in _WITH_DROPOUT:
         return "compares calls in which dropout may leave other probabilities"
     return invariant.inapplicable_because(probe)
@@ -172,11 +173,3 @@ def _if_calls_differ(probe: Probe) -> str:
     except Exception:  # the user gets what was found before
         return ""
     return differing and f"; but equal calls differ as well, which rerun is about: {differing}"
-
-
-def _known_to_end_cuda(invariant: Invariant, probe: Probe) -> str | None:
-    """Say which known defect would take CUDA from this process, None where none would."""
-    machine = machine_of(probe.device)
-    known = probe.subject.defects_on(probe.workload, machine, probe.backward)
-    fatal = (defect for defect in known if defect.ends_cuda and invariant.name in defect.invariants)
-    return next((f"{defect.issue}: {defect.summary}" for defect in fatal), None)

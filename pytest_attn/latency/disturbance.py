@@ -192,7 +192,8 @@ class ContentionMonitor:
             seconds = sample(staged)
             slower = max(before, self._look_after(name, self._is_alone(before)))
             self._note_length(name, seconds if self._is_alone(slower) else seconds / 2)
-            if self._accepts(slower, waited):
+            # it counts where the core was not shared, or where there is no time to take it again
+            if self._is_alone(slower) or self.lost + waited > self._may_lose:
                 self.lost += waited
                 self._slower_loops.setdefault(name, []).append(slower)
                 return seconds
@@ -216,13 +217,6 @@ class ContentionMonitor:
         self._slower_loops: dict[str, list[float]] = {}  # by sample: the slower of the loops before and after it
         self._ended: Counter[tuple[str, bool]] = Counter()  # samples that began alone, by whether they ended so
         self._shortest: dict[str, float] = {}
-
-    def _accepts(self, slower: float, waited: float) -> bool:
-        """Return whether a sample counts: the core was not shared, or there is no time to take it again.
-
-        slower: of the loops before and after it. waited: seconds of waiting for the core before it.
-        """
-        return self._is_alone(slower) or self.lost + waited > self._may_lose
 
     def _note_length(self, name: str, seconds: float) -> None:
         self._shortest[name] = min(seconds, self._shortest.get(name, math.inf))

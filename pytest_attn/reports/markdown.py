@@ -65,18 +65,15 @@ def _table(title: str, records: Sequence[Record]) -> Iterator[str]:
         yield _row(r["verdict"], *named, _text(r["reason"]), _code(r["command"]))
     yield from _rest(records)
     for r in [r for r in records if r["explanation"]][:_MOST_IN_FULL]:
-        yield from (*_fenced(f"{_said(r)}\n{printable_lines(labeled('reproduce', r['command']))}"), "")
+        text = f"{_said(r)}\n{printable_lines(labeled('reproduce', r['command']))}"
+        fence = "`" * max(3, _most_backticks(text) + 1)
+        yield from (f"{fence}text", text, fence, "")
 
 
 def _said(record: Record) -> str:
     """Return what a failure says in a terminal, but the command that repeats it."""
     said = printable_lines(together(record["explanation"]))
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
-
-
-def _fenced(text: str) -> tuple[str, str, str]:
-    fence = "`" * max(3, _most_backticks(text) + 1)
-    return f"{fence}text", text, fence
 
 
 def _latencies(records: Sequence[Record]) -> Iterator[str]:

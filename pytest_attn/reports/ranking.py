@@ -137,18 +137,12 @@ class Candidate(NamedTuple):
     reason: str = ""  # and in a sentence
 
 
-class _Owner(NamedTuple):
-    """Identity of who a record is of."""
+class _Origin(NamedTuple):
+    """Origin of one candidate: a backend, or the nth callable of one name that a test measured; of its records the first."""
 
     name: str
     function: str  # of a callable's test; a backend is the same in every test
-
-
-class _Origin(NamedTuple):
-    """Origin of one candidate: a backend, or the nth callable of one name that a test measured."""
-
-    owner: _Owner
-    number: int
+    number: int = 1
 
 
 def candidates_of(
@@ -158,44 +152,33 @@ def candidates_of(
 
     judged: the records of checks and invariants; asked: those of them whose tests measure this direction.
     """
-    origins = _origins(timed)
-    functions = defaultdict(set)
-    for owner, _ in origins:
-        functions[owner.name].add(owner.function)
+    origins, known = _origins(timed), set[_Origin]()
     for origin, latencies in origins.items():
-        owner = origin.owner
-        mine = [r for r in judged if _owner_of(r) == owner]
-        label = _label(origin, is_ambiguous=len(functions[owner.name]) > 1)
+        known.add(first := origin._replace(number=1))
+        mine = [r for r in judged if _origin_of(r) == first]
+        is_ambiguous = len({other.function for other in origins if other.name == origin.name}) > 1
+        label = f"{origin.name} of {origin.function.rpartition('::')[2]}" if is_ambiguous else origin.name
+        label += f" #{origin.number}" if origin.number > 1 else ""
         yield _candidate(label, latencies, mine, direction)
-    known = {owner for owner, _ in origins}
-    for owner in dict.fromkeys(_owner_of(r) for r in asked if _owner_of(r) not in known):
-        mine = [r for r in judged if _owner_of(r) == owner]
+    for other in dict.fromkeys(_origin_of(r) for r in asked if _origin_of(r) not in known):
+        mine = [r for r in judged if _origin_of(r) == other]
         excluded, reason = _flaw(mine, direction) or ("", "")
-        if excluded and excluded != "unchecked" and owner.name not in ("-", "out"):
-            yield Candidate(owner.name, mine[0].get("version", ""), excluded=excluded, reason=reason)
+        if excluded and excluded != "unchecked" and other.name not in ("-", "out"):
+            yield Candidate(other.name, mine[0]["version"], excluded=excluded, reason=reason)
 
 
 def _origins(timed: Sequence[Record]) -> dict[_Origin, list[Record]]:
     """Return the records of each measurement; of a backend, all are one."""
     found: dict[_Origin, list[Record]] = {}
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    for r in timed:
-        counts[r["test"], r["subject"]] += 1
-        number = counts[r["test"], r["subject"]] if _is_callable(r) else 1
-        found.setdefault(_Origin(_owner_of(r), number), []).append(r)
+    for of_test in gathered(((r["test"], r["subject"]), r) for r in timed).values():
+        for number, r in enumerate(of_test, 1):
+            origin = _origin_of(r)._replace(number=number if _is_callable(r) else 1)
+            found.setdefault(origin, []).append(r)
     return found
 
 
-def _label(origin: _Origin, is_ambiguous: bool) -> str:
-    """Return the name to show. is_ambiguous: whether callables of several tests have it."""
-    (name, function), number = origin
-    label = f"{name} of {function.rpartition('::')[2]}" if is_ambiguous else name
-    return label + (f" #{number}" if number > 1 else "")
-
-
 def _candidate(name: str, latencies: Sequence[Record], judged: Sequence[Record], direction: str) -> Candidate:
-    version = latencies[0].get("version", "")
-    is_approximate = any(r.get("is_approximate") for r in judged)
+    version, is_approximate = latencies[0]["version"], any(r["is_approximate"] for r in judged)
     flaw = _flaw(judged, direction) or _doubt(latencies)
     if flaw:
         return Candidate(name, version, is_approximate=is_approximate, excluded=flaw[0], reason=flaw[1])
@@ -275,8 +258,8 @@ def _is_callable(record: Record) -> bool:
     return (record.get("tags") or {}).get("family") == "callable"
 
 
-def _owner_of(record: Record) -> _Owner:
-    return _Owner(record["subject"], function_of(record) if _is_callable(record) else "")
+def _origin_of(record: Record) -> _Origin:
+    return _Origin(record["subject"], function_of(record) if _is_callable(record) else "")
 
 
 # -- how candidates stand ----------------------------------------------------------------------------------------------
@@ -398,21 +381,16 @@ def rank(records: Iterable[Record], tuned: str = "") -> Ranking:
 
 
 def _lines_at(scope: _Scope, records: Sequence[Record], directions: Mapping[str, set[str]]) -> Iterator[RankingLine]:
-    machine = next((r["machine"] for r in records if r.get("machine")), {})
+    machine = next((r["machine"] for r in records if r["machine"]), {})
     judged = [r for r in records if r["question"] != "latency"]
     for direction in DIRECTIONS:
         timed = [r for r in records if r["question"] == "latency" and r["direction"] == direction]
         asked = [r for r in judged if direction in directions.get(function_of(r), ())]
-        for conditions, here in _by_conditions(timed):
+        known = dict.fromkeys(_conditions(r) for r in timed if _is_timed(r))  # L2 state and threads
+        for conditions in known or [("", None)]:
+            here = [r for r in timed if not _is_timed(r) or _conditions(r) == conditions]
             if candidates := list(candidates_of(here, judged, asked, direction)):
                 yield _line(RankingLine(scope.workload, scope.shape, direction, machine, *conditions), candidates)
-
-
-def _by_conditions(timed: Sequence[Record]) -> Iterator[tuple[tuple[str, int | None], list[Record]]]:
-    """Yield L2 state and threads with the records of these, and with those that have no time."""
-    known = dict.fromkeys(_conditions(r) for r in timed if _is_timed(r))
-    for conditions in known or [("", None)]:
-        yield conditions, [r for r in timed if not _is_timed(r) or _conditions(r) == conditions]
 
 
 def _is_timed(record: Record) -> bool:

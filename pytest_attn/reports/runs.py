@@ -1,6 +1,5 @@
 """The runs in a .jsonl file: the lines of each, and the closing line that says which tests it collected, left out and ran."""
 
-import functools
 import json
 import re
 from collections.abc import Iterable
@@ -129,10 +128,4 @@ def stable_id(nodeid: str) -> str:
     """Return a test's id as every host writes it: without xdist's group, and without where an installed suite lies."""
     path, colons, name = nodeid.partition("::")
     group = name.find("@", name.rfind("]") + 1)
-    return printable(f"{_installed_path(path)}{colons}{name if group < 0 else name[:group]}", 0)
-
-
-@functools.cache
-def _installed_path(path: str) -> str:
-    inside = re.search(r".*(?:site|dist)-packages/(.+)", path)
-    return inside[1] if inside else path
+    return printable(f"{re.sub(r'.*(?:site|dist)-packages/(?=.)', '', path)}{colons}{name if group < 0 else name[:group]}", 0)

@@ -97,7 +97,9 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
     Who names workloads, tests by -k or -m, or one case, is understood: the choice is made of what these leave. Who names
     workloads gets no models, which have none, and who names backends only models with these in their place.
     """
-    if _are_all_wanted(config, session):
+    settings = session.settings
+    is_of_others = not session.kernels.are_tested or settings.tune is not None or session.worker is not None
+    if is_of_others or config.option.collectonly or "all" in settings.workloads:
         return
     wanted = left_in(config, items)
     unwanted = _models_not_meant(wanted, session.settings)
@@ -109,12 +111,6 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
         from pytest_attn.backends.streams import leave_memory  # imports torch
 
         leave_memory(session.machines.device())  # in which libraries were asked
-
-
-def _are_all_wanted(config: pytest.Config, session: AttentionSession) -> bool:
-    settings = session.settings
-    is_of_others = not session.kernels.are_tested or settings.tune is not None or session.worker is not None
-    return is_of_others or config.option.collectonly or "all" in settings.workloads
 
 
 def _not_chosen(tests: Mapping[str, Sequence[Cases]], session: AttentionSession) -> set[pytest.Item]:

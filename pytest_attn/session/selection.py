@@ -157,15 +157,12 @@ class SelectedKernels:
             for token in self.settings.backends
         )
         needs_machine = "available" in tokens or all(token.startswith("-") for token in tokens)
-        available = self._available(device) if needs_machine else []
+        machine = self.machines.machine(device) if needs_machine else None
+        available = [name for name in registry.names if machine and registry[name].unavailable_because(machine) is None]
         chosen = _chosen(tuple(t for t in tokens if t != "available"), registry.names, available)
         if "available" in tokens:
             chosen = list(dict.fromkeys([*(n for n in available if f"-{n}" not in tokens), *chosen]))
         return chosen
-
-    def _available(self, device: str | None) -> list[str]:
-        registry, machine = self.registrations.registry, self.machines.machine(device)
-        return [name for name in registry.names if registry[name].unavailable_because(machine) is None]
 
     def _selected_workloads(self) -> set[str] | None:
         """Return the names that --attn-workloads selects, None where it was not given."""

@@ -254,7 +254,8 @@ class Draw:
 
         digest = hashlib.sha256(f"{self.key}/{name}".encode()).digest()
         offset = int.from_bytes(digest[:8], "little", signed=True)
-        z = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=self._device64)
+        device = torch.device("cpu") if self.device.type == "mps" else self.device  # MPS has no float64
+        z = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
         z = z.mul_(_signed(0x9E3779B97F4A7C15)).add_(offset)
         z = z.bitwise_xor_(_shift_right(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
         z = z.bitwise_xor_(_shift_right(z, 27)).mul_(_signed(0x94D049BB133111EB))
@@ -276,12 +277,6 @@ class Draw:
     def whole(self, name: str, shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
         """Return whole numbers from low to high, both included, in the dtype."""
         return (self.bits(name, math.prod(shape)).remainder(high - low + 1) + low).view(shape).to(self.device, self.dtype)
-
-    @property
-    def _device64(self) -> torch.device:
-        import torch
-
-        return torch.device("cpu") if self.device.type == "mps" else self.device  # MPS has no float64
 
 
 def _signed(value: int) -> int:

@@ -496,16 +496,11 @@ def _check_shared(w: Workload, pages: Pages) -> None:
         raise ValueError(f'Workload: Pages(shared=...) takes descales per "tensor" only, not per "{w.descales}"')
 
 
-def pages_per_sequence(w: Workload) -> int:
-    """Return how many pages a row of the page table names: those of the longest sequence."""
-    assert w.kv_pages is not None
-    return math.ceil(w.kv_len / w.kv_pages.size)
-
-
 def pages_in_use(w: Workload) -> int:
     """Return how many pages the page table names."""
     assert w.kv_pages is not None
-    return w.batch * (pages_per_sequence(w) - w.kv_pages.shared) + w.kv_pages.shared
+    of_longest = math.ceil(w.kv_len / w.kv_pages.size)  # a row of the table
+    return w.batch * (of_longest - w.kv_pages.shared) + w.kv_pages.shared
 
 
 def _check_padding(w: Workload) -> None:
