@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-import time
 import warnings
 
 import pytest
@@ -155,31 +154,6 @@ def test_where_an_import_that_once_went_well_ends_its_process_the_next_one_tries
     assert marks() == []
 
 
-def test_while_one_process_imports_it_another_needs_no_child(plant, tmp_path, monkeypatch):
-    begun, done = tmp_path / "begun", tmp_path / "done"
-    waiting = f"""
-import os, pathlib, time
-if os.environ.get("PLANTED_WAIT"):
-    pathlib.Path({str(begun)!r}).touch()
-    while not pathlib.Path({str(done)!r}).exists():
-        time.sleep(0.01)
-"""
-    broken = plant(waiting)
-    assert broken.broken_because() is None
-    uninstall(["planted_broken"])
-    with load_in_a_process(PLANTED_WAIT="1") as other:
-        try:
-            while not begun.exists() and other.poll() is None:
-                time.sleep(0.01)
-            with monkeypatch.context() as patch:
-                forbid_children(patch)
-                assert broken.broken_because() is None
-        finally:
-            done.touch()
-        assert other.communicate()[0] == "None\n"
-    assert len(marks()) == 1
-
-
 def test_an_import_that_raises_after_a_mark_is_refused(plant, monkeypatch):
     broken = plant("import os\nif os.environ.get('PLANTED_EXIT'):\n    raise SystemExit('not today')")
     assert broken.broken_because() is None
@@ -205,14 +179,6 @@ def test_what_another_user_put_there_is_not_believed(sound, monkeypatch, tmp_pat
     forbid_children(monkeypatch)
     with pytest.raises(AssertionError, match=NO_CHILD):
         sound.broken_because()
-
-
-def test_nothing_is_written_where_another_user_may_have_put_links(plant, monkeypatch, tmp_path):
-    broken = plant("import os\nfrom pytest_attn.backends.library import _folder\nseen = os.listdir(_folder())")
-    monkeypatch.setattr(library, "try_import", lambda module: None)
-    (tmp_path / "elsewhere").mkdir()
-    library._folder().symlink_to(tmp_path / "elsewhere")
-    assert broken.load().seen == []
 
 
 def test_a_library_is_found_without_being_imported(plant, tmp_path):
@@ -292,17 +258,6 @@ def test_several_are_tried_at_the_same_time_and_remembered(monkeypatch, tmp_path
     assert sorted(tried) == ["first", "second"], "one that was imported without harm is not tried again"
     assert second.broken_because() == "second is installed but cannot be imported: broken"
     uninstall(files)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("run_of", "trials"), [(lambda worker: "run", 1), (lambda worker: f"run {worker}", 3)])
-def test_the_workers_of_one_run_try_a_broken_library_once(plant, tmp_path, run_of, trials):
-    log = tmp_path / "trials"
-    plant(f"open({str(log)!r}, 'a').write('tried ')\nraise OSError('no CUDA')")
-    workers = [load_in_a_process(PYTEST_XDIST_TESTRUNUID=run_of(worker)) for worker in range(3)]
-    said = {worker.communicate()[0] for worker in workers}
-    assert said == {"planted_broken.kernels is installed but cannot be imported: OSError: no CUDA\n"}
-    assert log.read_text().count("tried") == trials
 
 
 @pytest.mark.parametrize(

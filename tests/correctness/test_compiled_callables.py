@@ -6,7 +6,7 @@ from judging import asked, attention, judged
 
 from pytest_attn import Workload, check_model
 from pytest_attn.backends import contexts
-from pytest_attn.backends.contexts import eager_because, unlimited_recompiles
+from pytest_attn.backends.contexts import eager_because
 from pytest_attn.backends.libraries.sdpa import Math
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.variants import Compilation
@@ -117,15 +117,6 @@ def test_the_settings_are_what_they_were():
     assert limits() == before == (LIMIT, 256, False)
 
 
-def test_what_gave_up_before_is_compiled_again():
-    compiler = Compiler(1.5)
-    kernel = compiled_function(compiler)
-    for length in range(3, 8):
-        kernel(*[torch.ones(1, 1, length, 8)] * 3)  # a test of one's own
-    assert (compiler.graphs, compiler.calls) == (LIMIT, LIMIT)
-    assert not judged(kernel, CheckSpec(WORKLOADS[0], CPU)).passed
-
-
 def test_a_limit_of_its_own_is_an_error_in_words():
     compiled = compiled_function(Compiler())
 
@@ -137,14 +128,6 @@ def test_a_limit_of_its_own_is_an_error_in_words():
         RuntimeError, match=r"would run it eagerly, so compiled code cannot be judged; leave out recompile_limit"
     ):
         judged(limited, CheckSpec(WORKLOADS[0], CPU))
-
-
-def test_where_nothing_was_compiled_nothing_is_imported(monkeypatch):
-    monkeypatch.setattr(contexts, "sys", type("sys", (), {"modules": {}}))
-    before = limits()
-    with unlimited_recompiles():
-        assert limits() == before
-    assert eager_because() == ""
 
 
 def test_what_may_run_eagerly_is_said(monkeypatch):

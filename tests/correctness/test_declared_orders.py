@@ -54,12 +54,6 @@ def test_backends_take_it_or_say_that_they_do_not(w):
     assert w.is_packed or "eager" in took
 
 
-@pytest.mark.slow("compiles")
-@pytest.mark.parametrize("w", ALL[:4], ids=lambda w: w.id)
-def test_flex_takes_it(w):
-    assert judge(Registry()["flex"], CheckSpec(w, CPU, inputs=("structured",)), ReferenceCache()).passed
-
-
 @pytest.mark.parametrize(
     ("w", "words"),
     [
@@ -97,11 +91,3 @@ def test_the_other_way_is_found_and_named(w, read_as, named):
 def test_slopes_of_the_first_batch_entry_are_found_and_named():
     kernel = kernel_of(SLOPES, slopes=draw_inputs(SLOPES).alibi_slopes[0])
     assert judged(kernel, spec_of(SLOPES)).faults == ("alibi-slopes-of-first-batch-entry",)
-
-
-def test_ids_show_the_fields():
-    assert INTERLEAVED.id == "h6-kv2-interleaved-q20-k28-d16-causal-br"
-    assert BIAS_FIRST.id == "h2-s20-d16-causal-softcap2-bias.hqk-biasfirst"
-    assert "sinks.float32" in SINKS.id
-    assert "alibi.b" in SLOPES.id
-    assert BIAS_FIRST.replace(softcap=None).bias_before_softcap is False

@@ -74,11 +74,6 @@ def test_interleaved_groups_with_dropout():
     pytest_attn.check(interleaved, w, returns=RETURNS, backward=True)
 
 
-@pytest.mark.slow("times in many processes")
-def test_a_kernel_with_dropout_is_timed():
-    assert pytest_attn.measure(kernel(), W, returns=RETURNS, cpu_threads=1).p50 > 0
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "said"),
@@ -148,20 +143,6 @@ def test_fair_masks_are_never_refused():
         torch.manual_seed(seed)
         require_fair(coins((2, 4, 40, 48), 0.2), inputs)
     assert CHANCE <= 1e-9
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_few_coins_say_nothing(n):
-    w = Workload(1, n, heads=2, head_dim=16, dropout=0.1)
-    require_fair(torch.ones(1, 2, 1, n, dtype=torch.bool), draw_inputs(w))
-    with pytest.raises(ContractError, match=r"keeps 0\.00%"):
-        require_fair(torch.zeros(1, 2, 1, 20, dtype=torch.bool), draw_inputs(w.replace(kv_len=20)))
-
-
-def test_bytes_are_fine_enough():
-    w = Workload(512, heads=8, head_dim=16, dropout=0.1)
-    torch.manual_seed(0)
-    require_fair(torch.randint(256, (1, 8, 512, 512)) <= 229, draw_inputs(w))  # flash-attention's threshold: 0.8984
 
 
 def test_dropout_needs_its_mask():

@@ -259,11 +259,5 @@ def test_names_in_a_list_are_those_in_a_tuple():
     assert Declaration(returns=["lse", "out"]).results == ("out", "lse")
 
 
-@pytest.mark.slow("times in many processes")
-def test_what_is_timed_is_the_callable_alone():
-    assert pytest_attn.measure(writing, W, takes_out=True, cpu_threads=1).p50 > 0
-    assert pytest_attn.measure(batchless, W, backward=True, cpu_threads=1, **BATCHLESS).p50 > 0
-
-
 def test_weights_that_float32_cannot_hold_are_0():
     pytest_attn.check(everything, W, returns=EVERYTHING, inputs="large")

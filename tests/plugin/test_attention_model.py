@@ -70,18 +70,6 @@ def test_it(attn_model, attn_backend, model, step):
     )
 
 
-@pytest.mark.slow("is another way")
-def test_backends_of_the_marker_and_a_forward_pass_only(run):
-    result = run("""
-@pytest.mark.attention_model(backends=["math", "kv_cache"], backward=False)
-def test_it(attn_model, attn_backend, model, step):
-    found = attn_model.check(model, step, attn_backend)
-    assert {row.name for call in found.calls for row in call.comparison.tensors} == {"out"}
-""")
-
-    result.assert_outcomes(passed=2)
-
-
 def test_a_wrong_layer_fails_its_test_with_its_name_and_the_command(run, pytester):
     result = run(
         """
@@ -112,30 +100,6 @@ def test_it(attn_model, model, step):
     assert [list(call["faults"]) for call in record["calls"]] == [[], ["mask-ignored"]]
     assert record["ratios"]["gradient of 0.qkv.weight"] > 2
     assert (record["workload"], record["subject"], record["verdict"]) == ("Sequential", "mine", "mismatch")
-
-
-@pytest.mark.slow("is another way")
-def test_one_refused_call_fails_and_does_not_skip(run, pytester):
-    pytester.makeconftest("""
-def pytest_attn_backends(registry):
-    def mine(q, k, v, workload):
-        return q.new_zeros(q.shape) + v
-
-    registry.add_function("mine", mine, unsupported_because=lambda w: ["takes no mask"] if w.mask else [])
-""")
-    result = run(
-        """
-@pytest.mark.attention_model
-def test_it(attn_model, attn_backend, model):
-    model.append(nn.MultiheadAttention(32, 2, batch_first=True).bfloat16())
-    x = torch.randn(2, 24, 32, dtype=torch.bfloat16)
-    attn_model.check(model, lambda: model[2](*[model[:2](x)] * 3, need_weights=False)[0].float().mean(), attn_backend)
-""",
-        "--attn-backends=mine",
-    )
-
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*0: a call of F.scaled_dot_product_attention was not replaced: mine: takes no mask*"])
 
 
 MARKED = "@pytest.mark.attention_model"
@@ -336,58 +300,6 @@ def test_excuse(attn_model, model, step):
     result.stdout.fnmatch_lines(["*ValueError: unknown excuse 'refusal'; known: refusals, known defects"])
     result.stdout.fnmatch_lines(["raised * on model: TypeError: the step returned int; expected a tensor of *"])
     result.stdout.no_fnmatch_line("*models/step.py*")
-
-
-PARTLY = """
-def pytest_attn_backends(registry):
-    import torch.nn.functional as F
-
-    def mine(q, k, v, workload):
-        return F.scaled_dot_product_attention(q, k, v) * {factor}
-
-    registry.add_function("mine", mine, unsupported_because=lambda w: ["takes no mask"] if w.mask else [])
-"""
-EXCUSED = """
-@pytest.mark.attention_model
-def test_it(attn_model, attn_backend, model):
-    model.append(nn.MultiheadAttention(32, 2, batch_first=True).bfloat16())
-    x = torch.randn(2, 24, 32, dtype=torch.bfloat16)
-
-    def step():
-        return model[2](*[model[:2](x)] * 3, need_weights=False)[0].float().mean()
-
-    attn_model.check(model, step, attn_backend, excused=["refusals"])
-"""
-
-
-@pytest.mark.slow("is another way")
-def test_refusals_of_single_calls_are_a_skip_where_they_are_excused_and_the_rest_is_right(run, pytester):
-    pytester.makeconftest(PARTLY.format(factor="1"))
-    result = run(EXCUSED, "--attn-backends=mine", "-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED*mine: takes no mask*"])
-    pytester.makeconftest(PARTLY.format(factor="1.1"))
-    run(EXCUSED, "--attn-backends=mine").assert_outcomes(failed=1)
-
-
-@pytest.mark.slow("is another way")
-@pytest.mark.parametrize(("excused", "outcome"), [("()", "failed"), ("['known defects']", "xfailed")])
-def test_a_known_defect_of_what_the_model_chose_fails_unless_it_is_excused(run, pytester, monkeypatch, excused, outcome):
-    monkeypatch.setattr("pytest_attn.guests.models.check_model.known_defect_of", lambda *_: "lib#1: out is a tenth too large")
-    result = run(f"""
-def tenth_too_large(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v) * 1.1
-
-class Own(nn.Module):
-    def forward(self, x):
-        return x + tenth_too_large(*[x[:, None]] * 3)[:, 0]
-
-@pytest.mark.attention_model(backward=False)
-def test_it(attn_model):
-    model, x = nn.Sequential(Own()), torch.randn(2, 24, 32, dtype=torch.bfloat16)
-    attn_model.check(model, lambda: model(x), functions=[tenth_too_large], scatter=0, excused={excused})
-""")
-    result.assert_outcomes(**{outcome: 1})
 
 
 @pytest.mark.slow("waits")

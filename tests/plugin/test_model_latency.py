@@ -110,29 +110,6 @@ def test_a_step_that_became_slower_fails_and_another_model_has_no_baseline(timed
     )
 
 
-@pytest.mark.slow("times in many processes")
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("attn_model.measure(model, step, lambda q, k, v, workload: v * 1)", "*attention calls of lambda* are wrong: *"),
-        ("model[0].qkv.p = 0.5; attn_model.measure(model, lambda: step() * torch.rand(()))", "*the step is not repeatable*"),
-    ],
-    ids=["wrong", "another one each time"],
-)
-def test_what_is_wrong_is_never_timed(timed, body, said, monkeypatch):
-    test = f"\n@pytest.mark.attention_model\ndef test_it(attn_model):\n    model, step = made()\n    {body}\n"
-    if "repeatable" in said:
-        test += (
-            "\nfrom pytest_attn.latency import protocol\nfrom pytest_attn.latency.timer import HostTimer\n"
-            "protocol.Stopwatch.measure = lambda self, work, *a, **k: HostTimer(work.device).plan(work)\n"
-        )
-    result = timed(test)
-
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([said])
-    result.stdout.no_fnmatch_line("*no baseline*")
-
-
 def test_an_optimizer_needs_gradients(timed):
     forward = OWN.replace("attention_model\n", "attention_model(backward=False)\n")
     result = timed(forward.replace("    attn_model.measure(model, step)\n", ""))
@@ -154,19 +131,6 @@ def test_compiled(attn_model):
 
     attn_model.measure(compiled, step, BACKEND)
 """
-#: the protocol's own repetitions, without its blocks
-REPEATED = """
-import pytest_attn.latency.protocol as protocol
-
-taken = protocol.Stopwatch.measure
-
-def measure(self, work, *args):
-    for _ in range(3):
-        work.stage()()
-    return taken(self, work, *args)
-
-protocol.Stopwatch.measure = measure
-"""
 
 
 @pytest.fixture(scope="module")
@@ -184,17 +148,6 @@ def test_a_compiled_model_is_timed_as_it_is_with_its_graphs_and_breaks(timed, py
     assert record["step"]["graphs"] == 1
     assert "measure the eager model" in record["step"]["attention"]["unknown"]
     result.stdout.fnmatch_lines(["step *compiled to 1 graph, 0 graph breaks; attention's share is not known: *"])
-
-
-@pytest.mark.slow("compiles")
-def test_a_step_that_is_compiled_again_while_it_is_timed_is_refused(timed, dynamo):
-    test = REPEATED + COMPILED.replace("CHANGE", "sizes[0] -= 1").replace(", BACKEND", "").replace(
-        'backend="eager"', 'backend="eager", dynamic=False'
-    )
-    result = timed(test)
-
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*torch.compile compiled parts of the step again, 3 times, while it was timed; TORCH_LOGS=*"])
 
 
 def test_a_backend_is_not_timed_in_a_compiled_model(timed, dynamo):

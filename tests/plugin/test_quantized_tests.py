@@ -92,20 +92,3 @@ def test_a_test_file(pytester):
     assert failure.check(lambda q, k, v: attention(q, k, v, q_descale, k_descale, v_descale), device="cpu").passed
     with pytest.raises(AssertionError, match="with the descale of k for v"):
         failure.check(lambda q, k, v: attention(q, k, v, q_descale, k_descale, k_descale), device="cpu")
-
-
-def test_dtypes_of_the_command_line(pytester):
-    pytester.makepyfile("""
-        import pytest
-
-        @pytest.mark.attention("smoke-full")
-        def test_it(attn, attn_backend):
-            attn.check(attn_backend)
-
-        @pytest.mark.attention("smoke-full", backward=True)
-        def test_backward(attn, attn_backend):
-            attn.check(attn_backend)
-        """)
-    result = pytester.runpytest("--attn-device=cpu", "--attn-backends=math", "--attn-dtypes=fp8", "-v", "-rs")
-    result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*test_it?smoke-full-fp8-math? PASSED*", "*quantized q, k and v have no gradient*"])

@@ -78,29 +78,6 @@ def test_in_order(attn, attn_backend):
 
 
 @pytest.mark.slow("starts processes")
-def test_flex_gathers_keys_and_cuts_its_mask(run):
-    result = run("""
-import torch
-torch.compiler.set_stance("force_eager")  # the block mask: its compilation takes longer than all the rest
-W = Workload(512, heads=2, head_dim=16, mask="causal", name="causal")
-
-@pytest.mark.parametrize("fault", ["nothing", "a mask in another order"])
-@pytest.mark.attention(W, ranks=2, shard="head-tail")
-def test_balanced(attn, fault, plant):
-    plant(fault)
-    attn.check("torch_cp_flex")
-
-@pytest.mark.attention(W, W.replace(q_len=384, kv_len=384), ranks=2, backward=True)
-def test_refused(attn):
-    attn.check("torch_cp_flex")
-""")
-    result.assert_outcomes(passed=1, failed=1, skipped=2)
-    result.stdout.fnmatch_lines(["FAILED *a mask in another order*"])
-    result.stdout.fnmatch_lines(["*torch_cp_flex: needs q_len and kv_len that are multiples of 256, 2 ranks times a block*"])
-    result.stdout.fnmatch_lines(["*flex_attention does not support backward on CPU*"])
-
-
-@pytest.mark.slow("starts processes")
 @pytest.mark.skipif(not (find_spec("ring_flash_attn") and find_spec("yunchang")), reason="needs ring-flash-attn and yunchang")
 def test_rings_around_a_flash_kernel_are_right_and_their_faults_are_found(run):
     result = run("""
@@ -139,45 +116,3 @@ def test_it(attn, fault, plant):
     attn.check("diffusers_cp")
 """)
     result.assert_outcomes(passed=2, failed=2)
-
-
-@pytest.mark.slow("starts processes")
-def test_who_takes_which_backends(run):
-    result = run(
-        """
-@pytest.mark.attention(CAUSAL)
-def test_alone(attn, attn_backend):
-    attn.check(attn_backend)
-
-@pytest.mark.attention(CAUSAL)
-def test_named(attn):
-    attn.check("zigzag")
-
-@pytest.mark.attention(CAUSAL, ranks=2)
-def test_over_ranks(attn, attn_backend):
-    attn.check(attn_backend)
-""",
-        "--attn-backends=sdpa,te_cp,torch_cp@rotate=ring",
-    )
-    result.assert_outcomes(passed=1, skipped=3)
-    for reason in (
-        "zigzag computes over several ranks; say ranks=2 in the marker of the test",
-        "te_cp: transformer-engine-torch is not installed; *",
-        "torch_cp@rotate=ring: has no rotate=ring; it takes allgather, alltoall",
-    ):
-        result.stdout.fnmatch_lines([f"*{reason}*"])
-
-
-@pytest.mark.slow("starts processes")
-def test_a_listing_counts_cases_over_ranks(run):
-    result = run(
-        """
-@pytest.mark.attention(CAUSAL.replace(q_len=256, kv_len=256), CAUSAL, ranks=2)
-def test_over_ranks(attn, attn_backend):
-    attn.check(attn_backend)
-""",
-        *("--attn-backends=torch_cp_flex", "--attn-list"),
-    )
-    result.stdout.fnmatch_lines(
-        ["*1 case of torch_cp_flex: needs q_len and kv_len that are multiples of 256*", "*1 of 2 cases would run*"]
-    )

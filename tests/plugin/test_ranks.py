@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_attn.guests.ranks.pool import Pool
-from pytest_attn.processes.launcher import Launcher, Process
+from pytest_attn.processes.launcher import Process
 
 TESTS = Path(__file__).parent.parent
 KERNELS = """
@@ -226,42 +226,8 @@ def test_hangs(attn):
     assert left == [str(os.getpid())], "a rank or a server is left"
 
 
-@pytest.mark.slow("starts processes")
-def test_ranks_that_cannot_be_forked_begin_by_themselves(pytester, monkeypatch):
-    monkeypatch.setattr(Launcher, "can_fork", False)
-    pytester.makepyfile(KERNELS + ENDS)
-    result = pytester.runpytest("-k", "honest or killed or after", "-W", "error")
-    result.assert_outcomes(passed=4, failed=1, errors=2)
-    result.stdout.fnmatch_lines(["*rank 1 was killed by SIGKILL while the case ran*"])
-
-
 def _runs(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-@pytest.mark.slow("starts processes")
-def test_a_torch_without_distributed_judges_what_runs_in_one_process(pytester):
-    pytester.makepyfile("""
-        import sys
-        import pytest
-        import torch.distributed
-        from pytest_attn import Workload
-        from torch.nn.functional import scaled_dot_product_attention as sdpa
-
-        sys.modules["torch.distributed.distributed_c10d"] = None
-        del torch.distributed.distributed_c10d, torch.distributed.ProcessGroup
-        torch.distributed.is_available = lambda: False
-
-        @pytest.mark.attention(Workload(64, heads=2, head_dim=32))
-        def test_one_process(attn):
-            attn.check(sdpa)
-        @pytest.mark.attention(Workload(64, heads=2, head_dim=32), ranks=2)
-        def test_ranks(attn):
-            attn.check(sdpa)
-    """)
-    result = pytester.runpytest_subprocess("-rs")
-    result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*this torch has no gloo, which ranks on cpu need*"])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_attn.latency.regression import FreshError, StartError
+from pytest_attn.latency.regression import StartError
 from pytest_attn.processes.launcher import Ended
 from pytest_attn.session import worker_pool
 from pytest_attn.session.worker_pool import WorkerPool, are_forked, fresh_runs, is_lacking, undisturbed
@@ -115,12 +115,6 @@ def test_where_further_processes_cannot_make_up_for_it_no_more_are_started(start
     assert [number for number, *_ in started.processes] == [*range(12)]
 
 
-def test_where_all_processes_are_disturbed_no_further_one_is_started(started):
-    started.hot.update(range(9))
-    assert undisturbed(fresh_runs(None, ["a"], 2, lacking=lacking(2, "a")), "a", 2) == []
-    assert [number for number, *_ in started.processes] == [0, 1]
-
-
 def test_after_five_more_processes_nothing_is_tried_again(started):
     started.hot.update(range(1, 20))
     runs = fresh_runs(None, ["a"], 3, lacking=lacking(3, "a"))
@@ -149,13 +143,6 @@ def test_a_process_that_could_not_run_is_told_in_its_last_words(starting, return
     with pytest.raises(StartError) as error:
         fresh_runs(starting.config, ["a"], 1)
     assert str(error.value) == words
-
-
-def test_a_process_that_takes_too_long_confirms_nothing(starting):
-    starting.answer = Ended(None, "")
-    with pytest.raises(FreshError, match="it took more than 1800 s") as error:
-        fresh_runs(starting.config, ["a"], 1)
-    assert not isinstance(error.value, StartError)
 
 
 def test_a_process_is_told_its_tests_its_modes_and_who_waits_for_it(starting, monkeypatch):
