@@ -176,7 +176,7 @@ def test_a_planted_circle_and_a_planted_upward_arrow_are_seen(tmp_path, text, ci
 
 #: what the house may have at most: rooms are the folders of the package, arrows and floors those between them
 MOST = {
-    "files": 259,
+    "files": 269,
     "rooms": 15,
     "floors": 8,
     "arrows": 68,
@@ -272,6 +272,57 @@ def offenses(path, root=ROOT):
         yield "the core knows no guest: it is registered by an entry point"
     if mine not in PYTEST_ALLOWED and not inside.endswith(OF_TESTS) and "pytest" in {name.partition(".")[0] for name in names}:
         yield "knows of pytest"
+
+
+#: words of guests, and of what they judge
+OF_GUESTS = re.compile(r"\b(?:models?|attn_model|mutants?|ranks|shards?|sharding)\b|over_ranks", re.IGNORECASE)
+#: how many lines of the core may have one, and what it means there
+MAY_NAME = {
+    "__init__.py": (13, "the names of `pytest_attn.capture` and the like"),
+    "backends/libraries/diffusers.py": (1, "a module of the library"),
+    "backends/libraries/eager.py": (1, "whose code it is like"),
+    "backends/libraries/flash_attention.py": (1, "how language models generate"),
+    "backends/libraries/sdpa.py": (1, "how language models generate"),
+    "backends/libraries/transformers.py": (5, "those of the library"),
+    "backends/machine.py": (1, "of a CPU"),
+    "correctness/call.py": (2, "who hands tensors over as views"),
+    "diagnosis/attention_faults.py": (1, "what rotates q and k"),
+    "hooks.py": (1, "an example"),
+    "invariants/memory_layout.py": (1, "who hands tensors over as slices"),
+    "latency/statistics.py": (1, "the title of a paper"),
+    "latency/work.py": (1, "whose activations values are like"),
+    "reports/ranking.py": (2, "ranks of numbers; a field of records, by which cases are told apart"),
+    "reports/ranking_output.py": (1, "who reads the tables"),
+    "session/manifest.py": (1, "of a CPU"),
+    "session/options.py": (1, "who reads the tables"),
+    "suite/models.py": (35, "the bundled tests of a guest"),
+    "suite/test_models.py": (30, "the bundled tests of a guest"),
+    "suite/test_ranks.py": (11, "the bundled tests of a guest"),
+    "workloads/catalog.py": (2, "whose shapes they are"),
+    "workloads/workload.py": (1, "which order of heads is usual"),
+}
+
+
+def words_of_guests(root=ROOT):
+    """Return how many lines of each file of the core have a word of a guest."""
+    core = (path for path in root.rglob("*.py") if not layer(path, root).startswith("guests/"))
+    lines = {path.relative_to(root).as_posix(): path.read_text().splitlines() for path in core}
+    found = {name: sum(bool(OF_GUESTS.search(line)) for line in text) for name, text in lines.items()}
+    return {name: number for name, number in found.items() if number}
+
+
+def test_the_core_has_no_word_of_a_guest():
+    found = words_of_guests()
+    assert {name: number for name, number in found.items() if number > MAY_NAME.get(name, (0, ""))[0]} == {}
+    assert {name for name in MAY_NAME if name not in found} == set(), "they need no exception any more"
+
+
+def test_a_planted_word_of_a_guest_is_seen(tmp_path):
+    planted = {"session/options.py": "mutants: bool\n", "cases/case.py": "a rank\n", "guests/ranks/pool.py": "ranks"}
+    for name, text in planted.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert words_of_guests(tmp_path) == {"session/options.py": 1}
 
 
 def test_a_file_imports_what_its_layer_may():

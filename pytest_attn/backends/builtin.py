@@ -71,17 +71,3 @@ ALIASES = {
     "XFORMERS": "xformers",
     "FLASHINFER": "flashinfer_fa2",  # on Hopper it may choose fa3
 }
-#: module of a library that models call -> the file of libraries/ that reads such calls back
-CALLED_BY_MODELS = {
-    "torch.nn.functional": "sdpa",
-    "torch.nn.attention.flex_attention": "flex",
-    "flash_attn": "flash_attention",
-    "flash_attn_interface": "flash_attention",
-    "flash_attn_3.flash_attn_interface": "flash_attention",
-    "flash_attn.cute": "flash_attention",
-    "transformer_engine.pytorch": "transformer_engine",
-    "xformers.ops": "xformers",
-    "sageattention": "sage",
-    "natten": "natten",
-    "flashinfer": "flashinfer",
-}

@@ -89,7 +89,7 @@ _ENDING = {
 }
 #: what interrupts any code for a person, or for a time limit: debuggers, pytest-timeout, the draws of Hypothesis, locks
 _INTERRUPTS = ("pdb", "bdb", "cmd", "IPython", "pytest_timeout", "hypothesis")
-#: modules of ours in whose frames an exception of ours is our own word, although a model or a kernel is further out
+#: modules of ours in whose frames an exception of ours is our own word, although a kernel, or what calls it, is further out
 _OURS = ("pytest_attn.guests", "pytest_attn.session")
 #: what our own calls go through
 _BETWEEN = ("contextlib", "functools", "torch")

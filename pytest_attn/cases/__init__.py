@@ -1,1 +1,1 @@
-"""One test: `attn` and `attn_model`, their judgments, and how each ends."""
+"""One test: `attn`, its judgments, and how each ends."""

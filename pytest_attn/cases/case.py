@@ -223,10 +223,8 @@ class AttentionCase(CaseTensors):
             TypeError: out is a function.
         """
         __tracebackhide__ = True
-        if not self._executor.is_here:
-            raise ValueError(
-                "a test with ranks compares with attn.check(fn); leave out ranks to compare an output of one process"
-            )
+        if self._executor.elsewhere:
+            raise ValueError(self._executor.elsewhere)
         if callable(out):
             raise TypeError("attn.assert_close takes out, a tensor; attn.check(fn) calls fn itself")
         conclude(self._context, OutputEvaluator(out, self._spec, self._reference))
@@ -300,7 +298,7 @@ def context_of(case: AttentionCase) -> CaseContext:
 def backend_of(case: AttentionCase) -> Backend:
     """Return the backend of a case whose test takes one; which does not count as a look at the case."""
     context: CaseContext | None = getattr(case, "_context", None)
-    backend = context.backend if context else case.backend  # a rank has none
+    backend = context.backend if context else case.backend  # a guest's case may have no context
     assert backend is not None
     return backend
 
@@ -334,7 +332,7 @@ class KernelEvaluator(Evaluator[Comparison]):
         peak = PeakMemory(spec.device)
         by = replace(context.judging(subject), comparing=peak, is_known=lambda found: bool(known(found)))
         comparison = judged(Kernel(subject, spec), by)
-        if subject.user_function is not None and executor.is_here:
+        if subject.user_function is not None and not executor.elsewhere:
             comparison = _with_unread(comparison, self._unread())
         facts: Any = {
             "fields": {**figures_of(comparison), "memory": peak.bytes},

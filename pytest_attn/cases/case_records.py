@@ -175,7 +175,7 @@ def _failure(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.Test
     if is_stage and not is_judged and parameter is not None and error is not None:
         return [_raised(item, parameter, raised_words(type(error).__name__, message_of(error)), error)]
     if not session_of(item.config).kernels.are_tested:
-        return []  # of a mutant, which the test has found
+        return []  # of a kernel that the test was to find
     if error is None:
         reason = str(report.longrepr).partition("\n")[0].strip()
     elif isinstance(error, pytest.fail.Exception):

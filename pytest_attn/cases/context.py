@@ -137,7 +137,7 @@ class CaseContext:
         """Return what makes the context of one call, which must end in time."""
         executor = self.executor.of(subject)
         case = f"{subject.name} on {self.workload.id}, {self.item.nodeid}"
-        doing = iter([f"compiling {subject.name}"] if subject.compiles and executor.is_here else ())  # in the first call
+        doing = iter([f"compiling {subject.name}"] if subject.compiles and not executor.elsewhere else ())  # in the first call
 
         @contextmanager
         def around() -> Iterator[None]:

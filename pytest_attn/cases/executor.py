@@ -16,8 +16,8 @@ from pytest_attn.workloads.workload import Workload
 class Executor:
     """Runs a callable in this process."""
 
-    #: whether this is the process that computes, so that an output of the test's own is that of the whole workload
-    is_here = True
+    #: what to type where other processes compute, so that an output of the test's own is not that of the whole workload
+    elsewhere = ""
     #: whether what runs there may be lost without this process
     is_expendable = False
     #: whether calls there have a time limit of their own

@@ -79,7 +79,7 @@ class Hint(NamedTuple):
     fault: the identity of what went wrong, of `diagnosis/faults.py`; "" where the line names no fault. label: with which the
     line begins. That is "suggests", "strides" where the way in which tensors lay in memory makes the difference, "state" where
     other calls do, "rerun" where equal calls differ, "unread" where a tensor of the case was not asked for, "scope" where it
-    may be no attention, "ranks" or "left out".
+    may be no attention, "left out", or a guest's word.
     """
 
     fault: str

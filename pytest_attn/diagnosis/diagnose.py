@@ -1,4 +1,4 @@
-"""Diagnosis of a wrong result: of a callable, of a model's call, and of ranks.
+"""Diagnosis of a wrong result: of a callable, of one output, of a call that a guest has seen.
 
 For each likely fault it is computed what the callable would have returned: a few of the worst rows first, then all
 distributions of inputs. A fault that explains these is named; nothing is where nothing does.
@@ -145,7 +145,7 @@ _ATTENTIONS, _STEPS = "likely mistakes", "mistakes in steps of the backward pass
 
 
 class Judged(Protocol):
-    """Something that is compared with exact attention: a kernel on a workload, one output, a call of a model."""
+    """Something that is compared with exact attention: a kernel on a workload, one output, a call."""
 
     def compared(self, references: ReferenceCache, deadline: Callable[[], AbstractContextManager[object]]) -> Comparison:
         """Return the comparison; its mismatch has the evidence for a diagnosis."""
@@ -163,7 +163,7 @@ class Context:
         diagnosing: makes a context that surrounds the diagnosis, as of a line of progress.
         keeps_evidence: keep the tensors of a mismatch with the comparison.
         is_known: whether a mismatch is explained already, as by a known defect; then nothing else is looked for.
-        locate: adds what is known of where a result was computed, as on which ranks.
+        locate: adds what is known of where a result was computed.
     """
 
     references: ReferenceCache = field(default_factory=ReferenceCache)

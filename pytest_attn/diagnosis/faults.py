@@ -1,8 +1,8 @@
-"""The identities of the faults that a diagnosis can name: what hints, records and mutants call them.
+"""The identities of the faults that a diagnosis can name: what hints and records call them, and faulty kernels.
 
-Plain data, which hints and mutants share: neither knows of the other's code, so that one can be measured by the other. What a
-fault predicts, and the words of its hint, are in attention_faults.py, forward_faults.py and backward_faults.py, and with the
-masks; guests have their own.
+Plain data, which hints and faulty kernels share: neither knows of the other's code, so that one can be measured by the other.
+What a fault predicts, and the words of its hint, are in attention_faults.py, forward_faults.py and backward_faults.py, and
+with the masks; guests have their own.
 """
 
 from collections.abc import Iterable

@@ -125,7 +125,7 @@ class Alone(Invariant):
     calls = 5
     needs = (
         BACKWARD,
-        Need(lambda probe: not probe.subject.needs_all_gradients, "over ranks each of q, k and v needs a gradient"),
+        Need(lambda probe: not probe.subject.needs_all_gradients, "in other processes each of q, k and v needs a gradient"),
     )
 
     def run(self, probe: Probe) -> str:

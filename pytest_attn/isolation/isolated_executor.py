@@ -29,7 +29,7 @@ class InOwnProcess(Executor):
     def __init__(self, function: IsolatedFunction, executor: Executor) -> None:
         super().__init__(executor.workload)
         self._function, self._executor = function, executor
-        self.is_here = executor.is_here
+        self.elsewhere = executor.elsewhere
 
     def place(self, subject: Subject, progress: Progress) -> Subject:
         """Return the subject, whose module has been imported in its process. Raises as `IsolatedFunction.start`."""

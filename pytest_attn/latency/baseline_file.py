@@ -303,7 +303,7 @@ def _inconsistent(data: Mapping[str, Any]) -> str:
     newest = max((case["protocol"] for case in data["cases"].values()), default=0)
     for key, case in data["cases"].items():
         field, number, anchors = f"cases.{key}", len(case["p50_ns"]), case["anchors_ns"]
-        # of the reference loop there is no time where ranks compute at once, or no core was free for it
+        # of the reference loop there is no time where several processes compute at once, or no core was free for it
         is_whole = head - {REFERENCE_LOOP} <= anchors.keys() <= head
         if case["protocol"] == newest and not is_whole:
             expected = ", ".join(head)

@@ -1,4 +1,4 @@
-"""Work as those see it that time it; of a kernel: latency/kernel_work.py, of a model's step: models/step_timing.py."""
+"""Work as those see it that time it; of a kernel: latency/kernel_work.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WrongResultError(StaleError):
 class Work:
     """Work in one direction, on `sets` of tensors that calls take in turn.
 
-    What ranks compute is staged and looked at by them, and has no tensors here.
+    What other processes compute is staged and looked at by them, and has no tensors here.
     """
 
     #: told, while nothing is timed, that another call comes: of a time limit that each call has

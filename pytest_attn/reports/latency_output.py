@@ -1,4 +1,4 @@
-"""Text of the terminal on latencies: one row per case, what a model's step has beside its time, and what to type next."""
+"""Text of the terminal on latencies: one row per case, what guests say of them, and what to type next."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -351,7 +351,7 @@ class Ranking:
 
 
 class _Scope(NamedTuple):
-    """Bounds of what is comparable, but for the conditions that only timed records have. shape: of a model its test."""
+    """Bounds of what is comparable, but for the conditions that only timed records have. shape: without one the test."""
 
     machine: tuple[str, str, str]
     workload: str
@@ -447,7 +447,7 @@ def _front(standing: Standing) -> Iterator[Candidate]:
 def _scope_of(record: Record) -> _Scope:
     machine = record.get("machine") or {}
     where = (machine.get("name", ""), machine.get("device", ""), machine.get("torch", ""))
-    if record.get("model"):  # two models of one class are two problems, whatever their calls ask
+    if record.get("model"):  # a guest's: two of one class are two problems, whatever they ask
         test = str(record["test"]).replace(record["subject"], "").replace("[]", "")
         return _Scope(where, record["workload"], test)
     return _Scope(where, record["workload"], (record.get("shape") or {}).get("id", ""))

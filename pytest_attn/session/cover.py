@@ -75,7 +75,7 @@ class _Case:
 
     @property
     def is_claimed(self) -> bool:
-        """True where its backend declares that it takes the workload; what a model asks for is known once it runs."""
+        """True where its backend declares that it takes the workload; what others ask for is known once they run."""
         gradients = asks_gradients(self.item)
         return not kind_of(self.item).has_workloads or self.backend.claims(self.parameter.workload, gradients)
 
@@ -95,14 +95,14 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
     """Take away what need not run, and count it.
 
     Who names workloads, tests by -k or -m, or one case, is understood: the choice is made of what these leave. Who names
-    workloads gets no models, which have none, and who names backends only models with these in their place.
+    workloads gets no tests without any, and who names backends only those with these in their place.
     """
     settings = session.settings
     is_of_others = not session.kernels.are_tested or settings.tune is not None or session.worker is not None
     if is_of_others or config.option.collectonly or "all" in settings.workloads:
         return
     wanted = left_in(config, items)
-    unwanted = _models_not_meant(wanted, session.settings)
+    unwanted = _not_meant(wanted, session.settings)
     session.collected.unchosen += len(unwanted)
     tests = _by_backend([item for item in wanted if item not in unwanted], session)
     unwanted |= _not_chosen(tests, session)
@@ -144,7 +144,7 @@ def _by_backend(items: Iterable[pytest.Item], session: AttentionSession) -> dict
 
 def _may_be_left_out(item: pytest.Item, session: AttentionSession) -> bool:
     if _strength_of(item) is None or absent_because(item, device_of(item), session):
-        return False  # and on a CPU the suite leaves out most models by itself
+        return False  # and on a CPU the suite leaves out most of what has no workloads by itself
     return kind_of(item).has_workloads or session.machines.device(device_of(item)).type != "cpu"
 
 
@@ -154,17 +154,17 @@ def _strength_of(item: pytest.Item) -> int | None:
     return marker.kwargs.get("covering") if marker else None
 
 
-def _models_not_meant(items: Sequence[pytest.Item], settings: Settings) -> set[pytest.Item]:
-    """Return models that say nothing of what is named, where other cases run: of workloads any, of backends those without one.
+def _not_meant(items: Sequence[pytest.Item], settings: Settings) -> set[pytest.Item]:
+    """Return items without workloads that say nothing of what is named, where other cases run.
 
-    Tests of models that do not say `covering` are the user's own, and run.
+    Of workloads that is any, of backends an item without one. Those that do not say `covering` are the user's own, and run.
     """
-    models = [item for item in items if not kind_of(item).has_workloads and _strength_of(item) is not None]
+    others = [item for item in items if not kind_of(item).has_workloads and _strength_of(item) is not None]
     backends = {item: parameter.backend for item in items if (parameter := parameter_of(item))}
     if _is_any_named(settings.workloads) and any(kind_of(item) is ATTENTION for item in backends):
-        return {*models}
+        return {*others}
     if _is_any_named(settings.backends) and any(backends.values()):
-        return {item for item in models if backends.get(item, "") is None}
+        return {item for item in others if backends.get(item, "") is None}
     return set()
 
 

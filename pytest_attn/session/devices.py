@@ -1,4 +1,4 @@
-"""The devices of a run; one GPU per xdist worker where asked, a lock for who times on it, and enough of them for ranks."""
+"""The devices of a run; one GPU per xdist worker where asked, a lock for who times on it."""
 
 from __future__ import annotations
 

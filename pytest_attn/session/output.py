@@ -227,8 +227,8 @@ def chosen_words(session: AttentionSession) -> str:
     if not collected.unchosen:
         return ""
     if not collected.chosen:
-        models = count(collected.unchosen, "case")
-        return f"not run: {models} of models, which say nothing of what is named; --attn-workloads=all adds them"
+        others = count(collected.unchosen, "case")
+        return f"not run: {others} without workloads, which say nothing of what is named; --attn-workloads=all adds them"
     return (
         f"chosen: {collected.chosen:,} of {collected.chosen + collected.unchosen:,} cases, which cover what each backend"
         " takes; --attn-workloads=all runs all"

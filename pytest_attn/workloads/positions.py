@@ -18,7 +18,7 @@ SAMPLED, DRAWN = 2048, 24
 TILE = 128
 #: of keys, and of (query, key) pairs of one head: from either on a workload is long
 LONG_KEYS, LONG_PAIRS = 1 << 16, 1 << 28
-#: parts of a sequence that lies on 2, 4 or 8 ranks, with two chunks on each
+#: parts of a sequence that lies on 2, 4 or 8 devices, with two chunks on each
 _PARTS = 16
 #: elements after which int32, as an offset in elements or in bytes of a 16-bit dtype, and uint32 wrap round
 _WRAPS = (1 << 30, 1 << 31, 1 << 32)
@@ -50,7 +50,7 @@ def drawn_positions(length: int) -> set[int]:
 
 
 def borders(length: int, most: int = SAMPLED) -> list[int]:
-    """Return both sides of the borders of tiles, of the last full tile and of ranks, in ascending order."""
+    """Return both sides of the borders of tiles, of the last full tile and of devices that share it, in ascending order."""
     step = max(TILE, length // max(1, most // 4) // TILE * TILE)
     at = {*range(TILE, length, step), length // TILE * TILE, *(part * length // _PARTS for part in range(1, _PARTS))}
     return sorted({p for border in at for p in (border - 1, border) if 0 <= p < length})

@@ -280,7 +280,7 @@ def test_a_line_says_that_models_do_not_run(run, pytester):
     pytester.makepyfile(TEST.format(marker='"smoke", covering=2') + AS_THEY_ARE)
     result = run("--attn-backends=math", "--attn-workloads=smoke-full", "--attn-unjudged=ignore")
     result.stdout.fnmatch_lines(
-        ["not run: 1 case of models, which say nothing of what is named; --attn-workloads=all adds them"]
+        ["not run: 1 case without workloads, which say nothing of what is named; --attn-workloads=all adds them"]
     )
 
 

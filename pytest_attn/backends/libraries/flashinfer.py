@@ -1,24 +1,17 @@
 """FlashInfer's batch prefill with its fa2 and fa3 templates: ragged keys and a paged KV cache, forward only."""
 
 import shutil
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from pytest_attn.backends.attention_args import (
-    AttentionArguments,
-    AttentionFunction,
-    UnreadableError,
-    first_of,
-    refuse_unread,
-)
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import KnownDefect, in_fully_masked_rows, sees_nothing
 from pytest_attn.backends.dense import index_tensors
-from pytest_attn.backends.layouts import as_packed, bottom_right_window, mask_of_window, sequence_boundaries, without_padding
+from pytest_attn.backends.layouts import as_packed, bottom_right_window, sequence_boundaries, without_padding
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
@@ -224,32 +217,3 @@ def _varies_over_heads(w: Workload, machine: Machine) -> bool:
     mask_mod = mask.bind(Sequences(w.batch, w.heads, w.q_len, w.kv_len, device))
     first = mask_mod(b, h[:, :1], q, kv)
     return not all(torch.equal(first, mask_mod(b, head, q, kv)) for head in torch.split(h[:, 1:], 1, 1))
-
-
-# -- calls of a model --------------------------------------------------------------------------------------------------------
-
-
-def _read(given: Mapping[str, Any]) -> AttentionArguments:
-    known = {"q", "k", "v", "causal", "kv_layout", "sm_scale", "window_left", "logits_soft_cap", "return_lse"}
-    refuse_unread(
-        {name: value for name, value in given.items() if (name, value) != ("pos_encoding_mode", "NONE")},
-        known,
-        frozenset(("backend", "use_fp16_qk_reduction")),
-    )
-
-    if given.get("kv_layout", "NHD") != "NHD":
-        raise UnreadableError("its argument kv_layout='HND' is not read; 'NHD' is")
-    left = given.get("window_left")
-    return AttentionArguments.in_layout(
-        lambda tensor: tensor.transpose(0, 1)[None],
-        given,
-        mask=mask_of_window(given.get("causal"), (-1 if left is None else left, -1)),
-        scale=given.get("sm_scale"),
-        softcap=given.get("logits_soft_cap") or None,
-        take_out=first_of,
-        to_result=lambda out: out[0].transpose(0, 1),
-        asks_more="lse" if given.get("return_lse") else "",
-    )
-
-
-FUNCTIONS = (AttentionFunction("flashinfer", "single_prefill_with_kv_cache", ("q", "k", "v"), _read, "flashinfer_fa2"),)

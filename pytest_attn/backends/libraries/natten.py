@@ -1,13 +1,11 @@
 """NATTEN: neighborhood attention over 1-, 2- and 3-D token layouts."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, refuse_unread
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.configured import Options
@@ -162,38 +160,3 @@ def _is_handed_to_plain_attention(mask: Neighborhood) -> bool:
     """Return whether every window is full: NATTEN then calls its plain attention, in one dimension also where it is causal."""
     full = mask.kernel == mask.shape
     return full and (len(mask.shape) == 1 or not any(_causal_flags(mask)))
-
-
-# -- calls of a model --------------------------------------------------------------------------------------------------------
-
-
-def _read(given: Mapping[str, Any], dims: int) -> AttentionArguments:
-    known = {"query", "key", "value", "kernel_size", "stride", "dilation", "is_causal", "scale"}
-    tuning = ("backend", "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape")
-    more = ("kernel_schedule", "torch_compile", "run_persistent_kernel", "backward_use_pt_reduction", "backward_kv_splits")
-    refuse_unread(given, known, frozenset((*tuning, *more)))
-    shape = tuple(given["query"].shape[1 : 1 + dims])
-    kernel = given["kernel_size"]
-    mask = Neighborhood(
-        shape,
-        (kernel,) * dims if isinstance(kernel, int) else tuple(kernel),
-        stride=given.get("stride") or 1,
-        dilation=given.get("dilation") or 1,
-        causal=given.get("is_causal") or False,
-    )
-
-    return AttentionArguments.in_layout(
-        lambda tensor: tensor.flatten(1, dims).transpose(1, 2),
-        given,
-        _QKV,
-        mask=mask,
-        scale=given.get("scale"),
-        to_result=lambda out: out.transpose(1, 2).reshape(out.shape[0], *shape, out.shape[1], out.shape[3]),
-    )
-
-
-_QKV = ("query", "key", "value")
-_PARAMETERS = (*_QKV, "kernel_size", "stride", "dilation", "is_causal", "scale")
-FUNCTIONS = tuple(
-    AttentionFunction("natten", f"na{dims}d", _PARAMETERS, partial(_read, dims=dims), "natten", _QKV) for dims in (1, 2, 3)
-)

@@ -5,20 +5,10 @@ Both have the same import name. What 1.0.6 makes of q, k and v is repeated here,
 """
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
-from pytest_attn.backends.attention_args import (
-    AttentionArguments,
-    AttentionFunction,
-    first_of,
-    refuse_unread,
-    swap_rows_and_heads,
-    unchanged,
-)
 from pytest_attn.backends.backend import LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import KnownDefect
@@ -26,7 +16,6 @@ from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload
 
 _SAGE = Library(("sageattention",), "sageattention", "pip install sageattention")
@@ -185,25 +174,3 @@ def _in_int8_steps(x: torch.Tensor, rows_per_block: int) -> torch.Tensor:
     is_tie = (exact.abs().frac() - 0.5).abs() < _TIE
     steps = torch.where(is_tie, exact, (exact + torch.copysign(torch.full_like(exact, 0.5), exact)).trunc())
     return (steps * scale).flatten(2, 3)[:, :, :length]
-
-
-# -- calls of a model --------------------------------------------------------------------------------------------------------
-
-
-def _read(given: Mapping[str, Any]) -> AttentionArguments:
-    known = {"q", "k", "v", "tensor_layout", "is_causal", "sm_scale", "return_lse"}
-    refuse_unread(given, known, frozenset(("smooth_k", "smooth_v", "pv_accum_dtype", "qk_quant_gran")))
-    to_native = swap_rows_and_heads if given.get("tensor_layout", "HND") == "NHD" else unchanged
-    return AttentionArguments.in_layout(
-        to_native,
-        given,
-        mask=Causal() if given.get("is_causal") else None,
-        scale=given.get("sm_scale"),
-        take_out=first_of,
-        asks_more="lse" if given.get("return_lse") else "",
-    )
-
-
-FUNCTIONS = (
-    AttentionFunction("sageattention", "sageattn", ("q", "k", "v", "tensor_layout", "is_causal", "sm_scale"), _read, "sage"),
-)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
 from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities, refusals_without
 from pytest_attn.backends.compilers import keeping_flash4
@@ -29,14 +28,7 @@ from pytest_attn.backends.defects import (
     SDPA_LARGE_SCORES,
     KnownDefect,
 )
-from pytest_attn.backends.dense import (
-    additive_or_boolean_mask,
-    boolean_mask,
-    four_dimensional,
-    is_plain_causal,
-    needs_dense_mask,
-    visible_and_bias,
-)
+from pytest_attn.backends.dense import additive_or_boolean_mask, boolean_mask, is_plain_causal, needs_dense_mask
 from pytest_attn.backends.layouts import (
     ALL_QUANTIZED,
     as_packed,
@@ -50,7 +42,6 @@ from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import split_cache
-from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload, is_interleaved, repeated
 
 #: what SDPA's signature can say, with a mask as a tensor
@@ -479,97 +470,3 @@ class KvCache(Backend):
             return torch.cat(outs, 2)
 
         return call
-
-
-# -- calls of a model --------------------------------------------------------------------------------------------------------
-
-
-_QKV, _OPTIONS = ("query", "key", "value"), ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-
-
-def _read(given: Mapping[str, Any]) -> AttentionArguments:
-    """Read scaled_dot_product_attention, of which autocast casts an additive mask, too."""
-    mask: Any = given.get("attn_mask")
-    if type(mask).__name__ == "CausalBias":  # of torch.nn.attention.bias, which holds no numbers
-        is_bottom_right = mask.variant.name == "LOWER_RIGHT"
-        return replace(read_plain({**given, "attn_mask": None}), mask=Causal(bottom_right=is_bottom_right))
-    return read_plain(given if mask is None else {**given, "attn_mask": autocast(mask)})
-
-
-def read_plain(given: Mapping[str, Any]) -> AttentionArguments:
-    """Read its arguments: tensors of 2 or more dimensions, of which the leading ones broadcast."""
-    q, k = given["query"], given["key"]
-    refuse_unread(given, {*_QKV, *_OPTIONS})
-    lead, visible, bias = q.shape[:-2], None, None
-    if given.get("attn_mask") is not None:
-        visible, bias = visible_and_bias(given["attn_mask"], lead, four_dimensional(q), four_dimensional(k))
-    return AttentionArguments.in_layout(
-        four_dimensional,
-        given,
-        _QKV,
-        visible=visible,
-        bias=bias,
-        mask=Causal() if given.get("is_causal") else None,
-        scale=given.get("scale"),
-        dropout=float(given.get("dropout_p") or 0.0),
-        to_result=lambda out: out.reshape(*lead, *out.shape[-2:]),
-    )
-
-
-def _kernel_chosen(given: Mapping[str, Any]) -> str:
-    """Return which of its kernels torch chooses for these arguments, as it does within the call: "SDPA flash"."""
-    try:
-        options = {name: given[name] for name in _OPTIONS if name in given}
-        chosen = SDPBackend(torch._fused_sdp_choice(*(given[name] for name in _QKV), **options))
-    except Exception:  # of devices and releases that do not say
-        return "SDPA"
-    return f"SDPA {chosen.name.lower().removesuffix('_attention')}"
-
-
-def autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the dtype to which autocast casts those of attention, itself where that casts nothing."""
-    kind = tensor.device.type
-    casts = tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind)
-    return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
-
-
-def _broadcast(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with q, k and v alike in their leading dimensions, as SDPA broadcasts them."""
-    if not all(name in given for name in _QKV):
-        return given
-    return {**given, **dict(zip(_QKV, _alike(*(given[name] for name in _QKV)), strict=True))}
-
-
-def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Expand the leading dimensions of SDPA's tensors, as it broadcasts them; heads only where they are not grouped.
-
-    Raises UnreadableError for nested tensors.
-    """
-    if any(t.is_nested for t in (q, k, v)):
-        raise UnreadableError("q, k and v must be dense tensors; nested ones are not read")
-    heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (q, k, v)]
-    if 1 < min(heads[1:]) < max(heads[1:]):  # grouped otherwise than each other
-        k, v = (t.repeat_interleave(max(heads[1:]) // t.shape[-3], -3) for t in (k, v))
-        heads[1:] = [max(heads[1:])] * 2
-    grouped = 1 < heads[1] < heads[0]
-    leads = [t.shape[:-3] if grouped else t.shape[:-2] for t in (q, k, v)]
-    if leads[0] == leads[1] == leads[2]:
-        return q, k, v
-    shapes: Any = torch.broadcast_shapes
-    lead = shapes(*leads)
-    kept = 3 if grouped else 2
-    q, k, v = (t.expand(*lead, *t.shape[-kept:]) for t in (q, k, v))
-    return q, k, v
-
-
-SDPA = AttentionFunction(
-    "torch.nn.functional",
-    "scaled_dot_product_attention",
-    (*_QKV, *_OPTIONS),
-    _read,
-    tensors=_QKV,
-    name="F.scaled_dot_product_attention",
-    unpack=_broadcast,
-    kernel_of=_kernel_chosen,
-)
-FUNCTIONS = (SDPA,)

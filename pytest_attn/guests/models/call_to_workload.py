@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.attention_args import AttentionArguments, UnreadableError
 from pytest_attn.backends.dense import dense
+from pytest_attn.guests.models.attention_args import AttentionArguments, UnreadableError
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, Sequences, StoredMask, Window

@@ -15,12 +15,8 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
-from pytest_attn.backends.attention_args import AttentionArguments, AttentionFunction, UnreadableError, unchanged
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.gradients import nodes_behind
-from pytest_attn.backends.libraries.flex import FLEX
-from pytest_attn.backends.libraries.sdpa import autocast
-from pytest_attn.backends.libraries.transformers import is_stock
 from pytest_attn.backends.precision import Precision, default_on, uncompiled_flex_precision
 from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.registry import Registry
@@ -28,7 +24,11 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows
+from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, unchanged
 from pytest_attn.guests.models.call_to_workload import says_the_same, to_inputs, with_mask
+from pytest_attn.guests.models.calls.flex_calls import FLEX
+from pytest_attn.guests.models.calls.sdpa_calls import autocast
+from pytest_attn.guests.models.calls.transformers_calls import is_stock
 from pytest_attn.guests.models.handed_masks import HandedMasks, beyond_window, causal_across, forgotten, shown_by
 from pytest_attn.guests.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.reports.lines import count, some

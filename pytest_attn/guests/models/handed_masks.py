@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.attention_args import AttentionArguments
 from pytest_attn.backends.dense import dense
+from pytest_attn.guests.models.attention_args import AttentionArguments
 
 #: what a bias below hides, whatever the scores are
 HIDES = -1e3

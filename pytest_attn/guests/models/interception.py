@@ -27,7 +27,8 @@ from torch import overrides
 from torch.nn.modules import module as every
 from torch.overrides import TorchFunctionMode
 
-from pytest_attn.backends.attention_args import (
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
@@ -36,11 +37,10 @@ from pytest_attn.backends.attention_args import (
     refuse_unread,
     shortened,
 )
-from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.libraries.flex import FLEX
-from pytest_attn.backends.libraries.sdpa import SDPA, autocast, read_plain
-from pytest_attn.backends.libraries.transformers import function_called, read_call
 from pytest_attn.guests.models.call_to_workload import to_inputs
+from pytest_attn.guests.models.calls.flex_calls import FLEX
+from pytest_attn.guests.models.calls.sdpa_calls import SDPA, autocast, read_plain
+from pytest_attn.guests.models.calls.transformers_calls import function_called, read_call
 from pytest_attn.guests.models.exact_attention import exact_attention, exact_weights
 from pytest_attn.guests.models.handed_masks import HandedMasks, handed_to
 from pytest_attn.guests.models.written_out import WrittenOut

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pytest_attn.backends.attention_args import UnreadableError, first_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
+from pytest_attn.guests.models.attention_args import UnreadableError, first_of
 from pytest_attn.guests.models.call_to_workload import to_inputs
 from pytest_attn.guests.models.capture import alias, precision_of, without_gradient
 from pytest_attn.guests.models.exact_attention import (

@@ -42,7 +42,7 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 class OnRanks(Executor):
     """Runs a callable on every rank of a pool, each with its shards; the test runs in each of their processes as well."""
 
-    is_here = False
+    elsewhere = "a test with ranks compares with attn.check(fn); leave out ranks to compare an output of one process"
     is_expendable = True  # its ranks are processes of their own, and a pool that is lost is replaced
     has_deadline = True
     unnamed_because = "ran on several ranks"

@@ -191,6 +191,6 @@ def one_key_longer(masks):
 def test_a_wrong_reading_is_found(installed, monkeypatch, name, workload, file, attribute, plant, wrong):
     backend = installed(name)
     assert backend.broken_because() is None
-    reading = import_module(f"pytest_attn.backends.libraries.{file}")
+    reading = import_module(f"pytest_attn.guests.models.calls.{file}_calls")
     monkeypatch.setattr(reading, attribute, plant(getattr(reading, attribute)))
     assert [*round_trips(backend, [workload], as_a_model_calls(backend, monkeypatch))] == [(workload, [*wrong, "out"])]

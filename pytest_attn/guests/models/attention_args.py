@@ -1,7 +1,7 @@
 """A call of a library's attention function, read back: its arguments in one layout, and which functions are read so.
 
-Each file of libraries/ goes both ways: its backend puts a workload into a library's arguments, and its `FUNCTIONS` take those
-of a call that a model makes apart again.
+A backend puts a workload into a library's arguments (backends/libraries/); `FUNCTIONS` of a file of calls/ take those apart
+again of a call that a model makes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,25 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pytest_attn.backends.builtin import CALLED_BY_MODELS
 from pytest_attn.workloads.masks import Mask, ScoreMod
 
 if TYPE_CHECKING:
     import torch
+
+#: module of a library that models call -> the file of calls/ that reads them back
+CALLED_BY_MODELS = {
+    "torch.nn.functional": "sdpa_calls",
+    "torch.nn.attention.flex_attention": "flex_calls",
+    "flash_attn": "flash_attention_calls",
+    "flash_attn_interface": "flash_attention_calls",
+    "flash_attn_3.flash_attn_interface": "flash_attention_calls",
+    "flash_attn.cute": "flash_attention_calls",
+    "transformer_engine.pytorch": "transformer_engine_calls",
+    "xformers.ops": "xformers_calls",
+    "sageattention": "sage_calls",
+    "natten": "natten_calls",
+    "flashinfer": "flashinfer_calls",
+}
 
 
 class UnreadableError(Exception):
@@ -151,5 +165,5 @@ def shortened(value: object) -> str:
 def imported_functions() -> list[AttentionFunction]:
     """Return the attention functions that a model may call by now: those of torch, and of libraries that are imported."""
     files = dict.fromkeys(file for module, file in CALLED_BY_MODELS.items() if module in sys.modules)
-    functions = [one for file in files for one in import_module(f"pytest_attn.backends.libraries.{file}").FUNCTIONS]
+    functions = [one for file in files for one in import_module(f"pytest_attn.guests.models.calls.{file}").FUNCTIONS]
     return [function for function in functions if function.module in sys.modules]
