@@ -1,35 +1,43 @@
-"""False alarms: every available exact backend, and kernels without a fault, on honest cases; the largest z of each level.
+"""False alarms: every available exact backend, and kernels without a fault, on honest cases; the largest of each level.
 
     python benchmarks/calibrate.py [--device cuda] [--backends ...] [--seeds 5] [--seconds 500] [--out results.json]
 
 Cases: backends x shapes x masks x distributions x dtypes x forward and backward; then the fault-free kernels of
 tests/honest/variants.py, and eager code that writes each step of its scores in the dtype, on the groups smoke and edges, with
 some seeds. Each is a judgment; the last line is "alarms: A in N honest judgments of kernels". Exits with 1 if any honest case
-fails; failures that a backend carries as known defects are listed apart. Nothing is begun after --seconds.
+fails; failures that a backend carries as known defects are listed apart. Nothing is begun after --seconds. Slopes are those of
+a head over exact attention, with what they may be off; --seeds 0 --seconds 50 looks at backends alone, on shapes by chance.
+--factors prints by how much one head of four must be off to be found: by element, row and RMS of a head, and by its slope.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from pytest_attn import Workload
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.machine import machine_of, resolve_device
+from pytest_attn.backends.precision import PRECISIONS, default_on
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.judge import compare_all, judge
+from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.mismatch_text import describe
+from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
+from pytest_attn.workloads.inputs import draw_inputs
 
 SHAPES = {
     "cpu": [(1, 4, 4, 127, 127, 64), (1, 4, 2, 256, 256, 64), (1, 2, 2, 65, 193, 64), (1, 6, 2, 320, 320, 32)],
@@ -50,7 +58,12 @@ def workloads(kind: str, dtypes: list[str]) -> list[Workload]:
         found.append(
             Workload(q_len, kv_len, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, mask=mask, dtype=dtype)
         )
+    random.Random(0).shuffle(found)
     return found
+
+
+#: exact attention, and results in float64
+Draw: TypeAlias = tuple[Reference, dict[str, torch.Tensor]]
 
 
 class Case(NamedTuple):
@@ -88,6 +101,38 @@ def of_variants(device: torch.device, seeds: int) -> Iterator[Case]:
             yield Case("eager", eager, CheckSpec(workload, device, backward, seed=seed))
 
 
+def smallest_factor(name: str, draws: list[Draw], has_slopes: bool) -> float:
+    """Return the least part by which the last head of a tensor must be too large to be found on any draw."""
+    least, most = 1e-8, 0.1
+    for _ in range(18):
+        middle = (least * most) ** 0.5
+        found = False
+        for reference, tensors in draws:
+            w, tensor = reference.workload, tensors[name].clone()
+            tensor[:, -1] *= 1 + middle
+            rounded = {name: tensor.to(getattr(torch, w.dtype))}
+            (row,) = compare_all("", rounded, reference, w, limits_named("default"))
+            found |= row.limits.excess(*row.levels[: 4 if has_slopes else 3]) > 1
+        least, most = (least, middle) if found else (middle, most)
+    return most
+
+
+def print_factors(device: torch.device, dtypes: list[str]) -> None:
+    """Print these of attention that rounds each result once, under the profile of a kernel that declares none."""
+    profile = PRECISIONS[default_on(device.type)]
+    for dtype, tokens in product(dtypes, (128, 512, 2048)):
+        w, draws = Workload(tokens, heads=4, dtype=dtype), list[Draw]()
+        for distribution in ("structured", "flat"):
+            inputs = draw_inputs(w, distribution, 0, device)
+            q, k, v = (t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+            out = scaled_dot_product_attention(q, k, v)
+            gradients = torch.autograd.grad(out, (q, k, v), inputs.dout.double())
+            exact = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+            draws.append((compute_reference(inputs, profile, backward=True), exact))
+        of_each = (f"{n} {smallest_factor(n, draws, False):.2g} {smallest_factor(n, draws, True):.2g}" for n in draws[0][1])
+        print(f"{profile.name} {dtype:8} {tokens:4}", *of_each, sep="  ", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
@@ -97,10 +142,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help="of each kernel of the tests and each small workload")
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--out")
+    parser.add_argument("--factors", action="store_true")
     args = parser.parse_args()
     device = resolve_device(args.device)
+    if args.factors:
+        print_factors(device, args.dtypes.split(","))
+        return 0
     machine, cache = machine_of(device), ReferenceCache(16 << 30)
     largest: dict[str, list[float]] = {}
+    slopes: dict[str, tuple[float, float, float]] = {}
     shares: dict[str, tuple[float, str]] = {}
     failures, known, cases, started = [], [], 0, time.time()
     distributions = args.distributions.split(",")
@@ -112,11 +162,13 @@ def main() -> int:
         workload = spec.workload
         comparison = judge(backend, spec, cache)
         cases += 1
+        profile = spec.for_subject(spec.subject(Registry(), backend)).profile.name
         for tensor in comparison.tensors:
-            key = f"{name} {workload.dtype} {tensor.name}"
-            levels = (tensor.z_element, tensor.z_row, tensor.z_head)
-            so_far = largest.get(key, [0.0, 0.0, 0.0])
-            largest[key] = [max(pair) for pair in zip(so_far, levels, strict=True)]
+            key = f"{name} {profile} {workload.dtype} {tensor.name}"
+            largest[key] = [*map(max, largest.get(key, [0.0] * 4), tensor.levels)]
+            off = abs(tensor.slope - 1)
+            if tensor.z_slope:
+                slopes[key] = max(slopes.get(key, (0.0, 0.0, 0.0)), (tensor.z_slope, off, off / tensor.z_slope))
             where = f"{workload.id}, {tensor.distribution}, seed {spec.seed}"
             shares[key] = max(shares.get(key, (0.0, "")), (tensor.excess, where))
         reaching = (d for d in backend.known_defects if d.applies(workload, machine))
@@ -129,10 +181,11 @@ def main() -> int:
     print(f"{machine.name}, torch {machine.torch_version}")
     print(f"{cases} cases in {time.time() - started:.0f} s, {len(failures)} failed")
     print(*(f"known defect: {line}" for line in known), sep="\n")
-    print(f"{'backend dtype tensor':42} element    row   head  largest share of a limit")
-    for key, (element, row, head) in sorted(largest.items()):
-        share, where = shares[key]
-        print(f"{key:42} {element:7.2f} {row:6.2f} {head:6.2f}  {share:.2f} ({where})")
+    print(f"{'backend profile dtype tensor':42} element    row   head  slope  |slope-1| of limit  largest share of a limit")
+    for key, (element, row, head, slope) in sorted(largest.items()):
+        (share, where), (_, off, limit) = shares[key], slopes.get(key, (0.0, 0.0, 0.0))
+        figures = f"{element:7.2f} {row:6.2f} {head:6.2f} {slope:6.2f}  {off:.5f} of {limit:.5f}"
+        print(f"{key:42} {figures}  {share:.2f} ({where})")
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
             result = {

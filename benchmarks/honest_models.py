@@ -288,7 +288,7 @@ def families() -> dict[str, Builder]:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-LEVELS = ("element", "row", "head")
+LEVELS = ("element", "row", "head", "slope")
 
 
 class Judged(NamedTuple):

@@ -120,6 +120,10 @@ class Precision:
         of_rows = self.rounds_sinks or self.rounds_rescaling
         return self.has_noisy_scores or self.operand_unit > 0 or of_rows
 
+    def scales_heads(self, has_sinks: bool) -> bool:
+        """Return whether a rounding that the profile declares may be a factor of whole heads."""
+        return self.is_quantized or self.half_sum_keys > 0 or self.qk_error > 0 or (self.rounds_sinks and has_sinks)
+
     def words(self, dtype: str) -> str:
         """Say what a kernel of this profile does, behind "if it", for a profile that a failure may suggest."""
         said = {

@@ -26,8 +26,8 @@ from pytest_attn.workloads.workload import Direction, Workload
 #: the records of an item whose test is not done yet
 RECORDS = pytest.StashKey[list[Record]]()
 _SHOWN = (
-    *("name", "distribution", "passed", "z_element", "z_row", "z_head", "absmax", "mean_abs", "mse", "relative_l2", "cosine"),
-    *("worst", "found", "exact", "budget", "wrong_positions"),
+    *("name", "distribution", "passed", "z_element", "z_row", "z_head", "z_slope", "slope"),
+    *("absmax", "mean_abs", "mse", "relative_l2", "cosine", "worst", "found", "exact", "budget", "wrong_positions"),
 )
 _SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim", "dtype")
 
@@ -49,6 +49,7 @@ def figures_of(comparison: Comparison | None) -> dict[str, Any]:
         "z_element": reported.z_element,
         "z_row": reported.z_row,
         "z_head": reported.z_head,
+        "z_slope": reported.z_slope,
         "tensors": tuple({name: getattr(row, name) for name in _SHOWN} for row in comparison.tensors),
         "faults": comparison.faults,
         "is_sampled": comparison.is_sampled,

@@ -2,7 +2,7 @@
 
 z = (tensor - exact) / tau is dimensionless. A fault-free kernel's z looks the same for every shape, dtype and value scale,
 and each kind of fault shows at its own level: one wrong element (max |z|), one wrong key or row (RMS of z over a row), a
-small error everywhere (RMS of z over a head).
+small error everywhere (RMS of z over a head), a factor where budgets are wide (the slope of a head over the exact one).
 """
 
 import math
@@ -24,8 +24,10 @@ from pytest_attn.workloads.workload import Workload
 class TensorComparison:
     """One tensor of one draw of inputs against the exact one.
 
-    z_element, z_row, z_head: the largest |z| and RMS of z. absmax, mean_abs, mse, relative_l2, cosine: of the residual,
-    over elements that are finite in both. alpha: slope of the tensor over the exact one, 1 where it is right.
+    z_element, z_row, z_head: the largest |z| and RMS of z. z_slope: the largest |slope - 1| of a head, in units of what
+    `head_slopes` allows; slope, slope_error, slope_head: of that head, and its (batch, head).
+    absmax, mean_abs, mse, relative_l2, cosine: of the residual, over elements that are finite in both.
+    alpha: slope of the tensor over the exact one, 1 where it is right.
     worst: index (batch, head, row, dim) of the largest |z|. exceeding: number of elements over the limit.
     wrong_positions: number of elements whose NaN or infinity is not where the exact result has one.
     """
@@ -50,11 +52,20 @@ class TensorComparison:
     exact: float
     budget: float
     limits: Limits
+    z_slope: float = 0.0
+    slope: float = 1.0
+    slope_error: float = 0.0
+    slope_head: tuple[int, ...] = ()
+
+    @property
+    def levels(self) -> tuple[float, float, float, float]:
+        """What its limits are held against."""
+        return self.z_element, self.z_row, self.z_head, self.z_slope
 
     @property
     def excess(self) -> float:
         """Ratio of the worst level to its limit."""
-        return math.inf if self.wrong_positions else self.limits.excess(self.z_element, self.z_row, self.z_head)
+        return math.inf if self.wrong_positions else self.limits.excess(*self.levels)
 
 
 class Members(NamedTuple):
@@ -214,7 +225,12 @@ def wrong_rows(row: TensorComparison, got: torch.Tensor, expected: Expected) -> 
         return (got.double() - value).abs() > row.budget
     z = residual_over_budget(got.double() - value, expected.tau)
     bad = (z.abs().amax(-1) > row.limits.element) | (z.square().mean(-1).sqrt() > row.limits.row)
-    return bad if bool(bad.any()) else z.square().mean(-1).sqrt() > 1
+    if bool(bad.any()):
+        return bad
+    if row.z_head <= row.limits.head and row.z_slope > row.limits.slope:
+        steep = head_slopes(z, expected).off.abs() > abs(row.slope - 1) / 2
+        return steep.unsqueeze(-1).expand_as(bad)
+    return z.square().mean(-1).sqrt() > 1
 
 
 def location_of(bad: torch.Tensor, sampled: torch.Tensor | None) -> Location:
@@ -259,3 +275,41 @@ def residual_over_budget(residual: torch.Tensor, tau: torch.Tensor) -> torch.Ten
     """Return z; where nothing may be off (tau = 0) it is 0 or infinite."""
     z = residual / tau
     return torch.where(tau > 0, z, torch.where(residual == 0, 0.0, math.inf))
+
+
+class HeadSlopes(NamedTuple):
+    """Slopes of heads over the exact ones, all (batch, heads).
+
+    off: slope - 1. error: its standard error. allowed: what |off| may be. All are 0 where the exact head is.
+    """
+
+    off: torch.Tensor
+    error: torch.Tensor
+    allowed: torch.Tensor
+
+
+#: One rounding to bfloat16 at most. Where a kernel cuts off P, or all P of a row round alike, it is a factor of a whole head.
+#: In half precision and float32 a factor below it shows in the RMS of z over a head.
+_SLOPE_BIAS = 2.0**-8
+#: standard errors by which a slope may be off beside
+_SLOPE_ERRORS = 4.0
+
+
+def head_slopes(z: torch.Tensor, expected: Expected) -> HeadSlopes:
+    """Return the slope of each head over the exact one by weighted least squares, with weights 1 / tau^2.
+
+    With x the exact value in budgets, off = sum(z x) / sum(x^2). Its standard error is 1 / sqrt(sum(x^2)) if all errors are
+    independent. Those of a row may be shared, so it is at least the jackknife's over rows (MacKinnon and White, Some
+    heteroskedasticity-consistent covariance matrix estimators, 1985: HC3). Noise of scores moves P by a part of its square
+    always in one direction: the mean of 1 / x^2, twice.
+
+    z and expected: (batch, heads, rows, dim).
+    """
+    x = (expected.value / expected.tau).nan_to_num_(0, 0, 0)
+    overlaps, squares = torch.linalg.vecdot(z, x), torch.linalg.vecdot(x, x)
+    total = squares.sum(-1)
+    off = overlaps.sum(-1) / total
+    left = (overlaps - off.unsqueeze(-1) * squares) / (1 - squares / total.unsqueeze(-1))
+    error = total.rsqrt().maximum(left.norm(dim=-1) / total)
+    allowed = _SLOPE_BIAS + _SLOPE_ERRORS * error + 2 * x.shape[-2:].numel() / total
+    return HeadSlopes(*(one.where(allowed.isfinite() & off.isfinite(), 0) for one in (off, error, allowed)))

@@ -33,6 +33,7 @@ from pytest_attn.correctness.comparison import (
     Mismatch,
     Returned,
     TensorComparison,
+    head_slopes,
     location_of,
     looked_at,
     residual_over_budget,
@@ -58,6 +59,10 @@ from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 #: With fewer rows the RMS over a head adds nothing to that of its rows, and the row's limit applies.
 FEW_ROWS = 16
+#: With fewer rows the standard error of a head's slope is not known well enough.
+_SLOPE_ROWS = 64
+#: With more terms what tensor cores cut from a sum, of a whole head alike, comes near what a slope may be off.
+_MOST_TERMS = 1 << 17
 LSE_TOLERANCE = 1e-5  # of 1 + |lse|: float32 sums of exponentials are that good
 LSE_BUDGETS = 8.0  # of the scores' noise
 
@@ -504,7 +509,7 @@ def _require_numbers(distribution: str, reference: Reference) -> None:
         )
 
 
-# -- one tensor: residual over budget, at three levels, and the usual figures beside it -----------------------------------
+# -- one tensor: residual over budget, at four levels, and the usual figures beside it -----------------------------------
 
 
 def compare_all(
@@ -515,8 +520,10 @@ def compare_all(
     limits: tuple[Limits, Limits],
 ) -> list[TensorComparison]:
     """Compare tensors by their names, native ones. limits: of out and lse, and of gradients."""
+    terms = max((max(keys, queries * workload.group) for queries, keys in sequence_lengths(workload)), default=0)
+    has_slopes = terms <= _MOST_TERMS and not reference.precision.scales_heads(bool(workload.sinks))
     return _rows_of(
-        _measured_tensor(name, distribution, tensor, reference, workload, limits_of(name, limits))
+        _measured_tensor(name, distribution, tensor, reference, workload, limits_of(name, limits), has_slopes)
         for name, tensor in tensors.items()
     )
 
@@ -545,11 +552,17 @@ def _rows_of(comparisons: Iterable[_Measured]) -> list[TensorComparison]:
 
 
 def _measured_tensor(
-    name: str, distribution: str, tensor: torch.Tensor, reference: Reference, workload: Workload, limits: Limits
+    name: str,
+    distribution: str,
+    tensor: torch.Tensor,
+    reference: Reference,
+    workload: Workload,
+    limits: Limits,
+    has_slopes: bool,
 ) -> _Measured:
     expected = reference.tensors[name]
     got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
-    return _measured(name, distribution, got, expected, workload, limits, unsampled_faults)
+    return _measured(name, distribution, got, expected, workload, limits, unsampled_faults, has_slopes)
 
 
 def _measured(
@@ -560,8 +573,12 @@ def _measured(
     workload: Workload,
     limits: Limits,
     unsampled_faults: int = 0,
+    has_slopes: bool = False,
 ) -> _Measured:
-    """Measure the rows that are exact. unsampled_faults: how many elements are not finite, in others."""
+    """Measure the rows that are exact.
+
+    unsampled_faults: how many elements are not finite, in others. has_slopes: whether slopes of heads are looked at.
+    """
     if is_of_heads := is_of_parameter(name) and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
         limits = replace(limits, row=limits.element, head=limits.element)
     if name in ("lse", "max"):
@@ -583,15 +600,17 @@ def _measured(
         "wrong": wrong.sum(),
         **_at(place, got, expected.value, expected.tau),
         **_familiar(residual, expected.value),
+        **(_steepest(z, expected) if has_slopes and independent >= _SLOPE_ROWS else {}),
     }
 
     def to_row(read: Mapping[str, float]) -> TensorComparison:
-        z_element, z_row, z_head = read["z_element"], read["row"] ** 0.5, read["head"] ** 0.5
+        levels = read["z_element"], read["row"] ** 0.5, read["head"] ** 0.5, read.get("z_slope", 0.0)
+        z_element, z_row, z_head, z_slope = levels
         wrong_count, at = max(int(read["wrong"]), unsampled_faults), _unraveled(int(read["place"]), shape)
         return TensorComparison(
             name=name,
             distribution=distribution,
-            passed=not wrong_count and limits.excess(z_element, z_row, z_head) <= 1,
+            passed=not wrong_count and limits.excess(*levels) <= 1,
             z_element=z_element,
             z_row=z_row,
             z_head=z_head,
@@ -603,10 +622,21 @@ def _measured(
             exact=read["exact"],
             budget=read["budget"],
             limits=limits,
+            z_slope=z_slope,
+            slope=1 + read.get("slope_off", 0.0),
+            slope_error=read.get("slope_error", 0.0),
+            slope_head=_unraveled(int(read.get("slope_place", 0)), shape[:2]),
             **_familiar_figures(read, shape.numel()),
         )
 
     return _Measured(numbers, to_row)
+
+
+def _steepest(z: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:
+    off, error, allowed = head_slopes(z, expected)
+    level = (off.abs() / allowed).nan_to_num_(0)
+    place = level.argmax()
+    return {"z_slope": level.max(), "slope_off": off.take(place), "slope_error": error.take(place), "slope_place": place}
 
 
 #: by how much more than the nearer of two results is from exact they may differ where both round in their own way
@@ -684,6 +714,7 @@ def _measured_lse(name: str, distribution: str, got: torch.Tensor, expected: Exp
             exact=read["exact"],
             budget=read["budget"],
             limits=Limits(1, 1, 1),
+            slope_head=(),
             **_familiar_figures(read, shape.numel()),
         )
 

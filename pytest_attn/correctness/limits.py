@@ -1,4 +1,4 @@
-"""Limits of z: how many budgets a result may be off, by element, by row and by head."""
+"""Limits of z: how many budgets a result may be off, by element, by row and by head, and by a factor of a head."""
 
 import math
 from dataclasses import dataclass
@@ -7,16 +7,20 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest |z| of an element, and the largest RMS of z over a row and over a head."""
+    """The largest |z| of an element, and the largest RMS of z over a row and over a head.
+
+    slope: the largest |slope - 1| of a head, in units of what `head_slopes` allows.
+    """
 
     element: float
     row: float
     head: float
+    slope: float = 1.0
 
-    def excess(self, element: float, row: float, head: float) -> float:
+    def excess(self, element: float, row: float, head: float, slope: float = 0.0) -> float:
         """Return how far the worst level is over its limit, as a ratio (at most 1 passes; NaN counts as infinite)."""
-        worst = max(element / self.element, row / self.row, head / self.head)
-        return math.inf if math.isnan(element) or math.isnan(row) or math.isnan(head) else worst
+        shares = (element / self.element, row / self.row, head / self.head, slope / self.slope)
+        return math.inf if any(map(math.isnan, shares)) else max(shares)
 
 
 #: limits by name: (for out, for gradients). The calibration behind them is docs/results/calibration.md.

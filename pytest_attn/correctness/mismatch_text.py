@@ -55,17 +55,24 @@ def _excess(row: TensorComparison) -> str:
     if row.wrong_positions:
         found = count(row.wrong_positions, "element is", "elements are")
         return f"{found} NaN or infinite where the exact result is not, or the reverse"
-    level, value, limit = _worst_level(row)
-    return f"z {z_figure(value)} in {level}, limit {limit:g}"
-
-
-def _worst_level(row: TensorComparison) -> tuple[str, float, float]:
     levels = (
         ("one element", row.z_element, row.limits.element),
         ("one row", row.z_row, row.limits.row),
         ("one head", row.z_head, row.limits.head),
     )
-    return next((level for level in levels if not level[1] <= level[2]), levels[0])
+    level, value, limit = next((level for level in levels if not level[1] <= level[2]), levels[0])
+    return _factor(row) if value <= limit else f"z {z_figure(value)} in {level}, limit {limit:g}"
+
+
+def _factor(row: TensorComparison) -> str:
+    """Say by how much the head of the worst slope is too large or too small."""
+    off = row.slope - 1
+    batch, head = row.slope_head
+    of_batch = f" of batch entry {batch}" if batch else ""
+    return (
+        f"head {head}{of_batch} is {abs(off):.2%} too {'large' if off > 0 else 'small'}: slope {row.slope:.4f} ±"
+        f" {row.slope_error:.4f}, limit ±{abs(off) / row.z_slope * row.limits.slope:.4f}"
+    ).replace("%", " %")
 
 
 def _levels(row: TensorComparison) -> str:

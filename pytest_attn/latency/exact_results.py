@@ -97,9 +97,7 @@ class Attention:
         if is_clear:
             return ""
         row = compare_rows(name, "randn", got, expected, w, limits)
-        far = Limits(*(_ROOM * limit for limit in (limits.element, limits.row, limits.head)))
-        is_far = bool(row.wrong_positions) or far.excess(row.z_element, row.z_row, row.z_head) > 1
-        is_wrong = self._is_of_another_size(row) if is_dropped else is_far
+        is_wrong = self._is_of_another_size(row) if is_dropped else row.excess > _ROOM
         if not is_wrong or any(d.explains(SimpleNamespace(tensors=(row,), changed=()), w) for d in self._defects):
             return ""
         if bool(got.isnan().any()):

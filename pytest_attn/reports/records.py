@@ -100,11 +100,14 @@ class Record(TypedDict):
     z_element: Annotated[float | None, "its largest z: the error of an element divided by its budget (limit 8)"]
     z_row: Annotated[float | None, "the largest RMS of a row (limit 4)"]
     z_head: Annotated[float | None, "the largest RMS of a head (limit 1.5)"]
+    z_slope: Annotated[
+        float | None, "distance from 1 of the worst slope of a head over exact attention, by what it may be (limit 1)"
+    ]
     tensors: Annotated[
         Sequence[dict[str, Any]],
-        "every tensor and distribution: name, distribution, passed, z_element, z_row, z_head, absmax, mean_abs, mse,"
-        " relative_l2, cosine, worst (index), found, exact, budget, wrong_positions (elements that are NaN or infinite"
-        " and should not be, or should be and are not)",
+        "every tensor and distribution: name, distribution, passed, z_element, z_row, z_head, z_slope, slope (of that"
+        " head), absmax, mean_abs, mse, relative_l2, cosine, worst (index), found, exact, budget, wrong_positions (elements"
+        " that are NaN or infinite and should not be, or should be and are not)",
     ]
     faults: Annotated[
         Sequence[str],
@@ -336,7 +339,7 @@ _WORK = {"type": "object", "additionalProperties": {"type": "number"}}
 _WORDS_OF_LAUNCHES = dict.fromkeys(("framework", "category", "architecture", "operation"), or_null(TEXT))
 #: what is within the fields that hold more than one value, as far as reports read it: a part of JSON Schema
 _WITHIN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("z_element", "z_row", "z_head", "compile_seconds"), or_null(NUMBER)),
+    **dict.fromkeys(("z_element", "z_row", "z_head", "z_slope", "compile_seconds"), or_null(NUMBER)),
     "seconds": NUMBER,
     "explanation": array_of(object_of({"label": TEXT, "text": TEXT})),
     "inapplicable": array_of(object_of({"invariant": TEXT, "reason": TEXT})),
@@ -355,6 +358,7 @@ _WITHIN: dict[str, dict[str, Any]] = {
                 ("absmax", "mean_abs", "mse", "relative_l2", "cosine", "found", "exact", "budget"), or_null(NUMBER)
             ),
             **_LEVELS,
+            **dict.fromkeys(("z_slope", "slope"), or_null(NUMBER)),
             worst=or_null(array_of({"type": "integer"})),
         )
     ),

@@ -201,7 +201,7 @@ def with_empirical_limits(
 
 
 def _judged_anew(row: TensorComparison, limits: Limits) -> TensorComparison:
-    return replace(row, limits=limits, passed=limits.excess(row.z_element, row.z_row, row.z_head) <= 1)
+    return replace(row, limits=limits, passed=limits.excess(*row.levels) <= 1)
 
 
 def _raised(limits: Limits, honest: list[TensorComparison], deviations: float) -> Limits:
@@ -211,7 +211,7 @@ def _raised(limits: Limits, honest: list[TensorComparison], deviations: float) -
             return least
         return max(least, fmean(found) + deviations * stdev(found))
 
-    return Limits(*(level(name, getattr(limits, name)) for name in ("element", "row", "head")))
+    return Limits(*(level(name, getattr(limits, name)) for name in ("element", "row", "head", "slope")))
 
 
 def _emulated_kernel(number: int, inputs: Inputs, reference: Reference, backward: bool) -> dict[str, torch.Tensor]:

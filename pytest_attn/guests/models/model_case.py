@@ -344,7 +344,7 @@ def _facts(call: CallComparison) -> dict[str, Any]:
         "passed": call.passed,
         "backward": call.has_gradients,
         "tensor": reported.name if reported else "",
-        **{name: getattr(reported, name) if reported else None for name in ("z_element", "z_row", "z_head")},
+        **{name: getattr(reported, name) if reported else None for name in ("z_element", "z_row", "z_head", "z_slope")},
         "reason": call.fault,
         "faults": call.comparison.faults if call.comparison else (),
     }

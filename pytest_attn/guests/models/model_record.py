@@ -14,11 +14,12 @@ class ModelFields(TypedDict):
     calls: Annotated[
         Sequence[dict[str, Any]],
         "of a model, for each call: module, function, kernel (what computed it, if known), workload, passed,"
-        " backward, tensor, z_element, z_row, z_head, reason, faults",
+        " backward, tensor, z_element, z_row, z_head, z_slope, reason, faults",
         array_of(
             object_of(
                 {"module": TEXT, "function": TEXT, "workload": TEXT, "passed": TRUTH, "tensor": TEXT, **_LEVELS},
                 kernel=or_null(TEXT),
+                z_slope=or_null(NUMBER),
             )
         ),
     ]

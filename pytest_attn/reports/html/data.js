@@ -11,7 +11,7 @@ data.verdicts.forEach(([name, word, glyph, tone], rank) => {
 
 const number = (value) => (typeof value === "string" ? Number(value) : value); // "Infinity" and "NaN", which JSON has no word for
 const text = (index) => data.texts[index];
-const TENSOR = ["z_element", "z_row", "z_head", "absmax", "mean_abs", "mse", "relative_l2", "cosine"];
+const TENSOR = ["z_element", "z_row", "z_head", "z_slope", "absmax", "mean_abs", "mse", "relative_l2", "cosine"];
 const LIMITS = [["z_element", "element", 8], ["z_row", "row", 4], ["z_head", "head", 1.5]];
 
 function tensorOf([name, distribution, passed, ...rest]) {

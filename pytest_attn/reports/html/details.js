@@ -35,7 +35,7 @@ function detail(one, isOpen) {
 }
 
 function tensorTable(one) {
-  const titles = ["tensor", "z element", "z row", "z head", "abs max", "mean abs", "mse", "relative L2", "cosine"];
+  const titles = ["tensor", "z element", "z row", "z head", "z slope", "abs max", "mean abs", "mse", "relative L2", "cosine"];
   const rows = tensorsOf(one).map((tensor) => [
     el("tr", {}, el("th", { scope: "row" }, `${tensor.passed ? "" : "✗ "}${tensor.name}/${tensor.distribution}`),
       TENSOR.map((key) => el("td", { class: "number" }, key.startsWith("z_") ? zFigure(tensor[key]) : digits(tensor[key], key === "cosine" ? 7 : 3)))),

@@ -109,7 +109,7 @@ def _header(records: Sequence[Record]) -> str:
 
 _DIGITS = 5
 _SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim", "dtype", "mask", "flops", "bytes")
-_FIGURES = ("z_element", "z_row", "z_head", "absmax", "mean_abs", "mse", "relative_l2", "cosine")
+_FIGURES = ("z_element", "z_row", "z_head", "z_slope", "absmax", "mean_abs", "mse", "relative_l2", "cosine")
 _DECISION = ("change", "interval", "detectable", "recorded", "runs")
 _LATENCY = ("p50", "interval", "blocks", "mode", "calls", "l2", "host", "memory", "threads", "disturbances", "notes", "cupti")
 

@@ -1,10 +1,12 @@
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from guests.models.zoo import HONEST, uniform_case
+from guests.models.zoo import DIM, HONEST, stack, uniform_case
 from left_out import IS_ALL
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import capture
 from pytest_attn.backends.precision import precision_named
@@ -12,6 +14,7 @@ from pytest_attn.correctness import reference as reference_module
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import compute_reference
+from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.guests.models import call_judge as judge
 from pytest_attn.guests.models.call_judge import judge_call
 from pytest_attn.guests.models.exact_attention import Dithered, Passes
@@ -82,3 +85,25 @@ def test_among_many_honest_kernels_whose_rows_share_their_errors_none_is_called_
         judged = judge.with_empirical_limits(rows, tensors, reference, inputs)
         assert all(row.passed for row in judged), judged
     assert beyond > number / 2
+
+
+def compared(call):
+    """Judge without a diagnosis."""
+    return judge.ModelCall(call).compared(ReferenceCache(), nullcontext)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_half_a_percent_in_one_head_of_a_call_is_found(dtype):
+    """Of 131 tokens, in gradients that the budget of bfloat16 gives twice as much."""
+    model = stack(sdpa, layers=1).to(dtype)
+    x = torch.randn(1, 131, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (call,) = capture(lambda: model(x).square().sum().backward(), model)
+    assert compared(call).passed
+    for name, factor in (("out", 1.005), ("dq", 0.995), ("dk", 1.005), ("dv", 0.995)):
+        tensor = call.out if name == "out" else call.gradients[name]
+        right = tensor.detach().clone()
+        tensor.data[:, 3] *= factor
+        row = compared(call).reported
+        assert (row.name, row.slope_head, row.passed) == (name, (0, 3), False)
+        assert row.slope == pytest.approx(factor, abs=1e-3)
+        tensor.data.copy_(right)
