@@ -59,7 +59,7 @@ class TensorComparison:
 
     @property
     def levels(self) -> tuple[float, float, float, float]:
-        """What its limits are held against."""
+        """Its element, row, head and slope, in the order of `Limits`."""
         return self.z_element, self.z_row, self.z_head, self.z_slope
 
     @property
