@@ -245,7 +245,7 @@ def run(pytester, *options):
 
 
 def test_cheats_are_refused_each_by_itself(pytester):
-    refused = one_in(3, REFUSED)
+    refused = one_in(5, REFUSED)
     pytester.makepyfile(test_it=TESTS.format(names=["attention", *refused, "causal"]))
     result = run(pytester, "--attn-isolated", "--attn-timeout=3", "-v")
     result.assert_outcomes(passed=2, failed=len(refused))

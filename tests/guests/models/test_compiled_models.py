@@ -116,19 +116,6 @@ def _(q, k, v):
 
 
 @pytest.mark.slow("compiles")
-def test_a_custom_op_whose_compiled_form_is_off_is_found():
-    def attend(q, k, v):
-        return attention_op(q, k, v) if torch.compiler.is_compiling() else F.scaled_dot_product_attention(q, k, v)
-
-    model, _ = compiled_case(stack(attend).requires_grad_(False), torch.bfloat16)
-    x = torch.randn(2, 45, 64, dtype=torch.bfloat16)
-    found = judge_model(model, lambda: model(x), backward=False, scatter=0)
-
-    assert (all(call.passed for call in found.calls), found.passed) == (True, False)
-    assert found.compiled.wrong == ["output"]
-
-
-@pytest.mark.slow("compiles")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo, behind a break
 def test_graph_breaks_and_recompilations_are_told():
     turns = []

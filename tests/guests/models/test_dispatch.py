@@ -68,22 +68,6 @@ def test_a_function_that_declares_where_it_rounds_is_held_to_that():
     assert check_model(model, step, eager, precision="eager").passed
 
 
-@pytest.mark.slow("makes many calls")
-@pytest.mark.parametrize("times", [0.99, 1.008, 1.012])
-def test_a_scale_that_is_little_off_is_named_and_not_sold_as_rounding(times):
-    model, step = case_of(stack(full), torch.bfloat16)
-
-    def in_float32(q, k, v, workload=None, scale=None):
-        return F.scaled_dot_product_attention(q, k, v, scale=times * q.shape[-1] ** -0.5)
-
-    def in_bfloat16(q, k, v, workload=None, scale=None):
-        return (q @ k.mT * (times * q.shape[-1] ** -0.5)).softmax(-1) @ v
-
-    assert f"it equals attention with scale {times / 4:.4f}"[:-1] in judge_model(model, step, in_float32, scatter=0).message
-    for kernel in (in_float32, in_bfloat16):
-        assert "precision=" not in judge_model(model, step, kernel, scatter=0).message
-
-
 def test_the_models_own_function_is_held_to_what_is_declared():
     model, step = case_of(stack(lambda q, k, v: eager(q, k, v)), torch.bfloat16)
 

@@ -81,16 +81,3 @@ def test_inputs_are_handed_over_as_they_are():
 def test_what_cannot_be_called_is_refused_in_words(module, inputs):
     with pytest.raises(ValueError, match="inputs"):
         check_module(module, inputs)
-
-
-@pytest.mark.slow("makes many calls")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_backend_computes_the_core(dtype):
-    torch.manual_seed(0)
-    assert check_module(Layer().to(dtype), backend="math").passed
-    late = lambda q, k, v, workload: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
-    with pytest.raises(AssertionError, match="it equals attention without the mask"):
-        check_module(Layer().to(dtype), backend=late)
-    near = lambda q, k, v, workload: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.01 / 4)  # noqa: E731
-    with pytest.raises(AssertionError, match=r"1 of 1 attention calls of .* are wrong"):
-        check_module(Layer().to(dtype), backend=near)

@@ -10,7 +10,7 @@ from torch import nn
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.guests.models.step import untouched
-from pytest_attn.guests.models.step_timing import AttentionShare, StepWork, attention_share, optimizer_untouched
+from pytest_attn.guests.models.step_timing import StepWork, attention_share, optimizer_untouched
 from pytest_attn.guests.models.substitution import (
     BackendSubstitute,
     KeptCall,
@@ -227,31 +227,6 @@ def test_a_call_that_goes_through_no_name_is_no_timed_run(case):
     with substituted(case, RecordedSubstitute()) as (substitution, work), pytest.raises(SubstitutionError, match=words):
         substitution.require_complete(work.stage())
     assert "through no name" in attention_share(case.model, case.step, "forward")
-
-
-def test_attention_takes_most_of_a_step_that_is_little_else(monkeypatch):
-    """Seconds come from a clock of the test: each attention call takes one."""
-    now = [0.0]
-
-    real = torch.nn.functional.scaled_dot_product_attention
-
-    def slow(*args, **kwargs):
-        now[0] += 1.0
-        return real(*args, **kwargs)
-
-    model, step = case_of(stack(causal, layers=3))
-
-    def timed():
-        now[0] += 1.0
-        return step()
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", slow)
-    monkeypatch.setattr("pytest_attn.guests.models.step_timing.time.perf_counter", lambda: now[0])
-    found = attention_share(model, timed, "forward", pairs=6)
-
-    assert isinstance(found, AttentionShare)
-    assert (found.seconds, found.step, found.calls) == (3.0, 4.0, 3)
-    assert (found.share, found.ceiling, found.is_seen) == (0.75, 4.0, True)
 
 
 def test_a_model_without_attention_has_no_share():

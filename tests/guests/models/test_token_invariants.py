@@ -15,8 +15,6 @@ from pytest_attn.guests.models import token_invariants
 from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.routing import Routing
 from pytest_attn.guests.models.token_invariants import judge_model_invariants
-from pytest_attn.guests.models.token_model import TokenModel
-from pytest_attn.invariants.invariant import NotApplicable
 
 TOKENS, WINDOW = 40, 8
 IDS = torch.randint(64, (3, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -537,21 +535,6 @@ def test_a_configuration_that_says_both_sides_names_no_model_causal(says):
     assert "nothing says that the model is causal" in left_out(model, only="future")["future"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_known"), [("reference_sliding_attention", False), ("indexed_attention", False), ("linear_attention", True)]
-)
-def test_a_kind_of_layer_that_nothing_is_known_of_may_decode_otherwise(kind, is_known, monkeypatch):
-    of = TokenModel(Tokens(layer_types=["full_attention", kind]), IDS)
-    monkeypatch.setattr(TokenModel, "cache_name", "cache")
-    monkeypatch.setattr(token_invariants, "_decoded", lambda of, kind: "row 20 differs")
-
-    if is_known:
-        assert token_invariants.decoding(of, "dynamic") == "row 20 differs"
-    else:
-        with pytest.raises(NotApplicable, match=rf"{kind} may choose keys otherwise with a cache \(row 20 differs\)"):
-            token_invariants.decoding(of, "dynamic")
-
-
 def test_keys_that_are_rotated_the_other_way_are_found_where_all_positions_begin_later(monkeypatch):
     model = of_transformers("Llama")
     module = inspect.getmodule(type(model))
@@ -571,18 +554,6 @@ def test_keys_that_are_rotated_the_other_way_are_found_where_all_positions_begin
 )
 def test_positions_that_mean_something_else_later_are_not_shifted(options, reason):
     assert reason in left_out(of_transformers("Llama", **options), only="shifted")["shifted"]
-
-
-def test_what_a_batch_holds_of_each_sequence_goes_with_it():
-    class Shifted(Tokens):
-        def forward(self, input_ids, attention_mask=None, position_ids=None, told=None):
-            return super().forward(input_ids, attention_mask, position_ids) + told[:, None]
-
-    told = torch.randn(len(IDS), 64, generator=torch.Generator().manual_seed(3))
-    report = judge_model_invariants(Shifted(), {"input_ids": IDS, "told": told})
-
-    assert report.passed, report.broken
-    assert "order" in {finding.invariant for finding in report.applied}
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.05, 2.0])
