@@ -275,7 +275,12 @@ def read(path: Path) -> BaselineFile:
                 f"line {text.count(chr(10), 0, conflict.start()) + 1}: has a merge conflict: keep one line of each case"
             )
         data = parse_json(text)
-        _require_known(path, data)
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if type(schema) is int and schema > SCHEMA:  # of a newer version, whatever else is in it
+            raise BaselineError(
+                f"{path}: has schema {schema!r}, this pytest-attn knows up to {SCHEMA}; update pytest-attn, or record into"
+                " another folder with --attn-baselines DIR"
+            )
         if fault := first_fault(data, FILE) or _inconsistent(data):
             raise ValueError(fault)
     except (OSError, ValueError) as error:
@@ -285,16 +290,6 @@ def read(path: Path) -> BaselineFile:
         ) from None
     cases = {key: _from_json(case, data["conditions"]) for key, case in data["cases"].items()}
     return BaselineFile(path, Identity(**data["machine"]), data["anchors"], cases)
-
-
-def _require_known(path: Path, data: Any) -> None:
-    """Raise BaselineError for a file that a newer version has written, whatever else is in it."""
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if type(schema) is int and schema > SCHEMA:
-        raise BaselineError(
-            f"{path}: has schema {schema!r}, this pytest-attn knows up to {SCHEMA}; update pytest-attn, or record into"
-            " another folder with --attn-baselines DIR"
-        )
 
 
 def _inconsistent(data: Mapping[str, Any]) -> str:

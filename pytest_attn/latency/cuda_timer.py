@@ -42,19 +42,12 @@ def choose_mode(recorded: Mode | None, launch: float, device: float | None) -> M
 
     recorded: the baseline's, which is kept unless the call is bound by the host. device: None if it cannot be kept waiting.
     """
-    if device is None or launch > _host_bound_from(recorded, device):
+    shift = {None: 1.0, "host": 0.5}.get(recorded, 2.0)  # so that a call near it keeps its mode
+    if device is None or launch > shift * max(_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO * device):
         return "host"
     if recorded in (None, "host"):
         return "graph" if device < OWN_EVENTS_SECONDS else "events"
     return recorded
-
-
-def _host_bound_from(recorded: Mode | None, device: float) -> float:
-    """Return the seconds of launching from which a call is bound by the host, shifted so that one near it keeps its mode."""
-    bound = max(_HOST_BOUND_SECONDS, _HOST_BOUND_RATIO * device)
-    if recorded is None:
-        return bound
-    return 0.5 * bound if recorded == "host" else 2.0 * bound
 
 
 def replays_per_sample(calls: int, seconds: float, sets: int) -> int:

@@ -148,11 +148,10 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
     """
     torch.cuda.synchronize(device)
     torch.empty(1, device=device)  # has the allocator take back what waited for another stream
-    torch.cuda.reset_peak_memory_stats(device)
-    before = _bytes(device, "current")
-    call()
-    torch.cuda.synchronize(device)
-    return _bytes(device, "peak") - before
+    with PeakMemory(device) as peak:
+        call()
+        torch.cuda.synchronize(device)
+    return peak.bytes
 
 
 class PeakMemory:

@@ -193,22 +193,17 @@ def main() -> None:
     first = channel.recv()
     if first is None:
         return
-    _import_ahead(first["modules"])
+    for name in first["modules"]:
+        with suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what was imported stays: no child need look at it again, which would copy its memory
     if obstacle := _tried():
         channel.send(refused=obstacle)
         return
     request = _Server(channel).serve()
     if request is not None:
         _become(request)
-
-
-def _import_ahead(modules: Sequence[str]) -> None:
-    """Import what workers will, as far as that can be imported."""
-    for name in modules:
-        with suppress(Exception):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what was imported stays: no child need look at it again, which would copy its memory
 
 
 class _Server:
@@ -224,7 +219,9 @@ class _Server:
         while os.getppid() == self._parent:
             ready = wait([self._channel, *self._workers], _LOOK_SECONDS)
             for watched in self._workers.keys() & set(ready):
-                self._tell_the_end_of(watched)
+                os.close(watched)
+                worker = self._workers.pop(watched)
+                self._channel.send(ended=worker, returncode=os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
             if self._channel in ready:
                 request = self._channel.recv()
                 if request is None:
@@ -259,11 +256,6 @@ class _Server:
         self._workers[os.pidfd_open(child)] = child
         self._channel.send(started=child)
         return False
-
-    def _tell_the_end_of(self, watched: int) -> None:
-        worker = self._workers.pop(watched)
-        os.close(watched)
-        self._channel.send(ended=worker, returncode=os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
 
 
 def _tried() -> str:

@@ -41,9 +41,21 @@ class Ended(NamedTuple):
 class Process(ABC):
     """A worker in a process group of its own, and this end of its channel."""
 
-    def __init__(self, pid: int, command: Command, channel: Channel) -> None:
-        self.pid, self.command, self.channel = pid, command, channel
-        channel.send(**command.told)
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.channel, theirs = Channel.pair()
+        try:
+            self.pid = self._start(theirs)
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+        self.channel.send(**command.told)
+
+    @abstractmethod
+    def _start(self, end: Channel) -> int:
+        """Start it, with this end of its channel; return its number."""
 
     @abstractmethod
     def returncode(self, seconds: float = 0.0) -> int | None:
@@ -114,16 +126,11 @@ class ForkedProcess(Process):
     """A worker that a server has forked."""
 
     def __init__(self, server: ForkServer, command: Command) -> None:
-        channel, theirs = Channel.pair()
-        try:
-            pid = server.fork(command, theirs)
-        except BaseException:
-            channel.close()
-            raise
-        finally:
-            theirs.close()
-        super().__init__(pid, command, channel)
         self._server = server
+        super().__init__(command)
+
+    def _start(self, end: Channel) -> int:
+        return self._server.fork(self.command, end)
 
     def returncode(self, seconds: float = 0.0) -> int | None:
         return self._server.returncode(self.pid, seconds)
@@ -135,20 +142,12 @@ class ForkedProcess(Process):
 class StartedProcess(Process):
     """A worker that begins with a new interpreter."""
 
-    def __init__(self, command: Command) -> None:
-        channel, theirs = Channel.pair()
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        environment = {**command.environment, CHANNEL_VARIABLE: f"{theirs.fileno()} {parent}"}
-        try:
-            with command.output.open("wb") as output:
-                words = [command.module, *command.arguments]
-                self._process = started(words, command.folder, environment, theirs, output)
-        except BaseException:
-            channel.close()
-            raise
-        finally:
-            theirs.close()
-        super().__init__(self._process.pid, command, channel)
+    def _start(self, end: Channel) -> int:
+        command, parent = self.command, os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        environment = {**command.environment, CHANNEL_VARIABLE: f"{end.fileno()} {parent}"}
+        with command.output.open("wb") as output:
+            self._process = started([command.module, *command.arguments], command.folder, environment, end, output)
+        return self._process.pid
 
     def returncode(self, seconds: float = 0.0) -> int | None:
         try:

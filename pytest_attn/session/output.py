@@ -17,7 +17,7 @@ from pytest_attn.reports import files
 from pytest_attn.reports.latency_output import is_notable, latency_summary
 from pytest_attn.reports.lines import count, room, some
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
-from pytest_attn.reports.ranking import Ranking, rank
+from pytest_attn.reports.ranking import rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
 from pytest_attn.reports.records import Record, RecordWriter, gathered, is_wrong
 from pytest_attn.reports.terminal import Line, listing, profile_tables, slowest_compilations, summary
@@ -38,7 +38,8 @@ def open_json_lines(session: AttentionSession, config: pytest.Config) -> None:
     session.manifest = Manifest(config, session.settings, session.machines)
     config.pluginmanager.register(session.manifest, "attn-manifest")
     if session.settings.json is not None and not hasattr(config, "workerinput"):
-        session.results.write_to(RecordWriter(session.settings.json, session.settings.json_samples), session.manifest)
+        session.results.lines = RecordWriter(session.settings.json, session.settings.json_samples)
+        session.results.manifest = session.manifest
 
 
 def print_end(session: AttentionSession, reporter: Any, config: pytest.Config) -> None:
@@ -319,7 +320,16 @@ def report_ranking(session: AttentionSession, config: pytest.Config, reporter: A
         return
     tuned = session.settings.tune
     ranking = rank(session.results.records, session.registrations.registry.canonical(tuned) if tuned else "")
-    _print(ranking, session, config, reporter)
+    if not ranking.timed and not ranking.lines:
+        reporter.write_line(nothing_timed(ranking))
+    else:
+        print_section(reporter, rank_summary(ranking, verbosity_of(config) > 0, room(reporter.isatty)), "attention rank")
+        if session.settings.gpu_per_worker and config.getoption("dist", "no") not in ("no", "loadgroup"):
+            reporter.write_line(
+                "rank: workers with GPUs of their own shared the cases of one workload;"
+                " --dist loadgroup keeps them on one GPU",
+                yellow=True,
+            )
     stem = session.settings.rank_to
     if not stem:
         return
@@ -328,18 +338,6 @@ def report_ranking(session: AttentionSession, config: pytest.Config, reporter: A
         return
     write_whole(session, f"{stem}.json", lambda: to_json(ranking), reporter, "--attn-rank-to")
     write_whole(session, f"{stem}.py", lambda: to_python(ranking), reporter, "--attn-rank-to")
-
-
-def _print(ranking: Ranking, session: AttentionSession, config: pytest.Config, reporter: Any) -> None:
-    if not ranking.timed and not ranking.lines:
-        reporter.write_line(nothing_timed(ranking))
-        return
-    print_section(reporter, rank_summary(ranking, verbosity_of(config) > 0, room(reporter.isatty)), "attention rank")
-    if session.settings.gpu_per_worker and config.getoption("dist", "no") not in ("no", "loadgroup"):
-        reporter.write_line(
-            "rank: workers with GPUs of their own shared the cases of one workload; --dist loadgroup keeps them on one GPU",
-            yellow=True,
-        )
 
 
 def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:

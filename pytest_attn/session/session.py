@@ -101,20 +101,17 @@ class Results:
         self.records: list[Record] = []
         #: the cases of a test, and of a backend where it takes one, that ran
         self.taken: dict[tuple[str, str], set[str]] = {}
-        self._lines: RecordWriter | None = None
-        self._manifest: Manifest | None = None
+        #: writes each record to a .jsonl file, as it comes, and last what the run collected and ran
+        self.lines: RecordWriter | None = None
+        self.manifest: Manifest | None = None
         self._held: list[Record] = []  # what is to be recorded, until it is
         self._begun: dict[str, dict[str, str] | None] = {}  # by id of a test that runs: its case, None where it has none
         self._beside: list[dict[str, str]] = []  # what ended tests, or the run, from outside
 
-    def write_to(self, lines: RecordWriter, manifest: Manifest) -> None:
-        """Also write each record to a .jsonl file, as it comes, and last what the run collected and ran."""
-        self._lines, self._manifest = lines, manifest
-
     def pytest_sessionstart(self) -> None:
         """Begin the file at once: that of an earlier run must not stand for this one if it is killed."""
-        if self._lines is not None:
-            self._lines.write([])
+        if self.lines is not None:
+            self.lines.write([])
 
     def replace(self, is_meant: Callable[[Record], bool], changes: Callable[[Record], Mapping[str, Any]]) -> None:
         """Change fields of records, as where what was to be recorded was not."""
@@ -143,11 +140,11 @@ class Results:
             if one["verdict"] != "skipped":
                 backend = one["subject"] if one["tags"].get("family") != "callable" else ""
                 self.taken.setdefault((one["test"].partition("[")[0], backend), set()).add(one["test"])
-        if records and self._lines is not None:
+        if records and self.lines is not None:
             from pytest_attn.reports.verdict import Verdict
 
             self._held += [one for one in records if one["verdict"] == Verdict.RECORDED]
-            self._lines.write(one for one in records if one["verdict"] != Verdict.RECORDED)
+            self.lines.write(one for one in records if one["verdict"] != Verdict.RECORDED)
 
     def _note_killed(self, report: pytest.TestReport) -> None:
         """Note a test whose worker of xdist has ended; one that was not set up yet may be of a kernel, too."""
@@ -184,11 +181,11 @@ class Results:
 
     def close(self, exitstatus: int) -> RecordWriter | None:
         """Finish the .jsonl file of --attn-output, once; return what wrote it, None where there is none left to finish."""
-        lines, self._lines = self._lines, None
+        lines, self.lines = self.lines, None
         if lines is not None:
             lines.write(self._held)
-            if self._manifest is not None:
-                lines.write_lines([self._manifest.closing_line(exitstatus, len(self.records))])
+            if self.manifest is not None:
+                lines.write_lines([self.manifest.closing_line(exitstatus, len(self.records))])
         return lines
 
 
