@@ -51,7 +51,7 @@ class CaseContext:
         self.backend: Backend | None = session.kernels.backend_named(name) if name else None
         self.asked: Subject | None = None
         self.is_judged, self.question = False, "check"
-        self._callables: dict[str, list[Callable[..., object]]] = {}
+        self._callables: dict[str, dict[object, Callable[..., object]]] = {}
 
     @classmethod
     def of_item(cls, request: pytest.FixtureRequest, parameter: CaseParameter) -> CaseContext:
@@ -82,12 +82,9 @@ class CaseContext:
         function = subject.user_function
         if function is None or subject.given_name:
             return subject
-        # kept alive: another callable may get the identity of a deleted one
-        alike = self._callables.setdefault(subject.name, [])
-        if identity_of(function) not in map(identity_of, alike):
-            alike.append(function)
-        number = list(map(identity_of, alike)).index(identity_of(function)) + 1
-        if number > 1:
+        alike = self._callables.setdefault(subject.name, {})
+        alike.setdefault(identity_of(function), function)  # kept alive: another may get the identity of a deleted one
+        if (number := [*alike].index(identity_of(function)) + 1) > 1:
             subject.name = f"{subject.name} #{number}"
         return subject
 

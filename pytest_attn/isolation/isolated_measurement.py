@@ -136,7 +136,9 @@ def latency_of(claimed: dict[str, Any], workload: str, subject: str, direction: 
     p50, low, high, confidence = map(number, (claimed["p50"], *claimed["interval"]))
     if not p50 or claimed["mode"] not in (get_args(Mode) if kind == "cuda" else ("host",)):
         raise ValueError("no time")
-    memory, threads = claimed["memory"], claimed["threads"]
+    numbers: dict[str, Any] = {name: int(number(claimed[name])) for name in ("blocks", "calls")}
+    numbers |= {name: number(claimed[name]) for name in ("launch", "spent")}
+    numbers |= {name: None if claimed[name] is None else int(claimed[name]) for name in ("memory", "threads")}
     return Latency(
         workload=workload,
         subject=subject,
@@ -144,16 +146,11 @@ def latency_of(claimed: dict[str, Any], workload: str, subject: str, direction: 
         p50=p50,
         interval=Interval(low, high, confidence),
         samples=tuple(map(number, claimed["samples"][:100_000])),
-        blocks=int(number(claimed["blocks"])),
         mode=claimed["mode"],
-        calls=int(number(claimed["calls"])),
         l2="cold" if claimed["l2"] == "cold" else "warm",
-        launch=number(claimed["launch"]),
         anchors={str(name)[:40]: number(value) for name, value in list(claimed["anchors"].items())[:20]},
-        memory=None if memory is None else int(memory),
-        threads=None if threads is None else int(threads),
         disturbances=texts(claimed["disturbances"]),
         notes=texts(claimed["notes"]),
         conditions={name: value for name, value in claimed["conditions"].items() if type(value) in (int, float, str)},
-        spent=number(claimed["spent"]),
+        **numbers,
     )

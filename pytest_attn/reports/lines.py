@@ -1,9 +1,9 @@
 """Lines of text: numbers and times as they are read, labels, and tables that a narrow terminal has room for."""
 
-import contextlib
 import math
 import os
 import re
+import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -125,20 +125,12 @@ _Band = dict[int, int]
 
 
 def room(is_terminal: bool) -> int | None:
-    """Return what a line may have, in characters: a terminal's width, or what COLUMNS says; None where neither does."""
-    return terminal_width(1) if is_terminal or os.environ.get("COLUMNS") else None
+    """Return what a line may have, in characters: a terminal's width, or what COLUMNS says; None where neither does.
 
-
-def terminal_width(descriptor: int) -> int:
-    """Return what COLUMNS says, or else the terminal; less than 40 is not believed, as pytest does not."""
-    try:
-        width = int(os.environ.get("COLUMNS", "0"))
-    except ValueError:
-        width = 0
-    if not width:
-        with contextlib.suppress(OSError):  # no terminal, or none any more
-            width = os.get_terminal_size(descriptor).columns
-    return width if width >= 40 else 80
+    Less than 40 is not believed, as pytest does not.
+    """
+    width = shutil.get_terminal_size().columns
+    return (width if width >= 40 else 80) if is_terminal or os.environ.get("COLUMNS") else None
 
 
 def aligned(

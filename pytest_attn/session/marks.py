@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from pytest_attn.backends.declaration import Argument, Declaration, argument, arguments_of, checked, described, one_of
 from pytest_attn.backends.machine import is_device_name, satisfies
@@ -143,7 +145,7 @@ class RequiresMark:
         if values.get("backend") is not None:
             registry.require(_split_version(values["backend"])[0])
         if values.get("arch") is not None:
-            _parse_arch(values["arch"])
+            _architectures(values["arch"])
         if values.get("memory") is not None:
             try:
                 values["memory"] = size(values["memory"])
@@ -155,7 +157,12 @@ class RequiresMark:
 
     def unmet_because(self, machine: Machine, registry: Registry) -> str | None:
         """Say which requirement the machine does not meet, or None."""
-        if self.arch is not None and not _arch_holds(self.arch, machine):
+        wanted = None if self.arch is None else _architectures(self.arch)
+        if isinstance(wanted, SpecifierSet):
+            has_arch = machine.capability is not None and wanted.contains(".".join(map(str, machine.capability)))
+        else:
+            has_arch = wanted in (None, machine.architecture, machine.kind)
+        if not has_arch:
             return f"needs arch {self.arch}, this device is {machine.architecture}"
         if self.memory is not None and machine.memory < self.memory:
             return f"needs {self.memory / 2**30:.0f} GiB of memory, this device has {machine.memory / 2**30:.0f} GiB"
@@ -163,12 +170,12 @@ class RequiresMark:
             return f"needs {self.gpus} GPUs, this machine has {machine.device_count}"
         if self.backend is None:
             return None
-        name, operator, wanted = _split_version(self.backend)
+        name, operator, version = _split_version(self.backend)
         backend = registry[name]
         reason = backend.unavailable_because(machine) or backend.broken_because()
         if reason:
             return f"needs backend {name}: {reason}"
-        if wanted and not satisfies(backend.version(), operator, wanted):
+        if version and not satisfies(backend.version(), operator, version):
             return f"needs backend {self.backend}, version {backend.version()} is installed"
         return None
 
@@ -261,21 +268,11 @@ def _split_version(text: str) -> tuple[str, str, str]:
     return match[1], match[2] or "", match[3] or ""
 
 
-def _parse_arch(text: object) -> list[tuple[str, str]] | str:
-    """Return version clauses of a compute-capability specifier, or the name of an architecture."""
+def _architectures(text: object) -> SpecifierSet | str:
+    """Return a specifier of compute capabilities, or the name of an architecture. Raises ValueError for anything else."""
     if isinstance(text, str) and re.fullmatch(r"cpu|xpu|mps|gfx\w+|sm\d+", text):
         return text
-    clauses = [re.fullmatch(r"\s*(>=|<=|==|<|>)\s*(\d+(?:\.\d+)?)\s*", part) for part in str(text).split(",")]
-    if not all(clauses):
-        raise ValueError(f"arch must be like '>=8.0,<10.0', 'sm90', 'gfx942' or 'cpu', got {text!r}")
-    return [(clause[1], clause[2]) for clause in clauses if clause]
-
-
-def _arch_holds(text: str, machine: Machine) -> bool:
-    clauses = _parse_arch(text)
-    if isinstance(clauses, str):
-        return clauses in (machine.architecture, machine.kind)
-    if machine.capability is None:
-        return False
-    version = ".".join(map(str, machine.capability))
-    return all(satisfies(version, operator, wanted) for operator, wanted in clauses)
+    with suppress(InvalidSpecifier):
+        if found := SpecifierSet(str(text)):
+            return found
+    raise ValueError(f"arch must be like '>=8.0,<10.0', 'sm90', 'gfx942' or 'cpu', got {text!r}")
