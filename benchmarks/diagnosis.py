@@ -248,7 +248,9 @@ def found_by_default(name: str, narrow: Narrow, wanted: int) -> Found:
         return Found(name, narrow, len(workloads), CHECK, rows)
     for w in workloads:
         if said := fails(check_invariants, kernel, Case(w, narrow.backward)):
-            return Found(name, narrow, len(workloads), INVARIANTS, [row(w.id, "invariants", said)])
+            is_named = any(f"| {cause} " in said for cause in narrow.causes)
+            broken = row(w.id, "invariants", said)._replace(verdict="named" if is_named else "none")
+            return Found(name, narrow, len(workloads), INVARIANTS, [broken])
     return Found(name, narrow, len(workloads), MISSED, [])
 
 
@@ -261,7 +263,7 @@ def table_of(found: list[Found]) -> str:
         first = one.rows[0] if one.rows else None
         by = f"{one.by}, `{first.workload}` of {one.cases}" if first else f"{one.by} in {one.cases}"
         hint = first.hints[0].split(" (z ")[0] if first and first.hints else "-"
-        cause = f"{first.verdict}: {hint}" if first and one.by == CHECK and first.verdict != "none" else "none"
+        cause = f"{first.verdict}: {hint}" if first and first.verdict != "none" else "none"
         lines.append(f"| {one.narrow.report} | {what} | {by} | {cause.replace('|', '/')[:120]} |")
     judged = [one for one in reported if one.rows]
     firsts = [one.rows[0].verdict for one in judged]

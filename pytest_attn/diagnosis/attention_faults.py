@@ -850,6 +850,7 @@ def _ignored(w: Workload) -> Iterator[tuple[str, str, dict[str, object]]]:
     scale = w.softmax_scale
     yield "scale-missing", "with scale 1: the softmax scale is missing", {"scale": 1.0}
     yield "scale-applied-twice", "with the softmax scale applied twice", {"scale": scale * scale}
+    yield "scale-wrong", "with 1 / scale: scores are divided by the softmax scale", {"scale": 1 / scale}
     yield "log2e-missing", "with scale * ln 2: exp2 without its factor log2 e", {"scale": scale * math.log(2)}
     yield "log2e-not-meant", "with scale * log2 e: exp where exp2 was meant", {"scale": scale / math.log(2)}
     if w.scale is not None:

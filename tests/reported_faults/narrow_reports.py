@@ -1,8 +1,9 @@
 """Faults after public reports, each of a kernel that takes what the reporting project's takes and nothing else.
 
 None of the reports is behind a mutant or a fault of `table`. `taking` says what a kernel takes, the report, and by which
-identities a diagnosis may name the fault, none where it has no name. Several fit where a workload cannot tell them apart: one
-query behind no window sees what it sees without a mask, and a mean of two splits, one empty, is half of the result.
+identities a diagnosis may name the fault, or which invariants, none where it has no name. Several are right where a workload
+cannot tell them apart: one query behind no window sees what it sees without a mask, a mean of two splits, one empty, is
+half of the result, and of the order of pages only the last one shows.
 """
 
 from __future__ import annotations
@@ -365,7 +366,7 @@ class MaximumOfTheTile(Attention):
         return s + (self.kept["top"] - top).nan_to_num(0, 0, 0)
 
 
-@taking(only("causal", _GROUPED, where=lambda w: w.q_len == w.kv_len), "tile-ai/TileOPs#239")
+@taking(only("causal", _GROUPED, where=lambda w: w.q_len == w.kv_len), "tile-ai/TileOPs#239", "magnitude")
 class MaximumResetForEachTile(Attention):
     """Sums were rescaled by the difference of two tiles' maxima, which may be large."""
 
@@ -412,7 +413,7 @@ class LastPageTakenForFull(Attention):
         return e._replace(m=-(-e.m // size) * size)
 
 
-@taking(_PAGED, "openvinotoolkit/openvino#28681")
+@taking(_PAGED, "openvinotoolkit/openvino#28681", "poison")
 class TailOfValuesMustBeZero(Attention):
     """Values behind the length were multiplied by a weight of 0, which NaN in the cache survives."""
 
@@ -456,7 +457,7 @@ class KeysOneSlotLater(Attention):
         return self.slots(call, pool)[self.page_numbers(call, e, number), at % size].transpose(0, 1)
 
 
-@taking(_MLA_DECODING, "NVIDIA/TensorRT-LLM#16219", "page-numbers-misread")
+@taking(_MLA_DECODING, "NVIDIA/TensorRT-LLM#16219", "page-numbers-misread", "page-table-unread")
 class PageStrideFourTimesTooLarge(Attention):
     """The stride of pages was that of another cache."""
 
@@ -654,6 +655,9 @@ class SoftcapOfHiddenScores(Attention):
     def scores(self, t: Tile) -> Tensor:
         return self.capped(t, self.logits(t).masked_fill(~self.visible(t), -math.inf))
 
+    def unseen_cleared(self, t: Tile, v: Tensor) -> Tensor:
+        return v
+
 
 @taking(only("bias"), "microsoft/onnxruntime#24017", "bias-of-first-batch-entry", "bias-of-another-batch-entry")
 class BiasOfOneHeadByAllHeads(Attention):
@@ -722,7 +726,9 @@ class PagesWithoutTheirScales(PagesSideBySide):
 # -- precision ----------------------------------------------------------------------------------------------------------------
 
 
-@taking(only(where=lambda w: w.dtype == "float16"), "philipturner/metal-flash-attention#8", "scores-rounded")
+@taking(
+    only(where=lambda w: w.dtype == "float16"), "philipturner/metal-flash-attention#8", "precision-eager", "scores-rounded"
+)
 class ProductsInHalfBeforeTheScale(Attention):
     """Products of q and k were summed in half precision, and scaled after that."""
 
@@ -795,7 +801,7 @@ class GradientOfScoreModBehindTheLength(Attention):
 @taking(
     only("packed", "causal-bottom-right", _GROUPED, where=lambda w: w.packs_keys),
     "Dao-AILab/flash-attention#443",
-    "empty-rows-nan",
+    "empty-rows",
     backward=True,
 )
 class DqOfRowsWithoutKeys(Attention):
@@ -838,7 +844,12 @@ class BackwardWithoutAMask(Attention):
         return (self.modified(t, x, self.tile_bias(t), self.tile_slopes(t)) - lse[..., None]).exp()
 
 
-@taking(only("sinks", "causal", "window", _GROUPED, where=lambda w: bool(w.sinks)), "ISEEKYAN/Megatron-LM#205", backward=True)
+@taking(
+    only("sinks", "causal", "window", _GROUPED, where=lambda w: bool(w.sinks)),
+    "ISEEKYAN/Megatron-LM#205",
+    "all-zeros",
+    backward=True,
+)
 class GradientOfSinksLost(Attention):
     """The gradient of sinks was computed and not returned."""
 
