@@ -637,6 +637,13 @@ def _slots(w: Workload) -> Iterator[AttentionFault]:
         if step < min(size, w.kv_len):
             words = f"that finds tokens in their page as if it had {step} slots"
             yield fault("slots-within-pages-misread", words, own_page, lambda at, step=step: at % size % step)
+    for bits in (8, 16):
+        words = f"that keeps {bits} bits of a page's number"
+
+        def cut(at: torch.Tensor, table: torch.Tensor, pages: int, bits: int = bits) -> torch.Tensor:
+            return own_page(at, table, pages) % (1 << bits)
+
+        yield fault("page-numbers-misread", words, cut, lambda at: at % size)
     for factor in (2, 3, 4, 8):
         words = f"that finds pages by {factor} times their numbers, as if their stride were another"
 

@@ -396,7 +396,7 @@ class PagesOfOneTokenOnly(Attention):
         return self.slots(call, pool)[self.page_numbers(call, e, at // self.page_size(call)), at * 0].transpose(0, 1)
 
 
-@taking(_PAGED_DECODING, "ROCm/aiter#3062", "offset-wraps")
+@taking(_PAGED_DECODING, "ROCm/aiter#3062", "page-numbers-misread")
 class PageNumbersOf16Bits(Attention):
     """A page's number was cut to 16 bits."""
 

@@ -1,14 +1,27 @@
 """Kernels that take little get enough cases by default, and faults of the kinds that were missed are found by these."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from planted_faults import judgment_of
+
+from pytest_attn.correctness.comparison import Hint
+from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.diagnosis.diagnose import diagnose
+from pytest_attn.diagnosis.faults import is_known
 from pytest_attn.workloads.covering import ENOUGH, for_any_kernel
 
-from .judging import Case, check, fails
+from .judging import CPU, Case, check, fails
 from .judging import check_invariants as invariants
 from .kernel import Attention
-from .narrow import Narrow, asked, is_decoding, only
+from .narrow import Narrow, NarrowBackend, asked, is_decoding, only
 from .narrow_reports import NARROW
+from .table import FAULTS
+
+#: what no single result shows
+OF_INVARIANTS = ("poison", "magnitude")
 
 LITTLE = {
     "a bias": only("bias", where=lambda w: w.bias is not None),
@@ -28,7 +41,14 @@ def test_a_kernel_that_takes_little_has_enough_cases(little, declares):
     assert all(map(LITTLE[little], found))
 
 
-@pytest.mark.one_in(6)
+def test_no_report_is_behind_another_fault():
+    reports = {narrow.report for narrow in NARROW.values()} - {""}
+    assert len(reports) >= 60
+    assert not reports & {fault.report for fault in FAULTS}
+    assert all(map(is_known, {cause for narrow in NARROW.values() for cause in narrow.causes} - set(OF_INVARIANTS)))
+
+
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize("declares", [True, False], ids=["declared", "declining"])
 @pytest.mark.parametrize("name", NARROW)
 def test_a_fault_of_a_kernel_that_takes_little_is_found(name, declares):
@@ -38,9 +58,24 @@ def test_a_fault_of_a_kernel_that_takes_little_is_found(name, declares):
     kernel, cases = narrow.kernel(), asked(narrow, declares)
     assert len(cases) >= 5
     asks = [(ask, Case(w, narrow.backward)) for ask in (check, invariants) for w in cases]
-    found = next((f"{ask.__name__} on {case.workload.id}" for ask, case in asks if fails(ask, kernel, case)), "")
-    print(name, len(cases), found)
-    assert found
+    assert any(fails(ask, kernel, case) for ask, case in asks)
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("name", [name for name, one in NARROW.items() if set(one.causes) - set(OF_INVARIANTS)])
+def test_the_cause_of_a_fault_is_named(name):
+    narrow = NARROW[name]
+    backend, cases = NarrowBackend(name, narrow), asked(narrow, declares=True)
+    mismatches = (mismatch_of(backend, CheckSpec(w, CPU, narrow.backward)) for w in cases)
+    first = next(mismatch for mismatch in mismatches if mismatch)
+    assert judgment_of(first.hints, narrow.causes) == "named"
+
+
+def mismatch_of(backend, spec):
+    try:
+        return diagnose(judge(backend, spec, ReferenceCache())).mismatch
+    except ContractError as error:
+        return SimpleNamespace(hints=[Hint(error.fault, str(error))])
 
 
 @pytest.mark.slow("judges a kernel on all that is generated")
