@@ -89,18 +89,21 @@ def near_misses(w: Workload, drawn: Inputs) -> Iterator[NearMiss]:
     yield from _both_sides(w, over)
 
 
-def other_places(number: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield which of so many batch entries or heads is taken for each, in words."""
+def other_places(number: int, few: bool = False) -> Iterator[tuple[str, list[int]]]:
+    """Yield which of so many batch entries or heads is taken for each, in words. few: the likeliest alone."""
     own = list(range(number))
-    for words, order in (
+    likely = [
         ("the first for all", [0] * number),
         ("the next", own[1:] + own[:1]),
+        *((f"number n % {step} for number n", [n % step for n in own]) for step in (2, 8, 16, 32) if step < number),
+    ]
+    others = [
         ("the one before", own[-1:] + own[:-1]),
         ("those in reverse", own[::-1]),
         ("the even ones, then the odd", own[::2] + own[1::2]),
-        *((f"number n % {step} for number n", [n % step for n in own]) for step in (2, 8, 16, 32) if step < number),
         ("number 2 n for number n", [2 * n % number for n in own]),
-    ):
+    ]
+    for words, order in [*likely, *([] if few else others)]:
         if order != own:
             yield words, order
 
@@ -683,8 +686,27 @@ def _contents(w: Workload) -> Iterator[AttentionFault]:
         if 0 < whole < w.head_dim:
             words = f"with q . k over the first {whole} of {w.head_dim} elements of a head"
             yield AttentionFault("head-dim-tail-unread", words, _with(w, "q", partial(_shortened, whole)))
+    if not w.is_packed:
+        yield from _queries_elsewhere(w)
     if not w.is_packed and not w.kv_pages:
         yield from _contents_in_rows(w)
+
+
+def _queries_elsewhere(w: Workload) -> Iterator[AttentionFault]:
+    """Yield queries of batch entries that are found as if each had a multiple of some rows."""
+    tried = {w.q_len}
+    for step in (4, 8, 16, 32, 64, 128):
+        if w.batch > 1 and (padded := -(-w.q_len // step) * step) not in tried:
+            tried.add(padded)
+            words = f"that finds the queries of a batch entry as if each had {padded} rows"
+            yield AttentionFault("queries-misplaced", words, _with(w, "q", partial(_of_padded_rows, padded)))
+
+
+def _of_padded_rows(padded: int, q: torch.Tensor) -> torch.Tensor:
+    batch, heads, rows, dim = q.shape
+    at = torch.arange(batch, device=q.device)[:, None] * padded + torch.arange(rows, device=q.device)
+    flat = q.transpose(1, 2).reshape(-1, heads, dim)
+    return flat[at % len(flat)].transpose(1, 2)
 
 
 def _contents_in_rows(w: Workload) -> Iterator[AttentionFault]:

@@ -149,6 +149,7 @@ FAULTS = {
         for name, whose in (("q", "q's"), ("k", "k's"), ("v", "v's"), ("kv", "k's and v's"), ("qkv", "q's, k's and v's"))
         for of in ("first head", "first batch entry", "one head")
     },
+    "queries-misplaced": "queries of batch entries are found as if each had more rows",
     "strides-misread": "strides of tensors are not what the kernel takes them for",
     "input-changed": "an input is changed in place",
     # options

@@ -308,7 +308,7 @@ def _of_splits(tile: int, number: int, heads: int) -> Iterator[OnlineFault]:
     yield fault("splits-merged-in-base-2", words, lambda lse: (lse * math.log(2)).softmax(0).nan_to_num(0))
     words = f"merges the results of {number} splits of the keys by an lse of base 2 as if it were natural"
     yield fault("splits-merged-as-natural", words, lambda lse: (lse / math.log(2)).softmax(0).nan_to_num(0))
-    for whose, order in other_places(heads):
+    for whose, order in other_places(heads, few=True):
         words = f"merges the results of {number} splits of the keys by the lse of other heads: {whose}"
         yield fault("splits-merged-by-another-head", words, partial(_weights_of_heads, order))
 

@@ -438,7 +438,8 @@ _APART: tuple[Choice, ...] = (
 @cache
 def for_any_kernel() -> tuple[Workload, ...]:
     """Return workloads of which a kernel declines what it does not take: each value alone, then those of each base."""
-    alone = [value for values in VALUES.values() for value in values.values()]
+    lying: dict[str, Choice] = {"pages": {**_DECODE, "layout": "paged"}}
+    alone = [{**lying.get(factor, {}), **value} for factor, values in VALUES.items() for value in values.values()]
     choices: list[Choice] = [*BASES, *alone, *_APART]
     for base in COMMON:
         q_len, kv_len = base.get("lengths", (65, 65))

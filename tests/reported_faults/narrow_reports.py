@@ -483,6 +483,7 @@ class NewKeysInPagesOfTheFirstRequest(Attention):
 @taking(
     only("padded", "paged", "causal-bottom-right", _GROUPED, where=lambda w: bool(w.kv_pages) and 1 < w.q_len <= 16),
     "flashinfer-ai/flashinfer#4059",
+    "queries-misplaced",
 )
 class RowsOfRequestsPadded(Attention):
     """The rows of a request were found as if each had a multiple of eight."""

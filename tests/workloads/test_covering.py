@@ -58,6 +58,8 @@ KINDS = {
     "a sink, a window and few queries": lambda w: w.sinks and w.mask and w.mask.kind == "window" and w.q_len == 4,
     "a given mask for many heads": lambda w: w.q_len == 1 and w.heads == 40 and w.batch > 2 and "boolean" in traits_of(w),
     "latent decoding beyond one tile": lambda w: w.v_in_k and w.q_len == 1 and w.kv_len > 128 and w.kv_pages is None,
+    "pages of 64": lambda w: w.kv_pages and w.kv_pages.size == 64 and w.q_len == 1,
+    "page numbers beyond 16 bits": lambda w: w.kv_pages and (w.kv_pages.pool or 0) > 1 << 17,
     "dropout": lambda w: w.dropout,
     "narrow values": lambda w: w.v_head_dim < w.head_dim and not w.has_no_gradient_because,
 }
