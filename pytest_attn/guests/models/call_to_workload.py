@@ -42,15 +42,15 @@ def asks_the_same(one: Workload, other: Workload) -> bool:
 
 
 def _does_the_same(one: Any, other: Any) -> bool:
-    """Return whether two functions are one, or made twice by the same lines around the same objects."""
-    if one is other:
+    """Return whether two functions are one, or made twice by the same lines around the same objects, or equal values."""
+    if one is other or (type(one) is type(other) and isinstance(one, int | float | str) and one == other):
         return True
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)) or vars(one) or vars(other):
         return False
     if one.__code__ is not other.__code__ or one.__globals__ is not other.__globals__:
         return False
     return all(
-        len(here) == len(there) and all(_is_same(a, b) for a, b in zip(here, there, strict=True))
+        len(here) == len(there) and all(_does_the_same(a, b) for a, b in zip(here, there, strict=True))
         for here, there in zip(_holds(one), _holds(other), strict=True)
     )
 
@@ -63,12 +63,6 @@ def _holds(function: FunctionType) -> tuple[tuple[Any, ...], ...]:
         closed = tuple(cells)
     keywords = sorted((function.__kwdefaults__ or {}).items())
     return closed, function.__defaults__ or (), tuple(value for pair in keywords for value in pair)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other or _does_the_same(one, other):
-        return True
-    return type(one) is type(other) and isinstance(one, int | float | str) and one == other
 
 
 def recognize(visible: torch.Tensor, q_len: int, kv_len: int) -> tuple[Mask | None, tuple[int, ...] | None]:
@@ -226,11 +220,8 @@ def _packed_lengths(given: AttentionArguments, extras: dict[str, Any]) -> dict[s
 def _mask_of(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any]:
     """Return mask and kv_lens: as the call names them, or as its tensor is recognized."""
     q, k = given.q, given.k
-    kv_lens = given.kv_lens
-    if given.visible is None:
-        mask = given.mask
-    else:
-        visible = given.visible
+    kv_lens, mask, visible = given.kv_lens, given.mask, given.visible
+    if visible is not None:
         if given.mask is not None:
             shape = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
             visible = visible & dense(given.mask, shape, q.device)

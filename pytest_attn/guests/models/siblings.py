@@ -30,19 +30,15 @@ def traits_of(call: AttentionCall) -> Traits:
     gradients = frozenset(call.gradients) if call.is_awaited else None
     if call.workload.is_packed:
         return Traits(gradients=gradients)
-    shown, heads, w = _shown(call), call.workload.heads, call.workload
+    w, shown = call.workload, call.mask
+    if call.bias is not None:
+        visible = call.bias > HIDES
+        shown = visible if shown is None else visible & shown.to(visible.device)
     seen = "" if shown is None or bool(shown.all()) else digest_of(_alike_dropped(shown.expand(-1, -1, w.q_len, w.kv_len)))
-    shares = _shares(call.k, heads), _shares(call.v, heads)
+    shares = _shares(call.k, w.heads), _shares(call.v, w.heads)
     has_bias = call.bias is not None and bool(((call.bias > HIDES) & (call.bias != 0)).any())
     shape = w.q_len, w.kv_len
     return Traits(_reach(call, shown), *shares, gradients, _held(call), (shape, seen), has_bias, call.memory)
-
-
-def _shown(call: AttentionCall) -> torch.Tensor | None:
-    if call.bias is None:
-        return call.mask
-    shown = call.bias > HIDES
-    return shown if call.mask is None else shown & call.mask.to(shown.device)
 
 
 def _alike_dropped(shown: torch.Tensor) -> torch.Tensor:
@@ -155,7 +151,7 @@ Oddity: TypeAlias = "tuple[int, str, int]"
 
 
 def _other_gradients(group: Siblings) -> Iterator[Oddity]:
-    gives = [{**_arrived(call, group.tracker), **_gives_gradients(call, group.tracker)} for call in group]
+    gives = [_gives_gradients(call, group.tracker) for call in group]
     for name in dict.fromkeys(name for one in gives for name in one):
         for at, sibling in _lone([one.get(name) for one in gives], is_odd=lambda given: not given):
             yield at, f"its {name} gets no gradient, and {name} gets one", sibling
@@ -164,7 +160,7 @@ def _other_gradients(group: Siblings) -> Iterator[Oddity]:
 def _other_roundings(group: Siblings) -> Iterator[Oddity]:
     held, modules = [call.traits.held for call in group], group.modules
     for at, sibling in _lone(held, is_odd=lambda dtype: dtype != "float32"):
-        if _dtypes(modules[at]) == _dtypes(modules[sibling]):
+        if _forms(modules[at], "dtype") == _forms(modules[sibling], "dtype"):
             yield at, f"its q, k or v was rounded to {held[at]}, and none was", sibling
 
 
@@ -210,7 +206,7 @@ def _other_heads(group: Siblings) -> Iterator[Oddity]:
     most = max(filter(None, many))
     odd = _lone(many, is_odd=lambda number: number < most) if len({*many} - {None}) > 1 else _others(orders)
     for at, sibling in odd:
-        if _shapes(modules[at]) == _shapes(modules[sibling]):
+        if _forms(modules[at], "shape") == _forms(modules[sibling], "shape"):
             yield at, f"its heads share keys as {_listed(orders[at])}, and as {_listed(orders[sibling])}", sibling
 
 
@@ -244,14 +240,6 @@ OF_POSITION = (_without_bias, _without_memory)
 # -- what is compared --------------------------------------------------------------------------------------------------------
 
 
-def _arrived(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
-    """Return which of q, k and v got a gradient. Where a module made several calls, the loss may depend on some only."""
-    arrived = call.traits.gradients
-    if arrived is None or (not arrived and len(tracker.before.get(call.module, [])) != 1):
-        return {}
-    return {name: f"d{name}" in arrived for name in "qkv"}
-
-
 def _settings(module: torch.nn.Module) -> dict[str, object]:
     """Return the settings of a module, but for which layer it is, and of what computes attention for it."""
     computing = {name: value for name, value in vars(module).items() if callable(value) and name != "forward"}
@@ -266,12 +254,8 @@ def _plain(owner: object) -> dict[str, object]:
     return {name: value for name, value in getattr(owner, "__dict__", {}).items() if is_setting(value) and not is_place(name)}
 
 
-def _dtypes(module: torch.nn.Module) -> list[torch.dtype]:
-    return [parameter.dtype for parameter in module.parameters()]
-
-
-def _shapes(module: torch.nn.Module) -> list[torch.Size]:
-    return [parameter.shape for parameter in module.parameters()]
+def _forms(module: torch.nn.Module, form: str) -> list[object]:
+    return [getattr(parameter, form) for parameter in module.parameters()]
 
 
 def _lone(values: Sequence[Any], is_odd: Callable[[Any], bool], others: int = 2) -> Iterator[tuple[int, int]]:
@@ -288,22 +272,21 @@ def _lone(values: Sequence[Any], is_odd: Callable[[Any], bool], others: int = 2)
 
 
 def _gives_gradients(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
-    """Return which parameters behind a call have a gradient, by name; nothing where the loss does not depend on the call.
+    """Return which of q, k and v, and of the parameters behind a call, have a gradient, by name.
 
-    Parts with a number are left out: of experts only those have a gradient that are chosen.
+    Nothing of a parameter where the loss does not depend on the call. Where a module made several calls, the loss may depend
+    on some only. Parts with a number are left out: of experts only those have a gradient that are chosen.
     """
-    module, before = tracker.callers[call.module], tracker.before.get(call.module, [])
+    module, before, arrived = tracker.callers[call.module], tracker.before.get(call.module, []), call.traits.gradients
+    found = {name: f"d{name}" in arrived for name in "qkv"} if arrived or (arrived is not None and len(before) == 1) else {}
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if len(before) != 1 or not (call.has_gradients or any(parameter.grad is not None for parameter in named.values())):
-        return {}
+        return found
     behind = {id(one) for part in before[0] for one in part.parameters()} | {
         id(one) for one in module.parameters(recurse=False)
     }
-    return {
-        name: parameter.grad is not None
-        for name, parameter in named.items()
-        if id(parameter) in behind and not any(part.isdigit() for part in name.split("."))
-    }
+    of_parts = {n: p for n, p in named.items() if id(p) in behind and not any(part.isdigit() for part in n.split("."))}
+    return {**found, **{name: parameter.grad is not None for name, parameter in of_parts.items()}}
 
 
 def _loses_sinks(call: CallComparison, module: torch.nn.Module | None) -> str:
