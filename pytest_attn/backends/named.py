@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pytest_attn.workloads.functions import parameters_of
 from pytest_attn.workloads.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -61,10 +62,7 @@ def offered_to(function: Callable[..., Any]) -> tuple[str, ...]:
 
     But for (*args, **kwargs), which hands on what it gets: a module's call, the `apply` of a `torch.autograd.Function`.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ()
+    parameters = (parameters_of(function) or {}).values()
     names = {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
     kinds = {one.kind for one in parameters}
     if inspect.Parameter.VAR_KEYWORD in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:

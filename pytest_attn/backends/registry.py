@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import import_module
@@ -25,7 +24,7 @@ from pytest_attn.backends.variants import Compiled, Graphed
 from pytest_attn.seam import added
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.fields import did_you_mean
-from pytest_attn.workloads.functions import describe, printable
+from pytest_attn.workloads.functions import describe, parameters_of, printable
 from pytest_attn.workloads.workload import Workload
 
 VARIANTS = ("compile", "max_autotune", "graph")
@@ -100,7 +99,8 @@ class Registry:
             fn = self.function_named(fn)
         if not callable(fn):
             raise ValueError(f"backend {name!r}: fn must be a function of (q, k, v, workload), got {fn!r}")
-        if not isinstance(fn, str | NamedFunction) and not _takes_workload(fn):
+        taken = None if isinstance(fn, str | NamedFunction) else parameters_of(fn)
+        if taken is not None and not any(one.name == "workload" or one.kind is one.VAR_KEYWORD for one in taken.values()):
             raise ValueError(f"backend {name!r}: fn must be a function of (q, k, v, workload), got {fn!r} without it")
         if layout not in ("bhsd", "bshd"):
             raise ValueError(f"backend {name!r}: layout must be 'bhsd' or 'bshd', got {layout!r}")
@@ -253,14 +253,6 @@ def _configured(backend: Backend, options: Options) -> Backend:
 
 def _has_configurations(backend: Backend) -> bool:
     return backend.tunable is None or bool(backend.tunable)
-
-
-def _takes_workload(fn: Callable[..., Any]) -> bool:
-    try:
-        arguments = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # none is known, as of some builtins
-        return True
-    return "workload" in arguments or any(one.kind is one.VAR_KEYWORD for one in arguments.values())
 
 
 def _made(name: str) -> Backend:

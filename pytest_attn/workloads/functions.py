@@ -7,7 +7,7 @@ import re
 import shlex
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -56,6 +56,14 @@ def _is_plain(value: object) -> bool:
 LONGEST = 200
 #: what a runner of GitHub Actions takes for a command: the older form also within a line
 _COMMAND = re.compile(r"(?:^|(?<=\s)):(?=:\w)|#(?=#\[)")
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a function by name, None where nobody knows them, as of some builtins."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 def printable(text: str, longest: int = LONGEST) -> str:

@@ -65,7 +65,7 @@ class Automatic(Backend):
     capabilities = _MASK_TENSOR
     needs = "CPU, CUDA or XPU"
     kernel: str | None = None
-    variants = ("compile", "max_autotune", "graph")
+    variants: tuple[str, ...] = ("compile", "max_autotune", "graph")
     known_defects: tuple[KnownDefect, ...] = _OF_CUDNN  # which it chooses on an H200
 
     def unavailable_because(self, machine: Machine) -> str | None:
@@ -409,22 +409,15 @@ def _takes(parameter: str) -> bool:
 _DECODED = 8
 
 
-class KvCache(Backend):
+class KvCache(Automatic):
     """Appends and attends, all but the last tokens at once, then one at a time; equals one prefill with a causal mask."""
 
     name = "kv_cache"
     is_slow = True  # a call, and a plan of cuDNN's, for each token that is decoded
-    precision = "sdpa"
-    needs = "CPU, CUDA or XPU"
+    variants, known_defects = (), ()
     capabilities = replace(
         ANY_SIZE, masks=frozenset(("causal-bottom-right", "window")), features=frozenset(("scale", "grouped heads", "cached"))
     )
-
-    def precision_on(self, kind: str) -> str:
-        return "torch_cpu" if kind == "cpu" else self.precision
-
-    def unavailable_because(self, machine: Machine) -> str | None:
-        return "is tested on CPU, CUDA and XPU only" if machine.kind == "mps" else None
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         w = workload

@@ -8,7 +8,6 @@ and as rows by keys, and where a layer attends to two sequences either mask will
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 
 from pytest_attn.backends.dense import dense
 from pytest_attn.guests.models.attention_args import AttentionArguments
+from pytest_attn.workloads.functions import parameters_of
 
 #: what a bias below hides, whatever the scores are
 HIDES = -1e3
@@ -60,11 +60,8 @@ def handed_to(name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: M
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        found = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # of a forward that Python cannot look into
-        return ()
-    return tuple(one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))[1:]
+    found = parameters_of(forward) or {}
+    return tuple(one.name for one in found.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))[1:]
 
 
 def _names_mask(name: str) -> bool:

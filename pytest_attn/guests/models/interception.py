@@ -44,7 +44,7 @@ from pytest_attn.guests.models.calls.transformers_calls import function_called, 
 from pytest_attn.guests.models.exact_attention import exact_attention, exact_weights
 from pytest_attn.guests.models.handed_masks import HandedMasks, handed_to
 from pytest_attn.guests.models.written_out import WrittenOut
-from pytest_attn.workloads.functions import printable, type_name
+from pytest_attn.workloads.functions import parameters_of, printable, type_name
 
 
 def in_backward_pass() -> bool:
@@ -633,10 +633,9 @@ def _place_of(function: Named) -> tuple[str, str, Any]:
 
 
 def _user_function(module: str, attribute: str, function: Any) -> AttentionFunction:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise ValueError(f"functions: {attribute} has no signature; say a function of Python that calls it") from None
+    parameters = parameters_of(function)
+    if parameters is None:
+        raise ValueError(f"functions: {attribute} has no signature; say a function of Python that calls it")
     kinds = [p.kind for p in parameters.values()]
     names = tuple(name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     if inspect.Parameter.VAR_POSITIONAL in kinds:

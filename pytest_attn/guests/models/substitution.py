@@ -26,7 +26,7 @@ from pytest_attn.correctness.contract import check_contract, plain
 from pytest_attn.correctness.judge import compare_rows
 from pytest_attn.correctness.limits import limits_named, limits_of
 from pytest_attn.correctness.reference import Reference, exact_rows
-from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError
+from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, first_of
 from pytest_attn.guests.models.call_to_workload import asks_the_same, to_inputs
 from pytest_attn.guests.models.capture import AttentionCall, Computed, Recorder, Unread
 from pytest_attn.guests.models.interception import (
@@ -199,8 +199,7 @@ class BackendSubstitute(Preparation):
 
         def compute(*tensors: torch.Tensor) -> Any:
             native = [arguments.to_native(t) for t in tensors]
-            out = kernel(*native)
-            out = out[0] if isinstance(out, tuple | list) else out
+            out = first_of(kernel(*native))
             if not torch.compiler.is_compiling() and number == self._looked_at:
                 self._kept = KeptCall.of(inputs, native, plain("out", out))
             return arguments.to_result(out)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from pytest_attn.guests.models.attention_args import (
     swap_rows_and_heads,
 )
 from pytest_attn.guests.models.calls.flex_calls import read_block_mask
+from pytest_attn.workloads.functions import parameters_of
 from pytest_attn.workloads.masks import Causal, Mask, Window
 
 _PROFILES = {"eager": "eager", "sdpa": "sdpa", "flex_attention": "flex", "flash_attention_2": "flash2"}
@@ -54,18 +54,11 @@ _OF_INPUTS = ("output_", "input", "decoder_input", "pixel_", "image_", "video_",
 def _read(implementation: str, original: Callable[..., Any], given: Mapping[str, Any]) -> AttentionArguments:
     """Read a call, and refuse an argument that nothing is known of, unless its function takes no notice of it."""
     unknown = {n: v for n, v in given.items() if n not in _KNOWN | _HANDED_ON and not n.startswith(_OF_INPUTS)}
-    named = _parameters(original)
+    named = parameters_of(original) or {}
     is_ignored = implementation in _STOCK
     refuse_unread({n: v for n, v in unknown.items() if n in named or not is_ignored}, set())
     unread = [f"{n}={shortened(v)}" for n, v in unknown.items() if v is not None and v is not False]
     return dataclasses.replace(read_call(implementation, given), unread=", ".join(unread))
-
-
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of one that Python cannot look into
-        return frozenset()
 
 
 #: what transformers itself has that is handed masks of pairs of a query and a key
