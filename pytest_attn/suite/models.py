@@ -164,22 +164,17 @@ def token_ids(device: torch.device, tokens: int = 48) -> torch.Tensor:
     return torch.randint(128, (2, tokens), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def _cache_of(kind: str, model: Any, tokens: int) -> Any:
-    """Return an empty cache of a model of transformers: dynamic, static, or sliding, which drops what leaves the window."""
-    transformers = Library("transformers")
-    if kind == "static":
-        return transformers.StaticCache(config=model.config, max_cache_len=tokens)
-    return transformers.DynamicCache(**({"config": model.config} if kind == "sliding" else {}))
-
-
-def decoding(model: nn.Module, ids: torch.Tensor, kind: str) -> Callable[[], torch.Tensor]:
+def decoding(model: Any, ids: torch.Tensor, kind: str) -> Callable[[], torch.Tensor]:
     """Return a step that reads 40 tokens at once, then four one by one, through a cache: dynamic, static or sliding."""
+    transformers = Library("transformers")
     named = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # the older name
+    empty = partial(transformers.DynamicCache, **({"config": model.config} if kind == "sliding" else {}))
+    if kind == "static":
+        empty = partial(transformers.StaticCache, config=model.config, max_cache_len=ids.shape[1])
 
     def step() -> torch.Tensor:
         with torch.no_grad():
-            cache: dict[str, Any] = {named: _cache_of(kind, model, ids.shape[1])}
-            logits = []
+            cache, logits = {named: empty()}, []
             for start, end in ((0, 40), *((at, at + 1) for at in range(40, 44))):
                 found = model(input_ids=ids[:, start:end], use_cache=True, **cache)
                 logits.append(found.logits)

@@ -229,8 +229,13 @@ class FlexFlash(Flex):
         return reasons + refused_head_dims(workload, machine, backward)
 
     def declared_refusals(self, workload: Workload, backward: bool = False) -> list[str]:
-        reasons = super().declared_refusals(workload, backward)
-        return reasons or (_left_out_by_inductor(workload) if release(torch.__version__) < (2, 12) else [])
+        w, reasons = workload, super().declared_refusals(workload, backward)
+        if reasons or release(torch.__version__) >= (2, 12):
+            return reasons
+        # what `refusal_in` would say of this file's mods after a second of compiling, as torch 2.11 does
+        if w.sinks or (w.plain_mask is not None and w.plain_mask.kind == "neighborhood"):
+            return [_NO_OPERATION.format("minimum")]
+        return [_NO_STORE.format("Int64", "Int32")] if w.is_packed and w.mask is not None else []
 
     def refusal_in(self, error: Exception) -> str | None:
         """Some operations of a mask_mod or score_mod cannot be put into its kernel, which only the compiler finds out."""
@@ -246,13 +251,6 @@ class FlexFlash(Flex):
         """Name the kernel; from sm100 on it works on two tiles of rows at a time, and so do its blocks."""
         on_blackwell = inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) >= (10, 0)
         return self._compiled(inputs, "FLASH", 2 * BLOCK if on_blackwell else BLOCK)
-
-
-def _left_out_by_inductor(w: Workload) -> list[str]:
-    """Return what `FlexFlash.refusal_in` would say of this file's mods after a second of compiling, as torch 2.11 does."""
-    if w.sinks or (w.plain_mask is not None and w.plain_mask.kind == "neighborhood"):
-        return [_NO_OPERATION.format("minimum")]
-    return [_NO_STORE.format("Int64", "Int32")] if w.is_packed and w.mask is not None else []
 
 
 def _kernel_named(name: str, inputs: Inputs) -> dict[str, Any]:

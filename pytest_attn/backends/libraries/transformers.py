@@ -70,8 +70,13 @@ class TransformersDispatch(Dispatcher):
             return _beyond_flash(workload) or super().native_refusals(padded, machine, backward)
         if self.dispatched == "eager" and (sees_nothing(workload) or 0 in (workload.kv_lens or ())):
             return ["averages all values in rows that see no key"]
-        if self.dispatched == "flex_attention":
-            return _beyond_flex(workload, machine) or super().native_refusals(workload, machine, backward)
+        if self.dispatched == "flex_attention":  # what transformers and torch refuse where nobody names a kernel
+            if workload.is_packed:
+                return ["does not support packed sequences"]
+            if workload.sinks and machine.kind == "cpu":
+                return ["Attention sinks cannot be run on CPU with flex attention"]
+            if machine.kind != "cpu" and workload.q_len < 128 < workload.q_len * workload.group:
+                return [f"finds no kernel for q_len * group = {workload.q_len * workload.group} rows"]
         return super().native_refusals(workload, machine, backward)
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
@@ -154,17 +159,6 @@ def _flash_arguments(inputs: Inputs) -> dict[str, Any]:
     if w.is_packed or w.documents:
         arguments.update(zip(BOUNDARIES, sequence_boundaries(inputs), strict=True))
     return arguments
-
-
-def _beyond_flex(w: Workload, machine: Machine) -> list[str]:
-    """Refuse what transformers and torch refuse where nobody names a kernel."""
-    if w.is_packed:
-        return ["does not support packed sequences"]
-    if w.sinks and machine.kind == "cpu":
-        return ["Attention sinks cannot be run on CPU with flex attention"]
-    if machine.kind != "cpu" and w.q_len < 128 < w.q_len * w.group:
-        return [f"finds no kernel for q_len * group = {w.q_len * w.group} rows"]
-    return []
 
 
 def _flex_arguments(inputs: Inputs) -> dict[str, Any]:

@@ -86,8 +86,10 @@ class Xformers(LibraryBackend):
             chosen = fmha._dispatch_fw(inputs, backward)
             if backward:
                 fmha._dispatch_bw(inputs, varlen_lse_packed=chosen.VARLEN_LSE_PACKED)
-        except NotImplementedError as error:
-            return _each_operator(str(error))
+        except NotImplementedError as error:  # which lists the reasons of each operator
+            found = re.findall(r"`(\S+)` is not supported because:\n((?:    .+\n?)+)", str(error))
+            reasons = [f"{name}: {'; '.join(line.strip() for line in lines.splitlines())}" for name, lines in found]
+            return reasons or [_one_line(str(error))]
         reason = _refused_by_build(chosen, inputs.query.shape[-1], inputs.value.shape[-1], inputs.query.dtype, inputs.device)
         return [f"{chosen.NAME}: {reason}"] if reason else []
 
@@ -143,13 +145,6 @@ class XformersCutlass(Xformers):
 
 
 # -- what the operators say -------------------------------------------------------------------------------------------
-
-
-def _each_operator(message: str) -> list[str]:
-    """Return the operators' reasons, each behind its operator's name, out of the message that lists them."""
-    found = re.findall(r"`(\S+)` is not supported because:\n((?:    .+\n?)+)", message)
-    reasons = [f"{name}: {'; '.join(line.strip() for line in lines.splitlines())}" for name, lines in found]
-    return reasons or [_one_line(message)]
 
 
 @cache

@@ -159,7 +159,10 @@ def to_inputs(given: AttentionArguments) -> Inputs:
     extras: dict[str, Any] = {}
     fields: dict[str, Any] = _options(given, extras)
     if given.cu_seqlens is not None:
-        fields |= _packed_lengths(given, extras)
+        ends = given.cu_seqlens, given.cu_seqlens if given.cu_seqlens_kv is None else given.cu_seqlens_kv
+        extras |= {name: t.to(torch.int32) for name, t in zip(("cu_seqlens", "cu_seqlens_kv"), ends, strict=True)}
+        q_lens, kv_lens = (tuple(t.diff().tolist()) for t in ends)
+        fields |= {"q_lens": q_lens, "kv_lens": kv_lens, "mask": given.mask}
     else:
         fields |= {"batch": q.shape[0], "q_len": q.shape[2], "kv_len": k.shape[2]} | _mask_of(given, extras)
     try:
@@ -205,16 +208,6 @@ def _options(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any
         fields["bias"] = "".join(name for name, size in zip("bhqk", bias.shape, strict=True) if size > 1) or "k"
         extras["bias"] = bias
     return fields
-
-
-def _packed_lengths(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any]:
-    boundaries = given.cu_seqlens, given.cu_seqlens if given.cu_seqlens_kv is None else given.cu_seqlens_kv
-    lengths = []
-    for name, ends in zip(("cu_seqlens", "cu_seqlens_kv"), boundaries, strict=True):
-        assert ends is not None
-        extras[name] = ends.to(torch.int32)
-        lengths.append(tuple(ends.diff().tolist()))
-    return {"q_lens": lengths[0], "kv_lens": lengths[1], "mask": given.mask}
 
 
 def _mask_of(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any]:

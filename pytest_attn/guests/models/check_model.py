@@ -195,7 +195,10 @@ class _ModelJudge:
         repeatable = RepeatableStep(
             model, step, again, backward, how.functions, self._subject, how.precision, self._recorder.beside
         )
-        if how.scatter and self._judged.are_rounded and not (self._subject and self._subject.is_approximate):
+        calls, is_approximate = self._judged.calls, self._subject is not None and self._subject.is_approximate
+        # what calls hold in rows that see no key must count for nothing
+        are_rounded = calls and not self._judged.fills_empty_rows and all(c.workload.dtype != "float32" for c in calls)
+        if how.scatter and are_rounded and not is_approximate:
             self._ratios = ratios_of(self._result, repeatable, how.scatter)
         if not (how.compiled and runs_compiled(model, step)):
             return
@@ -258,11 +261,6 @@ class _CallJudge:
         self._limits, self._context = limits, context
         #: by what is worth knowing of some calls, their order and label
         self._noted: dict[str, list[tuple[int, str]]] = {_DIVERGED: [], _DETACHED: [], _NARROWER: []}
-
-    @property
-    def are_rounded(self) -> bool:
-        """True where all calls are in half precision, and what they hold in rows that see no key counts for nothing."""
-        return bool(self.calls) and not self.fills_empty_rows and all(c.workload.dtype != "float32" for c in self.calls)
 
     def notes(self) -> Iterator[str]:
         """Say what cannot be seen in calls, and what was not judged of them."""

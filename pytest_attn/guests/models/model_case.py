@@ -300,7 +300,8 @@ class ModelEvaluator(Evaluator[ModelComparison]):
     def _is_refused(self, found: ModelComparison) -> bool:
         """Return whether all calls were refused, or some, where that is excused and the others are right."""
         refuses_all = not any(call.is_replaced for call in found.calls)
-        return refuses_all or ("refusals" in self._excused and found.lacks_refused_only)
+        lacks_these_only = replace(found, refused=()).is_complete and found.explained
+        return refuses_all or ("refusals" in self._excused and lacks_these_only)
 
 
 class ModelInvariantEvaluator(Evaluator[InvariantReport]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -158,11 +158,6 @@ class ModelComparison:
         """The known defects of what computed the calls, where these explain everything that is wrong; else none."""
         known = dict.fromkeys(call.known for call in self.calls if not call.passed)
         return tuple(known) if self.is_complete and self.explained else ()
-
-    @property
-    def lacks_refused_only(self) -> bool:
-        """True where all is well, or explained, but for the calls that were refused."""
-        return replace(self, refused=()).is_complete and self.explained
 
     @property
     def explained(self) -> bool:

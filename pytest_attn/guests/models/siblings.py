@@ -357,7 +357,9 @@ def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) ->
     if len(scales) != 2 or 2 < len(own) == 2 * max(scales.values()):
         return {}
     default, agreed = workloads[0].replace(scale=None).softmax_scale, _agreed(scales)
-    right = _right_scales(scales, [default, *_configured_scales(module), *([agreed] if agreed else [])], module)
+    known = [default, *_configured_scales(module), *([agreed] if agreed else [])]
+    right = [scale for scale in known if _is_among(scale, scales)]
+    right = right or [1.0] * (_is_of_transformers(module) and 1.0 in scales)  # q is scaled or normalized already
     is_default_agreed = agreed is not None and _is_alike(agreed, default) and 1.0 not in scales
     counts_all = is_default_agreed or _is_of_transformers(module)
     found = {}
@@ -372,12 +374,6 @@ def _agreed(scales: Counter[float]) -> float | None:
     """Return what at least two siblings, and twice as many as have another, have; None where they do not agree."""
     usual, times = scales.most_common(1)[0]
     return usual if times > 1 and 2 * (scales.total() - times) <= times else None
-
-
-def _right_scales(scales: Iterable[float], known: Iterable[float], module: torch.nn.Module | None) -> list[float]:
-    """Return those scales that are known to be right. 1 says that q is scaled or normalized already."""
-    right = [scale for scale in known if _is_among(scale, scales)]
-    return right or [1.0] * (_is_of_transformers(module) and 1.0 in scales)
 
 
 def _is_of_transformers(module: torch.nn.Module | None) -> bool:

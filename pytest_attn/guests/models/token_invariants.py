@@ -323,18 +323,14 @@ def decoding(model: TokenModel, kind: str) -> str:
     return evidence
 
 
-def _first_cache(model: TokenModel, kind: str) -> Any:
-    """Return an empty cache, None for the model's own."""
-    transformers: Any = importlib.import_module("transformers")
-    if kind == "static":
-        return transformers.StaticCache(config=model.config, max_cache_len=model.ids.shape[1] + 3)
-    keeps_all = kind == "dynamic" and model.window is not None and not model.mixes_otherwise
-    return transformers.DynamicCache() if keeps_all else None
-
-
 def _decoded(model: TokenModel, kind: str) -> str:
     """Say how rows through a cache differ, "" for not at all."""
-    tokens, cache = model.ids.shape[1], _first_cache(model, kind)
+    tokens, transformers = model.ids.shape[1], importlib.import_module("transformers")
+    cache: Any = None  # the model's own
+    if kind == "static":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=tokens + 3)
+    elif kind == "dynamic" and model.window is not None and not model.mixes_otherwise:  # which keeps all
+        cache = transformers.DynamicCache()
     middle = 1 if model.batch.is_decoder else tokens // 2  # beside an encoder it begins with one token
     steps = [(0, middle, f"prefill with a {kind} cache")]
     if not (model.mixes_otherwise or model.batch.is_decoder):

@@ -61,17 +61,13 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _broadcast(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with q, k and v alike in their leading dimensions, as SDPA broadcasts them."""
-    if not all(name in given for name in _QKV):
-        return given
-    return {**given, **dict(zip(_QKV, _alike(*(given[name] for name in _QKV)), strict=True))}
-
-
-def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Expand the leading dimensions of SDPA's tensors, as it broadcasts them; heads only where they are not grouped.
+    """Return the arguments with the leading dimensions of q, k and v expanded as SDPA broadcasts them; heads if not grouped.
 
     Raises UnreadableError for nested tensors.
     """
+    if not all(name in given for name in _QKV):
+        return given
+    q, k, v = (given[name] for name in _QKV)
     if any(t.is_nested for t in (q, k, v)):
         raise UnreadableError("q, k and v must be dense tensors; nested ones are not read")
     heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (q, k, v)]
@@ -80,13 +76,11 @@ def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
         heads[1:] = [max(heads[1:])] * 2
     grouped = 1 < heads[1] < heads[0]
     leads = [t.shape[:-3] if grouped else t.shape[:-2] for t in (q, k, v)]
-    if leads[0] == leads[1] == leads[2]:
-        return q, k, v
-    shapes: Any = torch.broadcast_shapes
-    lead = shapes(*leads)
-    kept = 3 if grouped else 2
-    q, k, v = (t.expand(*lead, *t.shape[-kept:]) for t in (q, k, v))
-    return q, k, v
+    if not leads[0] == leads[1] == leads[2]:
+        shapes: Any = torch.broadcast_shapes
+        lead, kept = shapes(*leads), 3 if grouped else 2
+        q, k, v = (t.expand(*lead, *t.shape[-kept:]) for t in (q, k, v))
+    return {**given, "query": q, "key": k, "value": v}
 
 
 SDPA = AttentionFunction(
