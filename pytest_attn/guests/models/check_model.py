@@ -368,12 +368,7 @@ def check_module(
     inputs: Any = None,
     backend: Target | None = None,
     backward: bool = True,
-    *,
-    functions: Iterable[Callable[..., Any] | str] = (),
-    inline: Iterable[str] | str = (),
-    limits: str = "default",
-    scatter: int = 4,
-    precision: str | Precision | None = None,
+    **options: Any,
 ) -> ModelComparison:
     """Call an attention layer, and compare its attention with exact attention on the same tensors.
 
@@ -385,11 +380,7 @@ def check_module(
             drawn for torch.nn.MultiheadAttention and its layers, and for a module whose forward takes them alone.
         backend: a backend, its name, or a function of (q, k, v, workload=...), in place of the layer's own attention.
         backward: gradients, too.
-        functions: attention of your own, as for `capture`.
-        inline: as for `check_model`.
-        limits: "default" or "strict".
-        scatter: as for `check_model`.
-        precision: as for `check_model`.
+        options: functions, inline, limits, scatter and precision, as for `check_model`.
 
     Returns:
         The comparison of a layer that is right.
@@ -400,9 +391,7 @@ def check_module(
         ValueError: no inputs can be drawn for this module, or the backend is unknown.
     """
     __tracebackhide__ = True
-    step = module_step(module, inputs)
-    options: Any = {"functions": functions, "inline": inline, "limits": limits, "scatter": scatter, "precision": precision}
-    return check_model(module, step, backend, backward, **options)
+    return check_model(module, module_step(module, inputs), backend, backward, **options)
 
 
 def module_step(module: torch.nn.Module, inputs: Any = None, shape: tuple[int, int] = _SHAPE) -> Callable[[], Any]:

@@ -108,8 +108,8 @@ class AttentionModel:
         expected failure. The model is left as it was.
         """
         __tracebackhide__ = True
-        options: Any = {"inline": inline, "precision": precision, "excused": tuple(excused)}
-        found = conclude(self._context, ModelEvaluator(self._context, model, step, backend, functions, scatter, **options))
+        options: Any = {"functions": functions, "inline": inline, "scatter": scatter, "precision": precision}
+        found = conclude(self._context, ModelEvaluator(self._context, model, step, backend, tuple(excused), **options))
         self._checked, self._comparison = (model, step, backend), found
         return found
 
@@ -141,14 +141,27 @@ class AttentionModel:
         self._measuring.prepare(self.device)
         if self._measuring.mode.checks_first and self._checked != (model, step, backend):
             # not yet compiled, so that the first call is timed with what the compiler takes
-            evaluator = ModelEvaluator(context, model, step, backend, functions, scatter=0, inline=inline, compiled=False)
+            options: Any = {"functions": functions, "inline": inline, "scatter": 0, "compiled": False}
+            evaluator = ModelEvaluator(context, model, step, backend, **options)
             self._checked, self._comparison = (model, step, backend), conclude(context, evaluator)
         found = self._comparison
+        workload = _workload_of(type_name(model), found)
         if backend is not None and is_compiled(model):
             reason = "a compiled model is timed with its own attention; to replace that, pass the model before it is compiled"
-            workload = _workload_of(type_name(model), found)
             conclude(context, Refusal(workload, subject, Judgment.refused(subject, reason), question="latency"))
-        measurement = self._measurement(model, step, subject, optimizer, functions)
+        measurement = ModelMeasurement(
+            session=context.session,
+            item=context.item,
+            spec=CheckSpec(workload, self.device, backward=context.mark.backward),
+            subject=subject,
+            direction="forward+backward" if context.mark.backward else "forward",
+            comparison=found.worst.comparison if found and found.worst else None,
+            model=model,
+            step=step,
+            optimizer=optimizer,
+            functions=functions,
+            asks=tuple(call.workload.id for call in found.calls) if found else (),
+        )
         return conclude(context, self._measuring.evaluator(measurement))
 
     def check_invariants(
@@ -174,49 +187,16 @@ class AttentionModel:
         return conclude(self._context, ModelInvariantEvaluator(model, batch, only, skip, causal))
 
     def check_module(
-        self,
-        module: torch.nn.Module,
-        inputs: Any = None,
-        backend: Target | None = None,
-        *,
-        functions: Iterable[Callable[..., Any] | str] = (),
-        inline: Iterable[str] | str = (),
-        scatter: int = 4,
-        precision: str | Precision | None = None,
+        self, module: torch.nn.Module, inputs: Any = None, backend: Target | None = None, **options: Any
     ) -> ModelComparison:
         """Call one attention layer, and judge what its attention core gets and returns, as `check` does.
 
         inputs: a tensor, a tuple of positional or a mapping of keyword arguments; by default hidden states are drawn, as
-        `pytest_attn.check_module` says. Raises ValueError where none can be drawn.
+        `pytest_attn.check_module` says. options: functions, inline, scatter, precision and excused, as for `check`. Raises
+        ValueError where no hidden states can be drawn.
         """
         __tracebackhide__ = True
-        step = module_step(module, inputs)
-        options: Any = {"functions": functions, "inline": inline, "scatter": scatter, "precision": precision}
-        return self.check(module, step, backend, **options)
-
-    def _measurement(
-        self,
-        model: torch.nn.Module,
-        step: Callable[[], Any],
-        subject: Subject,
-        optimizer: torch.optim.Optimizer | None,
-        functions: tuple[Callable[..., Any] | str, ...],
-    ) -> ModelMeasurement:
-        context, found = self._context, self._comparison
-        worst = found.worst if found else None
-        return ModelMeasurement(
-            session=context.session,
-            item=context.item,
-            spec=CheckSpec(_workload_of(type_name(model), found), self.device, backward=context.mark.backward),
-            subject=subject,
-            direction="forward+backward" if context.mark.backward else "forward",
-            comparison=worst.comparison if worst else None,
-            model=model,
-            step=step,
-            optimizer=optimizer,
-            functions=functions,
-            asks=tuple(call.workload.id for call in found.calls) if found else (),
-        )
+        return self.check(module, module_step(module, inputs), backend, **options)
 
 
 def make_model_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionModel:
@@ -234,7 +214,8 @@ def make_model_case(request: pytest.FixtureRequest, parameter: CaseParameter) ->
 class ModelEvaluator(Evaluator[ModelComparison]):
     """Holds every attention call of a step against exact attention.
 
-    target: what computes the calls, None for the model itself. Raises ValueError for an excuse that is none.
+    target: what computes the calls, None for the model itself. options: fields of `JudgeOptions`. Raises ValueError for an
+    excuse that is none.
     """
 
     def __init__(
@@ -243,19 +224,14 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         model: torch.nn.Module,
         step: Callable[[], Any],
         target: Target | None,
-        functions: Iterable[Callable[..., Any] | str],
-        scatter: int,
-        inline: Iterable[str] | str = (),
-        precision: str | Precision | None = None,
-        compiled: bool = True,
         excused: tuple[Excuse, ...] = (),
+        **options: Any,
     ) -> None:
         if unknown := sorted(set(excused) - set(get_args(Excuse))):
             raise ValueError(f"unknown excuse {unknown[0]!r}; known: {', '.join(get_args(Excuse))}")
-        self._model, self._step, self._excused = model, step, excused
-        self._options: Any = {"functions": functions, "inline": inline, "scatter": scatter}
-        self._options |= {"precision": precision, "compiled": compiled}
-        self._replaced = None if target is None else replacement(target, context.session.registrations.registry, precision)
+        self._model, self._step, self._excused, self._options = model, step, excused, options
+        registry, precision = context.session.registrations.registry, options.get("precision")
+        self._replaced = None if target is None else replacement(target, registry, precision)
         self.subject: Subject | str = self._replaced or "model"
         self.on = type_name(model)
         self.fields = {"model": self.on}
@@ -479,4 +455,4 @@ def check_module(
     __tracebackhide__ = True
     context = context_of(case)
     step = module_step(module, inputs, (case.workload.batch, case.workload.q_len))
-    return conclude(context, ModelEvaluator(context, module, step, backend, functions, scatter))
+    return conclude(context, ModelEvaluator(context, module, step, backend, functions=functions, scatter=scatter))

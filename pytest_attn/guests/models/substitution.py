@@ -337,7 +337,18 @@ class Substitution:
         def substituted(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside or self._substitutes is None:
                 return original(*args, **kwargs)
-            return self._compute(self._substitutes, function, args, kwargs)
+            self._next += 1
+            if self._next > len(self._substitutes):
+                raise SubstitutionError(
+                    f"the step made more than the {len(self._substitutes)} attention calls of its first run"
+                )
+            arguments = function.bind(args, kwargs)
+            tensors = [arguments[name] for name in function.tensors]
+            self._is_inside = True
+            try:
+                return self._substitutes[self._next - 1](*tensors)
+            finally:
+                self._is_inside = False
 
         return substituted
 
@@ -348,17 +359,3 @@ class Substitution:
             stack.enter_context(replaced(wrappers_of(self.wrap, functions), model))
             stack.enter_context(transformers_intercepted(self.wrap, model, replaces=False))
             yield self
-
-    def _compute(
-        self, substitutes: Sequence[Substitute], function: AttentionFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self._next += 1
-        if self._next > len(substitutes):
-            raise SubstitutionError(f"the step made more than the {len(substitutes)} attention calls of its first run")
-        arguments = function.bind(args, kwargs)
-        tensors = [arguments[name] for name in function.tensors]
-        self._is_inside = True
-        try:
-            return substitutes[self._next - 1](*tensors)
-        finally:
-            self._is_inside = False
