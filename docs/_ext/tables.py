@@ -18,7 +18,7 @@ import field_tables
 from pytest_attn import hooks, plugin
 from pytest_attn.backends.declaration import Argument
 from pytest_attn.backends.precision import PRECISIONS, Precision
-from pytest_attn.reports.records import FIELDS
+from pytest_attn.reports.records import fields as fields_of_records
 from pytest_attn.reports.runs import RunFacts
 from pytest_attn.seam import guests
 from pytest_attn.session.kinds import register_kinds_of_guests
@@ -145,9 +145,8 @@ def _setting(name: str, value: object) -> str:
 
 def record() -> Iterator[str]:
     """Every field of a line of a .jsonl file."""
-    yield from table(
-        ("field", "type", "meaning"), ((f"`{name}`", plain(kind), plain(meaning)) for name, kind, meaning in FIELDS)
-    )
+    rows = ((f"`{name}`", plain(one.kind), plain(one.meaning)) for name, one in fields_of_records().items())
+    yield from table(("field", "type", "meaning"), rows)
 
 
 def run() -> Iterator[str]:

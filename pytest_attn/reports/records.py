@@ -8,8 +8,9 @@ import copy
 import json
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 from pytest_attn.reports.files import ESCAPED
 from pytest_attn.reports.strict_json import (
@@ -160,23 +161,37 @@ _TYPES: dict[Any, tuple[str, tuple[type, ...], Any]] = {
     Sequence[str]: ("array of strings", (list, tuple), ()),
     Sequence[dict[str, Any]]: ("array of objects", (list, tuple), ()),
 }
-_HINTS = {
-    name: get_args(hint)
-    for fields in (Record, *each("fields"))
-    for name, hint in get_type_hints(fields, include_extras=True).items()
-}
-#: what guests add to the meaning of a latency
-_MORE = "".join(f", {name} ({field.meaning})" for name, field in added("latency").items())
-#: name, type in JSON, meaning
-FIELDS: tuple[tuple[str, str, str], ...] = tuple(
-    (name, _TYPES[kind][0], text + _MORE * (name == "latency")) for name, (kind, text, *_) in _HINTS.items()
-)
+
+
+class Field(NamedTuple):
+    """A field of a record: its type in JSON, its meaning, its value where nobody filled it in, what is within."""
+
+    kind: str
+    meaning: str
+    empty: Any
+    within: Mapping[str, Any]
+
+
+@cache
+def fields() -> dict[str, Field]:
+    """Return the fields of a record by their names, with those that guests add."""
+    found = {}
+    of_guests = "".join(f", {name} ({field.meaning})" for name, field in added("latency").items())
+    for declared in (Record, *each("fields")):
+        for name, hint in get_type_hints(declared, include_extras=True).items():
+            kind, meaning, *within = get_args(hint)
+            json_kind, _, empty = _TYPES[kind]
+            meaning += of_guests if name == "latency" else ""
+            found[name] = Field(json_kind, meaning, empty, within[0] if within else _WITHIN.get(name, {}))
+    return found
+
+
 _KINDS = {name: accepted for name, accepted, _ in _TYPES.values()}
 
 
 def new_record(**known: Any) -> Record:
     """Return a record of the fields that are known; the others are empty. Raises TypeError for a field that there is not."""
-    if unknown := known.keys() - _HINTS.keys():
+    if unknown := known.keys() - fields().keys():
         raise TypeError(f"a record has no field {', '.join(sorted(unknown))}")
     return cast(Record, {**_empty(), **known})
 
@@ -188,7 +203,7 @@ def changed(record: Record, **changes: Any) -> Record:
 
 def _empty(there: Collection[str] = ()) -> dict[str, Any]:
     """Return a value for each field but those that are there: one that says nothing, and is shared with no other record."""
-    empty = {name: copy.copy(_TYPES[kind][2]) for name, (kind, *_) in _HINTS.items() if name not in there}
+    empty = {name: copy.copy(field.empty) for name, field in fields().items() if name not in there}
     return empty if "schema" in there else {**empty, "schema": SCHEMA}
 
 
@@ -268,12 +283,12 @@ class RecordWriter:
 
 
 def to_line(record: Record, with_samples: bool = False) -> str:
-    """Return a record as one line of strict JSON, its fields in the order of `FIELDS`."""
+    """Return a record as one line of strict JSON, its fields in the order of `fields`."""
     complete: dict[str, Any] = {"schema": SCHEMA, **record}
     latency = complete.get("latency")
     if latency and not with_samples:
         complete["latency"] = {key: value for key, value in latency.items() if key != "samples"}
-    ordered = {name: complete[name] for name, _, _ in FIELDS if name in complete}
+    ordered = {name: complete[name] for name in fields() if name in complete}
     return json.dumps(named_numbers(ordered), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -320,16 +335,17 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
     _require_fields(record, where)
     known = record
     if any(word in line for word in _QUOTED):  # most lines hold none, and looking at each value takes longest
-        known = {key: value if key in _TEXTS else _numbers(value, _WITHIN.get(key, {})) for key, value in record.items()}
+        known = {key: _numbers(value, _described(key)) for key, value in record.items()}
     return cast(Record, {**_empty(known), **known})
 
 
 def _require_fields(record: Mapping[str, Any], where: str) -> None:
-    for name, kind, _ in FIELDS:
+    for name, (kind, *_) in fields().items():
         if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
             found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
             raise ValueError(f"{where}: has {found}, expected {kind}; is it a line of a .jsonl file that --attn-output wrote?")
-    if fault := first_fault({name: record[name] for name in _WITHIN if name in record}, _DESCRIBED):
+    within = {name: field.within for name, field in fields().items() if field.within and name in record}
+    if fault := first_fault({name: record[name] for name in within}, {"type": "object", "properties": within}):
         raise ValueError(f"{where}: {printable(fault, 0)}; is it a line of a .jsonl file that --attn-output wrote?")
 
 
@@ -395,12 +411,9 @@ _WITHIN: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("name", "device", "kind", "architecture", "torch", "python", "pytest_attn"), TEXT), memory=NUMBER
     ),
 }
-_WITHIN |= {name: within[0] for name, (_, _, *within) in _HINTS.items() if within}
-_DESCRIBED = {"type": "object", "properties": _WITHIN}
 
 #: without which a record says nothing
 _REQUIRED = frozenset(("question", "verdict", "workload", "subject"))
-_TEXTS = frozenset(name for name, kind, _ in FIELDS if kind == "string")
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _QUOTED = tuple(f'"{word}"' for word in _WORDS)
 
@@ -420,6 +433,12 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return {change(str(key)): mapped(one, change) for key, one in value.items()}
     return [mapped(one, change) for one in value] if isinstance(value, (list, tuple)) else change(value)
+
+
+def _described(name: str) -> Mapping[str, Any]:
+    """Return the description of a field, of one of a text that it is one."""
+    field = fields().get(name)
+    return TEXT if field and field.kind == "string" else field.within if field else {}
 
 
 def _numbers(value: Any, described: Mapping[str, Any]) -> Any:

@@ -76,3 +76,55 @@ def test_an_entry_point_that_names_something_else_is_told(guest, pytester):
     (pytester.path / "rms_norm-1.0.dist-info" / "entry_points.txt").write_text("[pytest_attn]\nrms_norm = rms_norm:KIND\n")
     with pytest.raises(TypeError, match="the entry point rms_norm:KIND of pytest_attn must name a Guest, got Kind"):
         guests()
+
+
+#: what else a guest may bring, behind the example
+MORE = """
+from dataclasses import dataclass
+from typing import Annotated, TypedDict
+
+from pytest_attn.session.option_types import switch
+
+@dataclass(frozen=True)
+class Options:
+    halved: bool = switch("Judge half of the rows", group="judge", short="half of the rows")
+
+def contradiction(settings):
+    return "--attn-halved: leave out --attn-fuzz" if settings.more["halved"] and settings.fuzz else ""
+
+class Fields(TypedDict):
+    halves: Annotated[int, "of the rows"]
+
+def lines(records, width):
+    yield f"{sum(r['halves'] for r in records)} halves of {len(records)}", {}
+
+def results(records):
+    yield "Halves", [f"{len(records)} records"]
+
+HERE = "rms_norm:"
+GUEST = Guest(
+    kinds=(KIND,),
+    options=Options,
+    contradiction=f"{HERE}contradiction",
+    fields=f"{HERE}Fields",
+    lines=f"{HERE}lines",
+    results=f"{HERE}results",
+    attributes={"halves": f"{HERE}lines"},
+)
+"""
+
+
+@pytest.mark.slow("in a process of its own, as the fields of a record are read once")
+def test_a_guest_adds_options_fields_and_texts(guest, pytester, monkeypatch):
+    path = pytester.path / "rms_norm.py"
+    path.write_text(EXAMPLE.replace('"z_element": z}', '"z_element": z, "halves": 1}') + MORE)
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
+    judged = pytester.runpytest_subprocess("-v", "--attn-halved", "--attn-output=run.md", "--attn-output=run.jsonl")
+    judged.stdout.fnmatch_lines(["attn: --attn-halved", "* halves of *"])
+    assert "### Halves" in (pytester.path / "run.md").read_text()
+    records = read_records(pytester.path / "run.jsonl")
+    assert [one["halves"] for one in records if one["question"] == "rms norm"] == [1] * 6
+    help_ = pytester.runpytest_subprocess("--help").stdout
+    help_.fnmatch_lines(["attention kernels: what to judge:", "*--attn-halved * half of the rows"])
+    refused = pytester.runpytest_subprocess("--attn-halved", "--attn-fuzz=2").stderr
+    refused.fnmatch_lines(["*--attn-halved: leave out --attn-fuzz"])

@@ -6,7 +6,7 @@ import json
 import pytest
 import vl_convert  # noqa: F401  # its extension cannot be loaded a second time by a run in this process
 
-from pytest_attn.reports.records import FIELDS, read_records
+from pytest_attn.reports.records import fields, read_records
 
 TESTS = """
     import pytest
@@ -49,7 +49,7 @@ def test_a_line_for_each_judgment_with_every_field(pytester, workers):
     records = {(r["test"].partition("::")[2], r["question"]): r for r in read_records(pytester.path / "run.jsonl")}
     assert len(records) == 6
     for record in records.values():
-        assert list(record) == [name for name, _, _ in FIELDS]
+        assert list(record) == list(fields())
     right = records["test_right[smoke-full]", "check"]
     assert (right["verdict"], right["subject"], right["tags"]["family"]) == ("passed", "right", "callable")
     assert right["shape"]["flops"]["backward"] == 2.5 * right["shape"]["flops"]["forward"]

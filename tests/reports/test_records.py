@@ -6,11 +6,11 @@ import math
 import pytest
 
 from pytest_attn.reports.records import (
-    FIELDS,
     SCHEMA,
     Record,
     RecordWriter,
     changed,
+    fields,
     latency_of,
     new_record,
     read_records,
@@ -51,7 +51,7 @@ def test_a_line_is_strict_json_in_the_order_of_the_schema():
     parsed = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert parsed["schema"] == SCHEMA
     assert parsed["z_element"] == "Infinity"
-    assert list(parsed) == [name for name, _, _ in FIELDS if name in parsed]
+    assert list(parsed) == [name for name in fields() if name in parsed]
     assert "\n" not in to_line({**RECORD, "reason": "two\nlines"})
 
 
@@ -112,16 +112,16 @@ def test_files_of_several_runs_are_read_one_after_the_other(tmp_path):
 
 def test_the_table_of_fields_is_the_definition_of_a_record():
     own = list(Record.__annotations__)
-    assert [name for name, _, _ in FIELDS][: len(own)] == own
-    kinds = {name: kind for name, kind, _ in FIELDS}
+    assert list(fields())[: len(own)] == own
+    kinds = {name: field.kind for name, field in fields().items()}
     assert (kinds["schema"], kinds["z_row"], kinds["is_sampled"]) == ("integer", "number or null", "boolean")
     assert (kinds["aliases"], kinds["tensors"], kinds["latency"]) == ("array of strings", "array of objects", "object or null")
-    assert all(text for _, _, text in FIELDS)
+    assert all(field.meaning for field in fields().values())
 
 
 def test_a_new_record_has_every_field_and_says_nothing():
     record = new_record()
-    assert list(record) == [name for name, _, _ in FIELDS]
+    assert list(record) == list(fields())
     assert record.pop("schema") == SCHEMA
     assert not [name for name, value in record.items() if value]
     assert json.loads(to_line(record))["z_row"] is None

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from pytest_attn.reports.records import FIELDS
+from pytest_attn.reports.records import fields
 from pytest_attn.reports.verdict import Cause, Tone, Verdict
 
 #: what a report tells apart where JSON has another name, and what no record holds
 NOT_IN_JSON = {Verdict.UNEXPECTED, Verdict.HELD_IN_PART, Verdict.APPROXIMATE, Verdict.FAST, Verdict.MEASURED}
 BY_SEVERITY = list(Verdict)
-OF_RECORDS = {name: text for name, _, text in FIELDS}
+OF_RECORDS = {name: field.meaning for name, field in fields().items()}
 
 
 def test_what_is_wrong_is_graver_than_what_is_doubtful_and_that_than_the_rest():
