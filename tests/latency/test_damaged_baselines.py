@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from latency.test_baseline import ANCHORS, H200, case, find
+from left_out import IS_ALL
 
 from pytest_attn.latency.baseline_file import FILE, BaselineError, read
 from pytest_attn.latency.regression import DeviceBaselines
@@ -119,7 +120,7 @@ def mutated(draw, data):
     return json.dumps(data)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if IS_ALL else 100, deadline=None)
 @given(st.data())
 def test_a_mutated_file_is_read_or_refused_in_one_line(tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / "mutated"

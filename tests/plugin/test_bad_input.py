@@ -284,12 +284,12 @@ def stubborn(q, k, v):
 
 
 def test_a_callable_that_never_returns_is_stopped_and_named(tell):
-    said = "no result after 1 s (--attn-timeout): {} on h2-s32-d32, *::test_kernel[[]h2-s32-d32[]]"
+    said = "no result after 0.3 s (--attn-timeout): {} on h2-s32-d32, *::test_kernel[[]h2-s32-d32[]]"
     stories = {
         name: (f"attn.check({name})", "failed", [f"E*{said.format(name)}", "no result *no result after"], {"before": ENDLESS})
         for name in ("endless", "stubborn")
     }
-    tell(stories, "--attn-timeout=1")
+    tell(stories, "--attn-timeout=0.3")
 
 
 @pytest.mark.slow("starts processes")

@@ -7,6 +7,7 @@ import pytest
 from fakes.records import BACKENDS, check, profile_of, timing, workloads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from left_out import IS_ALL
 
 from pytest_attn.reports.html.page import payload
 from pytest_attn.reports.latency_output import latency_summary
@@ -87,7 +88,7 @@ def places(value, path=()):
         yield from places(inner, (*path, key))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if IS_ALL else 100, deadline=None)
 @given(st.data())
 def test_a_mutated_line_makes_every_report_or_is_refused_in_one_line(data):
     whole = json.loads(to_line(data.draw(st.sampled_from(RECORDS)), with_samples=True))

@@ -58,6 +58,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_writer_leaves_nothing_that_is_run_or_hidden(writer, name):
