@@ -105,16 +105,6 @@ def test_a_fault_in_the_compiled_path_only_is_found_end_to_end(name, everywhere,
     assert "the calls of the eager run are right" in found.message
 
 
-@torch.library.custom_op("attn_tests::attention", mutates_args=())
-def attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v).clone() * 1.05
-
-
-@attention_op.register_fake
-def _(q, k, v):
-    return torch.empty_like(q)
-
-
 @pytest.mark.slow("compiles")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo, behind a break
 def test_graph_breaks_and_recompilations_are_told():
