@@ -5,22 +5,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pytest_attn.invariants.invariant import SHORT, UNQUANTIZED, Invariant, Need, Probe, Results, at_first, on, prefixed
+from pytest_attn.invariants.invariant import SHORT, UNQUANTIZED, Need, Probe, Results, at_first, invariant, on, prefixed
 from pytest_attn.workloads.dtypes import times
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload, is_interleaved
 
 
-class Algebra(Invariant):
-    """out is linear in v, and neither the order of heads nor, without a mask, that of keys matters."""
-
-    name = "algebra"
-    summary = "v times -2 gives out times -2; heads, batch entries and unmasked keys in another order change nothing else"
-    calls = 2
-    needs = (UNQUANTIZED,)
-
-    def run(self, probe: Probe) -> str:
-        return _is_linear(probe) or _is_symmetric(probe) or (_is_merged(probe) if probe.thorough else "")
+@invariant(
+    "algebra",
+    "v times -2 gives out times -2; heads, batch entries and unmasked keys in another order change nothing else",
+    calls=2,
+    needs=(UNQUANTIZED,),
+)
+def algebra(probe: Probe) -> str:
+    """Out is linear in v, and neither the order of heads nor, without a mask, that of keys matters."""
+    return _is_linear(probe) or _is_symmetric(probe) or (_is_merged(probe) if probe.thorough else "")
 
 
 def _is_linear(probe: Probe) -> str:
@@ -102,29 +101,28 @@ _SPREAD = 2e4
 _ROUNDING = 1.02  # an average in 16 bits may exceed the largest value by so much
 
 
-class Magnitude(Invariant):
-    """The softmax is that of differences: neither large scores nor a large common shift make it overflow."""
-
-    name = "magnitude"
-    summary = "scores of about 10,000, and rows whose scores are all far from 0, give finite and right results"
-    calls = 2
-    needs = (
+@invariant(
+    "magnitude",
+    "scores of about 10,000, and rows whose scores are all far from 0, give finite and right results",
+    calls=2,
+    needs=(
         UNQUANTIZED,
         Need(lambda probe: not probe.workload.is_quantized, "quantized tensors hold no such numbers"),
         Need(lambda probe: not probe.workload.v_in_k, "v is a part of k, so large keys would be large values"),
         SHORT,
-    )
-
-    def run(self, probe: Probe) -> str:
-        for words, inputs in (("large scores", _large(probe)), ("all scores of a row far from 0", _shifted(probe))):
-            with on(words):
-                found = probe.run(inputs)
-            # where scores of 10,000 are off by more than the softmax bears, out may be any average of values
-            rounds_scores = probe.spec.profile.rounds_scores or probe.spec.profile.rounds_scaled_query
-            misfit = _no_average(found, inputs) if rounds_scores else probe.misfit(found, inputs)
-            if misfit:
-                return f"{words}: {misfit}"
-        return ""
+    ),
+)
+def magnitude(probe: Probe) -> str:
+    """The softmax is that of differences: neither large scores nor a large common shift make it overflow."""
+    for words, inputs in (("large scores", _large(probe)), ("all scores of a row far from 0", _shifted(probe))):
+        with on(words):
+            found = probe.run(inputs)
+        # where scores of 10,000 are off by more than the softmax bears, out may be any average of values
+        rounds_scores = probe.spec.profile.rounds_scores or probe.spec.profile.rounds_scaled_query
+        misfit = _no_average(found, inputs) if rounds_scores else probe.misfit(found, inputs)
+        if misfit:
+            return f"{words}: {misfit}"
+    return ""
 
 
 def _no_average(found: Results, inputs: Inputs) -> str:

@@ -9,16 +9,16 @@ from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.invariants.algebra import Algebra, Magnitude
-from pytest_attn.invariants.gradient_identities import Alone, Gradients, LseGradient
+from pytest_attn.invariants.algebra import algebra, magnitude
+from pytest_attn.invariants.gradient_identities import alone, gradients, lse_gradient
 from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, OwnDefectError, Probe, what_was_raised
-from pytest_attn.invariants.leak import Leak
-from pytest_attn.invariants.memory_layout import Alignment, Layout, Offsets
-from pytest_attn.invariants.poison import Poison
+from pytest_attn.invariants.leak import leak
+from pytest_attn.invariants.memory_layout import alignment, layout, offsets
+from pytest_attn.invariants.poison import poison
 from pytest_attn.invariants.report import Finding, InvariantReport, Outcome
-from pytest_attn.invariants.rerun import Rerun, State
-from pytest_attn.invariants.runtime import Device, Graph, Opcheck
-from pytest_attn.invariants.variations import Batch, Equivalence, Options, Shapes
+from pytest_attn.invariants.rerun import rerun, state
+from pytest_attn.invariants.runtime import device, graph, opcheck
+from pytest_attn.invariants.variations import batch, equivalence, options, shapes
 from pytest_attn.workloads.fields import did_you_mean
 
 __tracebackhide__ = True  # what it raises is the test's own mistake
@@ -27,26 +27,26 @@ __tracebackhide__ = True  # what it raises is the test's own mistake
 Names = Iterable[str] | str | None
 
 INVARIANTS: tuple[Invariant, ...] = (
-    Rerun(),
-    Poison(),
-    Layout(),
-    Leak(),
-    Gradients(),
-    LseGradient(),
-    Alone(),
-    Algebra(),
-    Magnitude(),
-    Options(),
-    Equivalence(),
-    Batch(),
-    Shapes(),
-    Offsets(),
-    Opcheck(),
-    State(),
-    Graph(),
-    Device(),
+    rerun,
+    poison,
+    layout,
+    leak,
+    gradients,
+    lse_gradient,
+    alone,
+    algebra,
+    magnitude,
+    options,
+    equivalence,
+    batch,
+    shapes,
+    offsets,
+    opcheck,
+    state,
+    graph,
+    device,
     # new ones stand above: the last may end the CUDA context, and with it all that follows
-    Alignment(),
+    alignment,
 )
 
 

@@ -14,11 +14,11 @@ from pytest_attn.invariants.invariant import (
     FEW_PAIRS,
     OPERATORS,
     UNQUANTIZED,
-    Invariant,
     Need,
     NotApplicable,
     Probe,
     at_first,
+    invariant,
     on,
     prefixed,
 )
@@ -30,19 +30,18 @@ _SIGMAS = 8.0
 _STRAY = 16.0  # times the budget of an element that is exactly 0: twice its limit
 
 
-class Gradients(Invariant):
+@invariant(
+    "gradients",
+    "a gradient of one row reaches that row and the keys that it sees; sums of gradients balance; all are finite",
+    calls=1,
+    needs=(BACKWARD, UNQUANTIZED, FEW_PAIRS),
+)
+def gradients(probe: Probe) -> str:
     """Gradients go where probabilities came from, and balance."""
-
-    name = "gradients"
-    summary = "a gradient of one row reaches that row and the keys that it sees; sums of gradients balance; all are finite"
-    calls = 1
-    needs = (BACKWARD, UNQUANTIZED, FEW_PAIRS)
-
-    def run(self, probe: Probe) -> str:
-        for name in _gradients_in(probe.base):
-            if bool((bad := ~probe.base[name].isfinite()).any()):
-                return at_first(name, probe.base[name], bad)
-        return _imbalance(probe) or _stray_gradients(probe)
+    for name in _gradients_in(probe.base):
+        if bool((bad := ~probe.base[name].isfinite()).any()):
+            return at_first(name, probe.base[name], bad)
+    return _imbalance(probe) or _stray_gradients(probe)
 
 
 def _gradients_in(results: Mapping[str, Tensor]) -> list[str]:
@@ -117,42 +116,42 @@ def _single_rows(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, dout=kept[0].transpose(0, 1).contiguous() if inputs.workload.is_packed else kept)
 
 
-class Alone(Invariant):
-    """Gradients are the same where the others need none."""
-
-    name = "alone"
-    summary = "the gradient of q, k, v or a parameter is the same if nothing else needs one, as beside frozen layers"
-    calls = 5
-    needs = (
+@invariant(
+    "alone",
+    "the gradient of q, k, v or a parameter is the same if nothing else needs one, as beside frozen layers",
+    calls=5,
+    needs=(
         BACKWARD,
         Need(lambda probe: not probe.subject.needs_all_gradients, "in other processes each of q, k and v needs a gradient"),
-    )
+    ),
+)
+def alone(probe: Probe) -> str:
+    """Gradients are the same where the others need none.
 
-    def run(self, probe: Probe) -> str:
-        """Ask for one after the other.
+    Ask for one after the other.
 
-        A kernel with a backend's many cases, or an operator that opcheck tries, is asked for dq, and for dk or dv by workload.
-        """
-        parameters, together = probe.spec.parameters, dict(probe.base)
-        leaves = probe.spec.leaves
-        asked = tuple(name for name in ("q", *parameters, "v", "k") if name in (*leaves, *parameters))
-        if not probe.thorough:
-            if probe.is_compiled:
-                raise NotApplicable("each would be compiled anew")
-            if probe.is_backend or isinstance(probe.subject.user_function, OPERATORS):
-                at = 1 + crc32(probe.workload.id.encode()) % max(1, len(asked) - 1)
-                asked = (*asked[:1], *asked[at : at + 1])
-            asked = asked[: self.calls - bool(parameters)]
-        if parameters:
-            together |= _gradients_of(probe, (*leaves, *parameters))
-        for name in asked:
-            expected = {f"d{name}": together[f"d{name}"]}
-            words = f"where nothing but {name} needs a gradient"
-            with on(words):
-                found = _gradients_of(probe, (name,))
-            if changed := probe.change(found, expected):
-                return f"{words}: {changed}"
-        return ""
+    A kernel with a backend's many cases, or an operator that opcheck tries, is asked for dq, and for dk or dv by workload.
+    """
+    parameters, together = probe.spec.parameters, dict(probe.base)
+    leaves = probe.spec.leaves
+    asked = tuple(name for name in ("q", *parameters, "v", "k") if name in (*leaves, *parameters))
+    if not probe.thorough:
+        if probe.is_compiled:
+            raise NotApplicable("each would be compiled anew")
+        if probe.is_backend or isinstance(probe.subject.user_function, OPERATORS):
+            at = 1 + crc32(probe.workload.id.encode()) % max(1, len(asked) - 1)
+            asked = (*asked[:1], *asked[at : at + 1])
+        asked = asked[: alone.calls - bool(parameters)]
+    if parameters:
+        together |= _gradients_of(probe, (*leaves, *parameters))
+    for name in asked:
+        expected = {f"d{name}": together[f"d{name}"]}
+        words = f"where nothing but {name} needs a gradient"
+        with on(words):
+            found = _gradients_of(probe, (name,))
+        if changed := probe.change(found, expected):
+            return f"{words}: {changed}"
+    return ""
 
 
 def _gradients_of(probe: Probe, needing: tuple[str, ...]) -> dict[str, Tensor]:
@@ -169,13 +168,11 @@ def _gradients_of(probe: Probe, needing: tuple[str, ...]) -> dict[str, Tensor]:
             one.requires_grad_(before[name])
 
 
-class LseGradient(Invariant):
-    """An lse that autograd can follow carries its gradient."""
-
-    name = "lse-gradient"
-    summary = "gradients flow back through lse: shifting all keys by c changes lse by scale * q . c, but for the sink's share"
-    calls = 1
-    needs = (
+@invariant(
+    "lse-gradient",
+    "gradients flow back through lse: shifting all keys by c changes lse by scale * q . c, but for the sink's share",
+    calls=1,
+    needs=(
         Need(lambda probe: probe.spec.declared.has_lse, "the kernel returns no lse"),
         Need(
             lambda probe: _scores_are_products(probe.workload.replace(sinks=False)),
@@ -185,36 +182,39 @@ class LseGradient(Invariant):
         Need(lambda probe: "k" in probe.spec.leaves, "the test asks for no gradient of k"),
         UNQUANTIZED,
         FEW_PAIRS,
-    )
+    ),
+)
+def lse_gradient(probe: Probe) -> str:
+    """An lse that autograd can follow carries its gradient.
 
-    def run(self, probe: Probe) -> str:
-        """Send 1 back through lse of every row that sees a key, and nothing through out."""
-        w, inputs = probe.workload, probe.inputs
-        tensors = probe.handed()
-        pending = probe.begin(tensors)
-        lse = pending.handed_out["lse"]
-        if not lse.requires_grad:
-            raise NotApplicable("lse carries no gradient")
-        arriving = probe.empty_rows.blanked(torch.where(lse.detach() > -math.inf, 1.0, 0.0).to(lse.dtype))
-        parameters = {name: one for name, one in probe.spec.parameters.items() if name == "sinks" and one.requires_grad}
-        found = pending.gradients(("out", "lse"), (torch.zeros_like(tensors.dout), arriving), parameters)
-        q, dk = (heads_first(t, w).double() for t in (inputs.q, found["dk"]))
-        groups = (q.shape[0], w.kv_heads, w.group)
-        arrived = heads_first(arriving, w).double()
-        of_sink = torch.zeros_like(arrived)
-        if inputs.sinks is not None:
-            of_sink = (inputs.sinks.double()[:, None] - heads_first(lse.detach(), w)).exp() * arrived
-        share = (arrived - of_sink)[..., None] * q * w.softmax_scale
-        expected, size = (grouped(t.sum(-2), w).view(*groups, -1).sum(2) for t in (share, share.abs()))
-        unit = max(DTYPES[w.dtype].spacing, 2.0**-20, probe.spec.profile.operand_unit)
-        total = dk.sum(-2)
-        allowed = 16 * unit * (size + dk.abs().sum(-2))
-        checked = [("sum of dk", total, expected, allowed)]
-        if parameters:
-            dsinks, exact = found["dsinks"], of_sink.sum((0, 2))
-            checked.append(("dsinks", dsinks.double(), exact, 16 * max(unit, torch.finfo(dsinks.dtype).eps) * exact))
-        for name, got, exact, allowed in checked:
-            off = (got - exact).abs() > allowed
-            if bool(off.any()):
-                return f"a gradient of 1 for lse: {at_first(name, got, off)}, exact {float(exact[off][0]):.6g}"
-        return ""
+    Send 1 back through lse of every row that sees a key, and nothing through out.
+    """
+    w, inputs = probe.workload, probe.inputs
+    tensors = probe.handed()
+    pending = probe.begin(tensors)
+    lse = pending.handed_out["lse"]
+    if not lse.requires_grad:
+        raise NotApplicable("lse carries no gradient")
+    arriving = probe.empty_rows.blanked(torch.where(lse.detach() > -math.inf, 1.0, 0.0).to(lse.dtype))
+    parameters = {name: one for name, one in probe.spec.parameters.items() if name == "sinks" and one.requires_grad}
+    found = pending.gradients(("out", "lse"), (torch.zeros_like(tensors.dout), arriving), parameters)
+    q, dk = (heads_first(t, w).double() for t in (inputs.q, found["dk"]))
+    groups = (q.shape[0], w.kv_heads, w.group)
+    arrived = heads_first(arriving, w).double()
+    of_sink = torch.zeros_like(arrived)
+    if inputs.sinks is not None:
+        of_sink = (inputs.sinks.double()[:, None] - heads_first(lse.detach(), w)).exp() * arrived
+    share = (arrived - of_sink)[..., None] * q * w.softmax_scale
+    expected, size = (grouped(t.sum(-2), w).view(*groups, -1).sum(2) for t in (share, share.abs()))
+    unit = max(DTYPES[w.dtype].spacing, 2.0**-20, probe.spec.profile.operand_unit)
+    total = dk.sum(-2)
+    allowed = 16 * unit * (size + dk.abs().sum(-2))
+    checked = [("sum of dk", total, expected, allowed)]
+    if parameters:
+        dsinks, exact = found["dsinks"], of_sink.sum((0, 2))
+        checked.append(("dsinks", dsinks.double(), exact, 16 * max(unit, torch.finfo(dsinks.dtype).eps) * exact))
+    for name, got, exact, allowed in checked:
+        off = (got - exact).abs() > allowed
+        if bool(off.any()):
+            return f"a gradient of 1 for lse: {at_first(name, got, off)}, exact {float(exact[off][0]):.6g}"
+    return ""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -428,29 +427,27 @@ ANY_STRIDES = Need(
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef)
 
 
-class Invariant(ABC):
-    """A statement that every right kernel fulfils."""
+@dataclass(frozen=True)
+class Invariant:
+    """A statement that every right kernel fulfils.
 
-    #: what users select
-    name: str
-    #: the statement
-    summary: str
-    #: the most calls of the kernel that it makes by default
-    calls: int
-    #: what must hold before it is run; the first that does not is the reason that reports give
+    run: returns the smallest evidence that a kernel breaks it, "" where it holds; raises NotApplicable where only a call could
+    tell. needs: what must hold before it is run; the first that does not is the reason that reports give.
+    """
+
+    name: str  # what users select
+    summary: str  # the statement
+    calls: int  # the most calls of the kernel that it makes by default
+    run: Callable[[Probe], str]
     needs: tuple[Need, ...] = ()
-    #: whether it is left out unless asked for
-    thorough = False
-    #: whether it asks for what ends some kernels with the CUDA context of their process
-    may_end_cuda = False
+    thorough: bool = False  # whether it is left out unless asked for
+    may_end_cuda: bool = False  # whether it asks for what ends some kernels with the CUDA context of their process
 
     def inapplicable_because(self, probe: Probe) -> str | None:
         """Say why the invariant says nothing about this workload or kernel, None where it does. Calls nothing."""
         return next((need.otherwise for need in self.needs if not need.is_met(probe)), None)
 
-    @abstractmethod
-    def run(self, probe: Probe) -> str:
-        """Return the smallest evidence that the kernel breaks the invariant, "" where it holds.
 
-        Raises NotApplicable where only a call could tell.
-        """
+def invariant(name: str, summary: str, calls: int, **more: Any) -> Callable[[Callable[[Probe], str]], Invariant]:
+    """Make a function what runs an invariant. more: as `Invariant` has it."""
+    return lambda run: Invariant(name, summary, calls, run, **more)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.correctness.reference import heads_first
-from pytest_attn.invariants.invariant import FEW_PAIRS, UNQUANTIZED, Invariant, Probe, Results, at_first, difference, prefixed
+from pytest_attn.invariants.invariant import FEW_PAIRS, UNQUANTIZED, Probe, Results, at_first, difference, invariant, prefixed
 from pytest_attn.workloads.dtypes import DTYPES, exchanged
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
@@ -21,17 +21,16 @@ _LSE_TOLERANCE = 1e-5
 _LARGE = 100.0  # its products with q and dout do not overflow float16
 
 
-class Leak(Invariant):
+@invariant(
+    "leak",
+    "unit vectors as values show the probabilities, which are right; keys that a row may not see do not change it",
+    calls=3,
+    needs=(UNQUANTIZED, FEW_PAIRS),
+)
+def leak(probe: Probe) -> str:
     """A row sees the keys that the mask leaves it, all of them and no other."""
-
-    name = "leak"
-    summary = "unit vectors as values show the probabilities, which are right; keys that a row may not see do not change it"
-    calls = 3
-    needs = (UNQUANTIZED, FEW_PAIRS)
-
-    def run(self, probe: Probe) -> str:
-        read = "" if probe.workload.v_in_k else _read_probabilities(probe)  # v cannot be chosen apart from k
-        return read or _change_hidden_keys(probe)
+    read = "" if probe.workload.v_in_k else _read_probabilities(probe)  # v cannot be chosen apart from k
+    return read or _change_hidden_keys(probe)
 
 
 def _read_probabilities(probe: Probe) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import fused, refusals, swapped
-from pytest_attn.invariants.invariant import ANY_STRIDES, Invariant, NotApplicable, Probe, Tensors, on, prefixed
+from pytest_attn.invariants.invariant import ANY_STRIDES, NotApplicable, Probe, Tensors, invariant, on, prefixed
 from pytest_attn.invariants.poison import unowned_keys
 from pytest_attn.workloads.dtypes import beside
 
@@ -83,22 +83,21 @@ _THOROUGH = (
 )
 
 
-class Layout(Invariant):
+@invariant(
+    "layout",
+    "tensors with other strides give the result of contiguous ones, or are refused",
+    calls=len(_DEFAULT) + 1,
+    needs=(ANY_STRIDES,),
+)
+def layout(probe: Probe) -> str:
     """The same values with other strides give the same result, or a refusal."""
-
-    name = "layout"
-    summary = "tensors with other strides give the result of contiguous ones, or are refused"
-    calls = len(_DEFAULT) + 1
-    needs = (ANY_STRIDES,)
-
-    def run(self, probe: Probe) -> str:
-        if probe.thorough:
-            arrangements: tuple[Arrangement, ...] = (*_DEFAULT, *_THOROUGH)
-        elif probe.is_compiled:  # each of q, k and v costs a compilation: the most mixed one
-            arrangements = (*_DEFAULT[:1], *([_DOUT_ALONE] if probe.backward else []))
-        else:
-            arrangements = _DEFAULT if probe.backward else _DEFAULT[:2]
-        return judge_arrangements(probe, arrangements, _expanded)
+    if probe.thorough:
+        arrangements: tuple[Arrangement, ...] = (*_DEFAULT, *_THOROUGH)
+    elif probe.is_compiled:  # each of q, k and v costs a compilation: the most mixed one
+        arrangements = (*_DEFAULT[:1], *([_DOUT_ALONE] if probe.backward else []))
+    else:
+        arrangements = _DEFAULT if probe.backward else _DEFAULT[:2]
+    return judge_arrangements(probe, arrangements, _expanded)
 
 
 def judge_arrangements(
@@ -170,60 +169,59 @@ _ARRANGEMENTS = (
 )
 
 
-class Alignment(Invariant):
+@invariant(
+    "alignment",
+    "tensors with strides or addresses that are not aligned to 16 bytes give the result of aligned ones, or are refused",
+    calls=len(_ARRANGEMENTS),
+    thorough=True,
+    needs=(ANY_STRIDES,),
+    may_end_cuda=True,
+)
+def alignment(probe: Probe) -> str:
     """Tensors that are not aligned to 16 bytes give the same result, or are refused.
 
     Kernels that read by TMA descriptors may end with the CUDA context. So it comes last, on a GPU in a process of its own.
     """
-
-    name = "alignment"
-    summary = (
-        "tensors with strides or addresses that are not aligned to 16 bytes give the result of aligned ones, or are refused"
-    )
-    calls = len(_ARRANGEMENTS)
-    thorough = True
-    needs = (ANY_STRIDES,)
-    may_end_cuda = True
-
-    def run(self, probe: Probe) -> str:
-        return judge_arrangements(probe, _ARRANGEMENTS)
+    return judge_arrangements(probe, _ARRANGEMENTS)
 
 
 _FAR = 2**31 + 2**20
 _ALIGNED = 64
 
 
-class Offsets(Invariant):
+@invariant(
+    "offsets",
+    "rows, heads and batch entries more than 2^31 elements apart give the usual result, or are refused",
+    calls=8,
+    thorough=True,
+)
+def offsets(probe: Probe) -> str:
     """A tensor whose last row lies more than 2^31 elements after its first is a tensor like others."""
+    if reason := _unspreadable_because(probe):
+        raise NotApplicable(reason)
+    arrangements = []
+    for name in ("q", "k", "v", "dout") if probe.backward else ("q", "k", "v"):
+        last = _last_read(probe, name)
+        for axis in sorted((dim for dim in range(len(last)) if last[dim]), key=lambda dim: -last[dim]):
+            words = f"{name} spread over more than 2^31 elements along dimension {axis}"
+            spread = partial(_spread, axis=axis, last=last[axis])
+            arrangements.append(dataclasses.replace(all_of(words, same), **{name: spread}))  # type: ignore[arg-type]
+    if not arrangements:
+        raise NotApplicable("a single row has no offsets")
+    return judge_arrangements(probe, arrangements)
 
-    name = "offsets"
-    summary = "rows, heads and batch entries more than 2^31 elements apart give the usual result, or are refused"
-    calls = 8
-    thorough = True
 
-    def inapplicable_because(self, probe: Probe) -> str | None:
-        """Needs 4 GiB that are hardly touched: a CUDA device has them, or a system that gives memory when it is touched."""
-        if probe.device.type == "cpu":
-            return None if sys.platform == "linux" else "needs 4 GiB that no system but Linux surely leaves untouched"
-        if probe.device.type != "cuda":
-            return "needs 4 GiB of a CUDA device"
-        for defect in probe.subject.defects_on(probe.workload, machine_of(probe.device), probe.backward):
-            if self.name in defect.invariants:  # one that ends the CUDA context is not shown again and again
-                return f"known defect {defect.issue}: {defect.summary}"
-        free, _ = torch.cuda.mem_get_info(probe.device)
-        return None if free > 2 * _FAR * 4 else "the device has too little free memory"
-
-    def run(self, probe: Probe) -> str:
-        arrangements = []
-        for name in ("q", "k", "v", "dout") if probe.backward else ("q", "k", "v"):
-            last = _last_read(probe, name)
-            for axis in sorted((dim for dim in range(len(last)) if last[dim]), key=lambda dim: -last[dim]):
-                words = f"{name} spread over more than 2^31 elements along dimension {axis}"
-                spread = partial(_spread, axis=axis, last=last[axis])
-                arrangements.append(dataclasses.replace(all_of(words, same), **{name: spread}))  # type: ignore[arg-type]
-        if not arrangements:
-            raise NotApplicable("a single row has no offsets")
-        return judge_arrangements(probe, arrangements)
+def _unspreadable_because(probe: Probe) -> str | None:
+    """Needs 4 GiB that are hardly touched: a CUDA device has them, or a system that gives memory when it is touched."""
+    if probe.device.type == "cpu":
+        return None if sys.platform == "linux" else "needs 4 GiB that no system but Linux surely leaves untouched"
+    if probe.device.type != "cuda":
+        return "needs 4 GiB of a CUDA device"
+    for defect in probe.subject.defects_on(probe.workload, machine_of(probe.device), probe.backward):
+        if offsets.name in defect.invariants:  # one that ends the CUDA context is not shown again and again
+            return f"known defect {defect.issue}: {defect.summary}"
+    free, _ = torch.cuda.mem_get_info(probe.device)
+    return None if free > 2 * _FAR * 4 else "the device has too little free memory"
 
 
 def _last_read(probe: Probe, name: str) -> list[int]:

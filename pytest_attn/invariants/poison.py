@@ -12,7 +12,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals, set_among
-from pytest_attn.invariants.invariant import Invariant, Probe, Tensors, on, prefixed
+from pytest_attn.invariants.invariant import Probe, Tensors, invariant, on, prefixed
 from pytest_attn.workloads.dtypes import filled, is_poison, poison_of
 from pytest_attn.workloads.inputs import Inputs
 
@@ -25,38 +25,37 @@ _TILE = 128
 _LARGE = 100.0
 
 
-class Poison(Invariant):
+@invariant(
+    "poison",
+    "NaN around every tensor, beyond every length, in pages before every window and in fresh memory changes nothing",
+    calls=1,
+)
+def poison(probe: Probe) -> str:
     """Results depend on nothing but the keys and values that a sequence has."""
-
-    name = "poison"
-    summary = "NaN around every tensor, beyond every length, in pages before every window and in fresh memory changes nothing"
-    calls = 1
-
-    def run(self, probe: Probe) -> str:
-        inputs, filled = _poisoned(probe)
-        tensors = probe.handed(inputs)
-        bands = [_Band(t) for t in (tensors.q, tensors.k, tensors.v, tensors.dout)]
-        clean = probe.base
-        places = f"with NaN around each tensor and in fresh memory{filled}"
-        with _dirty_memory(probe):
-            try:
-                with on(places), refusals():
-                    found = probe.call(Tensors(*(band.inside for band in bands)))
-            except RefusedError:  # of tensors that begin within a larger one
-                places = f"with NaN in fresh memory{filled}"
-                found = probe.call(tensors)
-        written = {name: band.is_written for name, band in zip(("q", "k", "v", "dout"), bands, strict=True)}
-        if outside := set_among(written):
-            return f"the kernel wrote outside {outside[0]}, whose neighboring memory is no longer NaN"
-        changed = probe.change(found, clean)
-        if not changed:  # the plain call's memory may have held NaN as well
-            are_nan = set_among({name: result.isnan().any() for name, result in found.items()})
-            with_nan = {name: found[name] for name in are_nan}
-            misfit = probe.misfit(with_nan) if with_nan else ""
-            changed = f"{misfit}, and so it was in the plain call" if misfit else ""
-        elif filled:
-            changed += _if_multiplied_by_zero(probe)
-        return prefixed(places, changed)
+    inputs, filled = _poisoned(probe)
+    tensors = probe.handed(inputs)
+    bands = [_Band(t) for t in (tensors.q, tensors.k, tensors.v, tensors.dout)]
+    clean = probe.base
+    places = f"with NaN around each tensor and in fresh memory{filled}"
+    with _dirty_memory(probe):
+        try:
+            with on(places), refusals():
+                found = probe.call(Tensors(*(band.inside for band in bands)))
+        except RefusedError:  # of tensors that begin within a larger one
+            places = f"with NaN in fresh memory{filled}"
+            found = probe.call(tensors)
+    written = {name: band.is_written for name, band in zip(("q", "k", "v", "dout"), bands, strict=True)}
+    if outside := set_among(written):
+        return f"the kernel wrote outside {outside[0]}, whose neighboring memory is no longer NaN"
+    changed = probe.change(found, clean)
+    if not changed:  # the plain call's memory may have held NaN as well
+        are_nan = set_among({name: result.isnan().any() for name, result in found.items()})
+        with_nan = {name: found[name] for name in are_nan}
+        misfit = probe.misfit(with_nan) if with_nan else ""
+        changed = f"{misfit}, and so it was in the plain call" if misfit else ""
+    elif filled:
+        changed += _if_multiplied_by_zero(probe)
+    return prefixed(places, changed)
 
 
 def _if_multiplied_by_zero(probe: Probe) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.streams import side_stream
-from pytest_attn.invariants.invariant import Invariant, Probe, Tensors, first_difference, prefixed
+from pytest_attn.invariants.invariant import Probe, Tensors, first_difference, invariant, prefixed
 from pytest_attn.workloads.dtypes import mirrored, times
 from pytest_attn.workloads.inputs import Inputs
 
@@ -64,47 +64,50 @@ _SLEEP_CYCLES = 20_000_000  # about 10 ms
 _WIDTH = 2048
 
 
-class Rerun(Invariant):
-    """A kernel is a function of its inputs, once it has tuned itself."""
+@invariant(
+    "rerun",
+    "the same call gives the same bits again; gradients, which may be summed in any order, the same within rounding",
+    calls=3,
+)
+def rerun(probe: Probe) -> str:
+    """A kernel is a function of its inputs, once it has tuned itself.
 
-    name = "rerun"
-    summary = "the same call gives the same bits again; gradients, which may be summed in any order, the same within rounding"
-    calls = 3
-
-    def run(self, probe: Probe) -> str:
-        """Repeat the call; on CUDA also behind inputs that arrive late, and beside another stream's work."""
-        tensors = probe.handed()
-        is_cuda = probe.device.type == "cuda"
-        repeats = _THOROUGH_RERUNS if probe.thorough else 1  # A of `state` is one more
-        if changed := self._changed_for_good(probe, tensors):
-            return f"rerun 1 of {repeats} on the same tensors: {changed}"
-        for number in range(2, repeats + 1):
-            if changed := self._changed(probe, probe.call(tensors)):
-                return f"rerun {number} of {repeats} on the same tensors: {changed}"
-        if not is_cuda:
-            return ""
-        late = self._changed(probe, _behind_late_inputs(probe, tensors))
-        if late:
-            return f"with inputs that were written late, by work queued before the call: {late}"
-        return prefixed("beside another stream's work", self._changed(probe, _beside_other_work(probe, tensors)))
-
-    def _changed_for_good(self, probe: Probe, tensors: Tensors) -> str:
-        """Call once more; say what changed, but where a kernel has only tuned itself: that is kept as the probe's base."""
-        probe.base  # noqa: B018 - called before the configurations are looked at
-        before, found = configurations(), probe.call(tensors)
-        changed = self._changed(probe, found)
-        if not changed or probe.misfit(found) or probe.misfit(probe.base):
-            return changed
-        which = changes(before)
-        if not which or any(first_difference(probe.call(tensors), _exactly(found)) for _ in range(_SETTLED)):
-            return changed
-        told = f"the first call gave other bits than the {_SETTLED + 1} after it, as kernels do that tune themselves: {which}"
-        probe.base, probe.note = found, told
+    Repeat the call; on CUDA also behind inputs that arrive late, and beside another stream's work.
+    """
+    tensors = probe.handed()
+    is_cuda = probe.device.type == "cuda"
+    repeats = _THOROUGH_RERUNS if probe.thorough else 1  # A of `state` is one more
+    if changed := _changed_for_good(probe, tensors):
+        return f"rerun 1 of {repeats} on the same tensors: {changed}"
+    for number in range(2, repeats + 1):
+        if changed := _changed(probe, probe.call(tensors)):
+            return f"rerun {number} of {repeats} on the same tensors: {changed}"
+    if not is_cuda:
         return ""
+    late = _changed(probe, _behind_late_inputs(probe, tensors))
+    if late:
+        return f"with inputs that were written late, by work queued before the call: {late}"
+    return prefixed("beside another stream's work", _changed(probe, _beside_other_work(probe, tensors)))
 
-    def _changed(self, probe: Probe, found: dict[str, Tensor]) -> str:
-        """Compare a rerun: outputs bit for bit, gradients within rounding unless torch promises determinism."""
-        return first_difference(found, _exactly(probe.base)) or probe.change(found)
+
+def _changed_for_good(probe: Probe, tensors: Tensors) -> str:
+    """Call once more; say what changed, but where a kernel has only tuned itself: that is kept as the probe's base."""
+    probe.base  # noqa: B018 - called before the configurations are looked at
+    before, found = configurations(), probe.call(tensors)
+    changed = _changed(probe, found)
+    if not changed or probe.misfit(found) or probe.misfit(probe.base):
+        return changed
+    which = changes(before)
+    if not which or any(first_difference(probe.call(tensors), _exactly(found)) for _ in range(_SETTLED)):
+        return changed
+    told = f"the first call gave other bits than the {_SETTLED + 1} after it, as kernels do that tune themselves: {which}"
+    probe.base, probe.note = found, told
+    return ""
+
+
+def _changed(probe: Probe, found: dict[str, Tensor]) -> str:
+    """Compare a rerun: outputs bit for bit, gradients within rounding unless torch promises determinism."""
+    return first_difference(found, _exactly(probe.base)) or probe.change(found)
 
 
 def _exactly(results: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -134,32 +137,27 @@ def _beside_other_work(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
             return probe.call(tensors)
 
 
-class State(Invariant):
+@invariant("state", "calls with A, B, A give A's result again; earlier results do not change; changed data is seen", calls=3)
+def state(probe: Probe) -> str:
     """A kernel remembers neither values nor shapes, nor memory that it handed out.
 
     It runs last, so that the first inputs, A, come again after every other shape and option that was asked about.
     """
-
-    name = "state"
-    summary = "calls with A, B, A give A's result again; earlier results do not change; changed data is seen"
-    calls = 3
-
-    def run(self, probe: Probe) -> str:
-        base, tensors, other = probe.base, probe.handed(), other_values(probe.inputs)
-        held = probe.begin(tensors)
-        first = held.outputs
-        if changed := first_difference(first, {name: base[name] for name in first}):
-            return f"called again after other inputs and shapes: {changed}"
-        of_other = probe.run(other)
-        if changed := first_difference(held.outputs, first):
-            return f"a result that is held while the kernel is called again, on other inputs: {changed}"
-        if changed := probe.change(held.finish()):
-            return f"the backward pass of a call, run after another call: {changed}"
-        with_others = probe.handed(other)
-        for name in ("q", "k") if probe.workload.v_in_k else ("q", "v"):
-            getattr(tensors, name).detach().copy_(getattr(with_others, name))
-        changed = probe.change(probe.call(tensors), of_other, other)
-        return prefixed("the same tensors with other values in them, against new tensors with these values", changed)
+    base, tensors, other = probe.base, probe.handed(), other_values(probe.inputs)
+    held = probe.begin(tensors)
+    first = held.outputs
+    if changed := first_difference(first, {name: base[name] for name in first}):
+        return f"called again after other inputs and shapes: {changed}"
+    of_other = probe.run(other)
+    if changed := first_difference(held.outputs, first):
+        return f"a result that is held while the kernel is called again, on other inputs: {changed}"
+    if changed := probe.change(held.finish()):
+        return f"the backward pass of a call, run after another call: {changed}"
+    with_others = probe.handed(other)
+    for name in ("q", "k") if probe.workload.v_in_k else ("q", "v"):
+        getattr(tensors, name).detach().copy_(getattr(with_others, name))
+    changed = probe.change(probe.call(tensors), of_other, other)
+    return prefixed("the same tensors with other values in them, against new tensors with these values", changed)
 
 
 def other_values(inputs: Inputs) -> Inputs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pytest_attn.invariants.invariant import BACKEND, SHORT, Invariant, Need, NotApplicable, Probe, prefixed
+from pytest_attn.invariants.invariant import BACKEND, SHORT, Need, NotApplicable, Probe, invariant, prefixed
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal, Window
 from pytest_attn.workloads.workload import Workload, repeated, sequence_lengths
@@ -26,21 +26,10 @@ def replaced(inputs: Inputs, words: str, **changes: object) -> Variation:
     return Variation(words, replace(inputs, workload=inputs.workload.replace(**changes)))
 
 
-class Derived(Invariant):
-    """An invariant that runs a backend on other workloads, at most `calls` of them, thoroughly `calls_thorough`."""
-
-    calls_thorough = 12
-    needs = (BACKEND, SHORT)
-    #: what yields the other workloads that some inputs give rise to, the most telling first
-    ways: tuple[Callable[[Inputs], Iterator[Variation]], ...]
-    #: the same for a kernel that is compiled anew for each, of which one is asked; None for the same
-    ways_compiled: tuple[Callable[[Inputs], Iterator[Variation]], ...] | None = None
-
-    def run(self, probe: Probe) -> str:
-        at_most = self.calls_thorough if probe.thorough else self.calls
-        is_asked_once = probe.compiles_options and not probe.thorough
-        ways = (is_asked_once and self.ways_compiled) or self.ways
-        return judge_variations(probe, (variation for way in ways for variation in way(probe.inputs)), at_most)
+def _derived(probe: Probe, ways: Iterable[Callable[[Inputs], Iterator[Variation]]], at_most: int, thoroughly: int = 12) -> str:
+    """Hold a backend to exact attention on other workloads that the inputs give rise to, the most telling first."""
+    variations = (variation for way in ways for variation in way(probe.inputs))
+    return judge_variations(probe, variations, thoroughly if probe.thorough else at_most)
 
 
 def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int) -> str:
@@ -141,17 +130,19 @@ def _at_once(inputs: Inputs) -> Iterator[Variation]:
     yield Variation(", ".join(words), inputs)
 
 
-class Options(Derived):
+@invariant(
+    "options",
+    "another scale, mask, softcap, length, page table, bias, sink or slope changes the result, which is right",
+    calls=3,
+    needs=(BACKEND, SHORT),
+)
+def options(probe: Probe) -> str:
     """Each option makes the difference that it should, whatever was asked before.
 
     Exact attention with the option changed lies far from that without, so who is within the budget of one is not of the other.
     """
-
-    name = "options"
-    summary = "another scale, mask, softcap, length, page table, bias, sink or slope changes the result, which is right"
-    calls = 3
-    ways = (_lengths, _pages, _softcap, _mask, _scale, _left_out)
-    ways_compiled = (_at_once, *ways)
+    at_once = (_at_once,) if probe.compiles_options and not probe.thorough else ()  # one is asked: compiled anew for each
+    return _derived(probe, (*at_once, _lengths, _pages, _softcap, _mask, _scale, _left_out), options.calls)
 
 
 # -- the same attention said otherwise ---------------------------------------------------------------------------------------
@@ -255,23 +246,23 @@ def _ends_together(w: Workload) -> bool:
     return w.band is not None and (not w.band.top_left or (w.q_len == w.kv_len and w.kv_lens is None))
 
 
-class Equivalence(Derived):
+@invariant(
+    "equivalence",
+    "the same attention, expressed in another way, is right as well: masks, sequences, pages, groups, decoding",
+    calls=2,
+    needs=(BACKEND, SHORT),
+)
+def equivalence(probe: Probe) -> str:
     """A mask written as another, sequences one by one, keys out of their pages, heads repeated, the last row alone."""
-
-    name = "equivalence"
-    summary = "the same attention, expressed in another way, is right as well: masks, sequences, pages, groups, decoding"
-    calls = 2
     ways = (_alone, _pages_elsewhere, _heads_repeated, _last_row, _mask_written_otherwise)
+    return _derived(probe, ways, equivalence.calls)
 
 
-class Batch(Invariant):
-    """The last entry of a batch, alone, gives what it gave among the others."""
-
-    name = "batch"
-    summary = "a batch entry gives the same result alone"
-    calls = 1
-
-    needs = (
+@invariant(
+    "batch",
+    "a batch entry gives the same result alone",
+    calls=1,
+    needs=(
         BACKEND,
         Need(lambda probe: probe.workload.batch > 1, "a batch of 1"),
         Need(lambda probe: probe.workload.kv_lens is None, "sequences of their own lengths are run under equivalence"),
@@ -281,18 +272,19 @@ class Batch(Invariant):
             "a function of the mask or score may depend on the entry's number",
         ),
         SHORT,
-    )
-
-    def run(self, probe: Probe) -> str:
-        if probe.is_compiled and not probe.thorough:
-            raise NotApplicable("a batch of 1 would be compiled anew; the check compares each entry with exact attention")
-        last = probe.workload.batch - 1
-        alone = probe.on(one_sequence(probe.inputs, last))
-        if alone is None:
-            raise NotApplicable("the backend refuses a batch of 1")
-        among = {name: t[last:] for name, t in probe.base.items()}
-        changed = alone.change(alone.base, among)
-        return prefixed(f"entry {last} alone, against the same in its batch", changed)
+    ),
+)
+def batch(probe: Probe) -> str:
+    """The last entry of a batch, alone, gives what it gave among the others."""
+    if probe.is_compiled and not probe.thorough:
+        raise NotApplicable("a batch of 1 would be compiled anew; the check compares each entry with exact attention")
+    last = probe.workload.batch - 1
+    alone = probe.on(one_sequence(probe.inputs, last))
+    if alone is None:
+        raise NotApplicable("the backend refuses a batch of 1")
+    among = {name: t[last:] for name, t in probe.base.items()}
+    changed = alone.change(alone.base, among)
+    return prefixed(f"entry {last} alone, against the same in its batch", changed)
 
 
 #: (q_len, kv_len): one row, one key, beside tiles of 32, 64 and 128, and lengths that differ either way
@@ -306,20 +298,19 @@ def _fits_any_shape(probe: Probe) -> bool:
     return not w.v_in_k and not w.is_packed and w.kv_lens is None and w.band is not None
 
 
-class Shapes(Invariant):
+@invariant(
+    "shapes",
+    "the workload's mask and options are right with other lengths, head dimensions and groups",
+    calls=len(_LENGTHS) + len(_HEAD_DIMS) + len(_HEADS),
+    needs=(BACKEND, Need(_fits_any_shape, "the mask or the lengths belong to this shape")),
+    thorough=True,
+)
+def shapes(probe: Probe) -> str:
     """The same attention in other shapes is right, too."""
-
-    name = "shapes"
-    summary = "the workload's mask and options are right with other lengths, head dimensions and groups"
-    calls = len(_LENGTHS) + len(_HEAD_DIMS) + len(_HEADS)
-    needs = (BACKEND, Need(_fits_any_shape, "the mask or the lengths belong to this shape"))
-    thorough = True
-
-    def run(self, probe: Probe) -> str:
-        w, seed = probe.workload, probe.spec.seed
-        shapes: list[dict[str, object]] = [{"q_len": q_len, "kv_len": kv_len} for q_len, kv_len in _LENGTHS]
-        shapes += [{"head_dim": head_dim} for head_dim in _HEAD_DIMS]
-        shapes += [{"heads": heads, "kv_heads": kv_heads} for heads, kv_heads in _HEADS]
-        words = (", ".join(f"{field} {size}" for field, size in shape.items()) for shape in shapes)
-        drawn = (draw_inputs(w.replace(**shape), "structured", seed, probe.device) for shape in shapes)
-        return judge_variations(probe, map(Variation, words, drawn), self.calls)
+    w, seed = probe.workload, probe.spec.seed
+    sizes: list[dict[str, object]] = [{"q_len": q_len, "kv_len": kv_len} for q_len, kv_len in _LENGTHS]
+    sizes += [{"head_dim": head_dim} for head_dim in _HEAD_DIMS]
+    sizes += [{"heads": heads, "kv_heads": kv_heads} for heads, kv_heads in _HEADS]
+    words = (", ".join(f"{field} {size}" for field, size in shape.items()) for shape in sizes)
+    drawn = (draw_inputs(w.replace(**shape), "structured", seed, probe.device) for shape in sizes)
+    return judge_variations(probe, map(Variation, words, drawn), len(sizes))

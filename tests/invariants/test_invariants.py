@@ -345,7 +345,7 @@ def test_nan_in_pages_before_every_window_is_not_read():
 
 def test_pages_that_nobody_reads_are_not_what_lies_far_away(monkeypatch):
     monkeypatch.setattr("pytest_attn.invariants.memory_layout._FAR", 1 << 17)
-    monkeypatch.setattr("pytest_attn.invariants.memory_layout.Offsets.inapplicable_because", lambda *_: None)
+    monkeypatch.setattr("pytest_attn.invariants.memory_layout._unspreadable_because", lambda *_: None)
     w = next(w for w in (PAGES.replace(kv_lens=(200, n), mask=None) for n in range(1, 200)) if last_page_read(w) < 36)
 
     def wraps(tensor, table):
@@ -395,7 +395,7 @@ def test_one_of_a_hundred_calls_is_found_by_the_thorough_set():
 
 def test_offsets_that_wrap_round_are_seen(monkeypatch):
     monkeypatch.setattr("pytest_attn.invariants.memory_layout._FAR", 1 << 17)
-    monkeypatch.setattr("pytest_attn.invariants.memory_layout.Offsets.inapplicable_because", lambda *_: None)
+    monkeypatch.setattr("pytest_attn.invariants.memory_layout._unspreadable_because", lambda *_: None)
     (finding,) = ask(mutant_named("key-offset-wraps").backend(), PLAIN, "offsets").broken
     assert finding.evidence.startswith("k spread over more than 2^31 elements along dimension 2: out[0, 0, 0, 0] = ")
     assert ask(HONEST.backend(), PLAIN, "offsets").passed
@@ -441,7 +441,7 @@ def test_what_a_graph_leaves_out_is_seen(monkeypatch):
         return asked(cuda.kernel, CheckSpec(PLAIN, CPU, declared=Declaration(returns_lse=True)), "graph")
 
     assert found_of("").findings[0].evidence == "needs a CUDA device"
-    monkeypatch.setattr("pytest_attn.invariants.runtime.Graph.inapplicable_because", lambda *_: None)
+    monkeypatch.setattr("pytest_attn.invariants.invariant.Invariant.inapplicable_because", lambda *_: None)
     assert found_of("").findings[0].outcome == "passed"
     assert found_of("waits").findings[0].evidence == "cannot be captured: operation not permitted when stream is capturing"
     for fault, found in (("on the host", "nan"), ("reads what was captured", "")):
