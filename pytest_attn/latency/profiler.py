@@ -45,14 +45,8 @@ class KernelName(NamedTuple):
     operation: str
 
 
-class _Rule(NamedTuple):
-    """`operation` may hold {0}, which the pattern's first group fills."""
-
-    pattern: str
-    framework: str
-    category: Category
-    operation: str
-    architecture: str = ""
+#: pattern, framework, category, operation, in which the pattern's first group fills {0}, and architecture where it is known
+_Rule: TypeAlias = tuple[str, str, Category, str] | tuple[str, str, Category, str, str]
 
 
 def _flash2(prefix: str, framework: str) -> list[_Rule]:
@@ -66,7 +60,7 @@ def _flash2(prefix: str, framework: str) -> list[_Rule]:
         ("flash_bwd_convert_d[qkv]+_kernel", "flash backward, convert dq"),
         ("flash_bwd_clear_dkvaccum", "flash backward, clear"),
     )
-    return [_Rule(rf"\b{prefix}::{symbol}", framework, ATTENTION, operation, "sm80") for symbol, operation in parts]
+    return [(rf"\b{prefix}::{symbol}", framework, ATTENTION, operation, "sm80") for symbol, operation in parts]
 
 
 #: the innermost functor of a templated kernel, or the operator that it was written for
@@ -74,95 +68,93 @@ _ELEMENTWISE = (
     r"elementwise_kernel.*native::(?:\(anonymous namespace\)::|binary_internal::)?(?:CUDAFunctor\w*?_)?"
     r"(?!gpu_kernel)([a-zA-Z]\w*?)(?:Functor<|_kernel_cuda|_kernel_impl\b|_kernel<|<)"
 )
-_RULES = (
+_RULES: tuple[_Rule, ...] = (
     # FlashAttention 4 (CuTe DSL): its module and class are part of the symbol
-    _Rule(r"flash_bwd_preprocess", "FlashAttention-4", ATTENTION, "flash backward, sum of dO * O"),
-    _Rule(r"flash_bwd_postprocess", "FlashAttention-4", ATTENTION, "flash backward, convert"),
-    _Rule(r"flash_fwd_combine|FlashAttentionForwardCombine", "FlashAttention-4", ATTENTION, "flash forward, combine splits"),
-    _Rule(r"flash_fwd_sm|FlashAttentionForwardSm", "FlashAttention-4", ATTENTION, "flash forward"),
-    _Rule(r"flash_bwd_sm|FlashAttentionBackwardSm", "FlashAttention-4", ATTENTION, "flash backward"),
+    (r"flash_bwd_preprocess", "FlashAttention-4", ATTENTION, "flash backward, sum of dO * O"),
+    (r"flash_bwd_postprocess", "FlashAttention-4", ATTENTION, "flash backward, convert"),
+    (r"flash_fwd_combine|FlashAttentionForwardCombine", "FlashAttention-4", ATTENTION, "flash forward, combine splits"),
+    (r"flash_fwd_sm|FlashAttentionForwardSm", "FlashAttention-4", ATTENTION, "flash forward"),
+    (r"flash_bwd_sm|FlashAttentionBackwardSm", "FlashAttention-4", ATTENTION, "flash backward"),
     # FlashAttention 3 (hopper/)
-    _Rule(r"flash::FlashAttnFwdCombine", "FlashAttention-3", ATTENTION, "flash forward, combine splits"),
-    _Rule(r"flash::FlashAttnBwdPreprocess", "FlashAttention-3", ATTENTION, "flash backward, sum of dO * O"),
-    _Rule(r"flash::FlashAttnBwdPostprocess", "FlashAttention-3", ATTENTION, "flash backward, convert dq"),
-    _Rule(r"flash::FlashAttnFwd", "FlashAttention-3", ATTENTION, "flash forward"),
-    _Rule(r"flash::FlashAttnBwd", "FlashAttention-3", ATTENTION, "flash backward"),
+    (r"flash::FlashAttnFwdCombine", "FlashAttention-3", ATTENTION, "flash forward, combine splits"),
+    (r"flash::FlashAttnBwdPreprocess", "FlashAttention-3", ATTENTION, "flash backward, sum of dO * O"),
+    (r"flash::FlashAttnBwdPostprocess", "FlashAttention-3", ATTENTION, "flash backward, convert dq"),
+    (r"flash::FlashAttnFwd", "FlashAttention-3", ATTENTION, "flash forward"),
+    (r"flash::FlashAttnBwd", "FlashAttention-3", ATTENTION, "flash backward"),
     *_flash2("pytorch_flash", "PyTorch (flash)"),
     *_flash2("flash", "FlashAttention-2"),
     # cuDNN's generated graphs, and what they are surrounded by
-    _Rule(r"cudnn.*_flash_fprop", "cuDNN", ATTENTION, "flash forward"),
-    _Rule(r"cudnn.*_flash_bprop", "cuDNN", ATTENTION, "flash backward"),
-    _Rule(r"cudnn::fusion::compute_dot_do_o", "cuDNN", ATTENTION, "flash backward, sum of dO * O"),
-    _Rule(r"cudnn::fusion::convert_dq", "cuDNN", ATTENTION, "flash backward, convert dq"),
+    (r"cudnn.*_flash_fprop", "cuDNN", ATTENTION, "flash forward"),
+    (r"cudnn.*_flash_bprop", "cuDNN", ATTENTION, "flash backward"),
+    (r"cudnn::fusion::compute_dot_do_o", "cuDNN", ATTENTION, "flash backward, sum of dO * O"),
+    (r"cudnn::fusion::convert_dq", "cuDNN", ATTENTION, "flash backward, convert dq"),
     # NATTEN, then CUTLASS's fmha: SDPA's memory-efficient kernel, in torch and in xFormers
-    _Rule(r"natten::tokperm", "NATTEN", COPY, "token permute"),
-    _Rule(r"natten::cuda::reduction|FmhaKernelBwdSumOdO", "NATTEN", ATTENTION, "sum of dO * O"),
-    _Rule(r"natten.*fna.*[Bb]ackward|FnaBwd", "NATTEN", ATTENTION, "FnaBackward"),
-    _Rule(r"natten.*fna|fna::", "NATTEN", ATTENTION, "FnaForward"),
-    _Rule(r"natten.*fmha.*[Bb]ackward|cutlass::fmha.*Bwd", "NATTEN", ATTENTION, "FmhaBackward"),
-    _Rule(r"natten.*fmha|cutlass::fmha", "NATTEN", ATTENTION, "FmhaForward"),
-    _Rule(r"fmha_cutlassF", "CUTLASS", ATTENTION, "fmha forward"),
-    _Rule(r"fmha_cutlassB", "CUTLASS", ATTENTION, "fmha backward"),
-    _Rule(r"flashinfer::.*MergeStates", "FlashInfer", ATTENTION, "merge partial results"),
-    _Rule(r"flashinfer::.*CollectiveMainloop", "FlashInfer", ATTENTION, "fa3 prefill", "sm90"),
-    _Rule(r"flashinfer::.*Decode", "FlashInfer", ATTENTION, "decode", "sm80"),
-    _Rule(r"flashinfer::.*Prefill", "FlashInfer", ATTENTION, "fa2 prefill", "sm80"),
-    _Rule(r"transformer_engine::.*softmax.*backward", "Transformer Engine", SOFTMAX, "softmax backward"),
-    _Rule(r"transformer_engine::.*softmax", "Transformer Engine", SOFTMAX, "softmax forward"),
+    (r"natten::tokperm", "NATTEN", COPY, "token permute"),
+    (r"natten::cuda::reduction|FmhaKernelBwdSumOdO", "NATTEN", ATTENTION, "sum of dO * O"),
+    (r"natten.*fna.*[Bb]ackward|FnaBwd", "NATTEN", ATTENTION, "FnaBackward"),
+    (r"natten.*fna|fna::", "NATTEN", ATTENTION, "FnaForward"),
+    (r"natten.*fmha.*[Bb]ackward|cutlass::fmha.*Bwd", "NATTEN", ATTENTION, "FmhaBackward"),
+    (r"natten.*fmha|cutlass::fmha", "NATTEN", ATTENTION, "FmhaForward"),
+    (r"fmha_cutlassF", "CUTLASS", ATTENTION, "fmha forward"),
+    (r"fmha_cutlassB", "CUTLASS", ATTENTION, "fmha backward"),
+    (r"flashinfer::.*MergeStates", "FlashInfer", ATTENTION, "merge partial results"),
+    (r"flashinfer::.*CollectiveMainloop", "FlashInfer", ATTENTION, "fa3 prefill", "sm90"),
+    (r"flashinfer::.*Decode", "FlashInfer", ATTENTION, "decode", "sm80"),
+    (r"flashinfer::.*Prefill", "FlashInfer", ATTENTION, "fa2 prefill", "sm80"),
+    (r"transformer_engine::.*softmax.*backward", "Transformer Engine", SOFTMAX, "softmax backward"),
+    (r"transformer_engine::.*softmax", "Transformer Engine", SOFTMAX, "softmax forward"),
     # Triton: what torch.compile generates, then kernels that libraries wrote
-    _Rule(r"triton_tem_.*flex_attention_backward", "Triton (FlexAttention)", ATTENTION, "flex backward"),
-    _Rule(r"triton_tem_.*flex_attention", "Triton (FlexAttention)", ATTENTION, "flex forward"),
-    _Rule(r"triton_tem_.*(mm|bmm|addmm)", "Triton (Inductor)", MATMUL, "matmul"),
-    _Rule(r"triton_(per|red)_.*softmax", "Triton (Inductor)", SOFTMAX, "softmax"),
-    _Rule(r"triton_(per|red)_", "Triton (Inductor)", "reduction", "fused reduction"),
-    _Rule(r"triton_(poi|for)_", "Triton (Inductor)", "elementwise", "fused elementwise"),
-    _Rule(r"quant_per_block_int8|^quant_|quantize", "Triton", "quantization", "quantize to int8"),
-    _Rule(r"_fwd_kernel_splitK", "Triton (xFormers)", ATTENTION, "split-K forward"),
-    _Rule(r"_splitK_reduce", "Triton (xFormers)", ATTENTION, "split-K reduce"),
-    _Rule(r"^_attn_fwd", "Triton", ATTENTION, "attention forward"),
-    _Rule(r"qk_int8_sv_f(8|16)|qattn|sageattn", "SageAttention", ATTENTION, "attention forward"),
+    (r"triton_tem_.*flex_attention_backward", "Triton (FlexAttention)", ATTENTION, "flex backward"),
+    (r"triton_tem_.*flex_attention", "Triton (FlexAttention)", ATTENTION, "flex forward"),
+    (r"triton_tem_.*(mm|bmm|addmm)", "Triton (Inductor)", MATMUL, "matmul"),
+    (r"triton_(per|red)_.*softmax", "Triton (Inductor)", SOFTMAX, "softmax"),
+    (r"triton_(per|red)_", "Triton (Inductor)", "reduction", "fused reduction"),
+    (r"triton_(poi|for)_", "Triton (Inductor)", "elementwise", "fused elementwise"),
+    (r"quant_per_block_int8|^quant_|quantize", "Triton", "quantization", "quantize to int8"),
+    (r"_fwd_kernel_splitK", "Triton (xFormers)", ATTENTION, "split-K forward"),
+    (r"_splitK_reduce", "Triton (xFormers)", ATTENTION, "split-K reduce"),
+    (r"^_attn_fwd", "Triton", ATTENTION, "attention forward"),
+    (r"qk_int8_sv_f(8|16)|qattn|sageattn", "SageAttention", ATTENTION, "attention forward"),
     # the building blocks of attention written out
-    _Rule(r"nvjet|_xmma_gemm|gemm|cutlass_\d+_(simt|tensorop|wmma)|cublas|::gemv", "cuBLAS", MATMUL, "matmul"),
-    _Rule(r"(cunn_SoftMax|softmax_warp_|SoftMax).*[Bb]ackward", "PyTorch", SOFTMAX, "softmax backward"),
-    _Rule(r"cunn_SoftMax|softmax_warp_|SoftMax", "PyTorch", SOFTMAX, "softmax forward"),
-    _Rule(r"Memcpy", "CUDA", COPY, "copy"),
-    _Rule(r"Memset", "CUDA", OTHER, "set memory"),
-    _Rule(
-        r"direct_copy_kernel|(bfloat16|float16|float8\w*)_copy_kernel|CatArray|copy_device", "PyTorch", COPY, "copy, transpose"
-    ),
-    _Rule(r"index_elementwise_kernel|indexSelect|_scatter_gather", "PyTorch", COPY, "gather"),
-    _Rule(r"reduce_kernel", "PyTorch", "reduction", "reduction"),
-    _Rule(_ELEMENTWISE, "PyTorch", "elementwise", "{0}"),
-    _Rule(r"elementwise_kernel|distribution_", "PyTorch", "elementwise", "elementwise"),
+    (r"nvjet|_xmma_gemm|gemm|cutlass_\d+_(simt|tensorop|wmma)|cublas|::gemv", "cuBLAS", MATMUL, "matmul"),
+    (r"(cunn_SoftMax|softmax_warp_|SoftMax).*[Bb]ackward", "PyTorch", SOFTMAX, "softmax backward"),
+    (r"cunn_SoftMax|softmax_warp_|SoftMax", "PyTorch", SOFTMAX, "softmax forward"),
+    (r"Memcpy", "CUDA", COPY, "copy"),
+    (r"Memset", "CUDA", OTHER, "set memory"),
+    (r"direct_copy_kernel|(bfloat16|float16|float8\w*)_copy_kernel|CatArray|copy_device", "PyTorch", COPY, "copy, transpose"),
+    (r"index_elementwise_kernel|indexSelect|_scatter_gather", "PyTorch", COPY, "gather"),
+    (r"reduce_kernel", "PyTorch", "reduction", "reduction"),
+    (_ELEMENTWISE, "PyTorch", "elementwise", "{0}"),
+    (r"elementwise_kernel|distribution_", "PyTorch", "elementwise", "elementwise"),
     # operators, as a CPU's profile shows them
-    _Rule(r"aten::.*flash_attention_for_cpu_backward", "PyTorch", ATTENTION, "flash backward", "cpu"),
-    _Rule(r"aten::.*flash_attention_for_cpu", "PyTorch", ATTENTION, "flash forward", "cpu"),
-    _Rule(r"aten::_scaled_dot_product_attention_math", "PyTorch", ATTENTION, "math", "cpu"),
-    _Rule(
+    (r"aten::.*flash_attention_for_cpu_backward", "PyTorch", ATTENTION, "flash backward", "cpu"),
+    (r"aten::.*flash_attention_for_cpu", "PyTorch", ATTENTION, "flash forward", "cpu"),
+    (r"aten::_scaled_dot_product_attention_math", "PyTorch", ATTENTION, "math", "cpu"),
+    (
         r"^aten::(matmul|_?reshape\w*|\w*view|expand|transpose|t|as_strided|empty\w*|contiguous)$",
         "PyTorch",
         OTHER,
         "{0}",
         "cpu",
     ),
-    _Rule(r"^aten::(bmm|baddbmm|mm|addmm|_int_mm)", "PyTorch", MATMUL, "matmul", "cpu"),
-    _Rule(r"^aten::_softmax_backward", "PyTorch", SOFTMAX, "softmax backward", "cpu"),
-    _Rule(r"^aten::(_softmax|_safe_softmax)", "PyTorch", SOFTMAX, "softmax forward", "cpu"),
-    _Rule(r"^aten::(copy_|clone|cat|_to_copy|index|gather)", "PyTorch", COPY, "copy, transpose", "cpu"),
-    _Rule(r"^aten::(sum|mean|amax|any|all|max|min)", "PyTorch", "reduction", "reduction", "cpu"),
-    _Rule(r"(cpp_)?fused_.*flex_attention|cpp_flex", "C++ (Inductor)", ATTENTION, "flex forward", "cpu"),
-    _Rule(r"^cpp_fused|Torch-Compiled Region|CompiledFunction", "C++ (Inductor)", OTHER, "compiled region", "cpu"),
-    _Rule(r"^aten::(\w+)", "PyTorch", "elementwise", "{0}", "cpu"),
+    (r"^aten::(bmm|baddbmm|mm|addmm|_int_mm)", "PyTorch", MATMUL, "matmul", "cpu"),
+    (r"^aten::_softmax_backward", "PyTorch", SOFTMAX, "softmax backward", "cpu"),
+    (r"^aten::(_softmax|_safe_softmax)", "PyTorch", SOFTMAX, "softmax forward", "cpu"),
+    (r"^aten::(copy_|clone|cat|_to_copy|index|gather)", "PyTorch", COPY, "copy, transpose", "cpu"),
+    (r"^aten::(sum|mean|amax|any|all|max|min)", "PyTorch", "reduction", "reduction", "cpu"),
+    (r"(cpp_)?fused_.*flex_attention|cpp_flex", "C++ (Inductor)", ATTENTION, "flex forward", "cpu"),
+    (r"^cpp_fused|Torch-Compiled Region|CompiledFunction", "C++ (Inductor)", OTHER, "compiled region", "cpu"),
+    (r"^aten::(\w+)", "PyTorch", "elementwise", "{0}", "cpu"),
 )
-_COMPILED = [(re.compile(rule.pattern), rule) for rule in _RULES]
 
 
+@functools.cache
 def name_of(symbol: str) -> KernelName:
     """Return what is known of a kernel's symbol; one that no rule knows keeps its symbol as its operation."""
-    for pattern, rule in _COMPILED:
-        if found := pattern.search(symbol):
-            operation = rule.operation.format(*found.groups())
-            return KernelName(rule.framework, rule.category, architecture_of(symbol) or rule.architecture, operation)
+    for pattern, framework, category, operation, *known in _RULES:
+        if found := re.search(pattern, symbol):
+            architecture = architecture_of(symbol) or "".join(known)
+            return KernelName(framework, category, architecture, operation.format(*found.groups()))
     return KernelName("", OTHER, architecture_of(symbol), symbol[:60])
 
 
