@@ -3,14 +3,12 @@
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import pytest_attn
 from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
@@ -329,13 +327,6 @@ def test_a_folder_that_is_not_whole_is_a_value_error(tmp_path, spoil, message):
     spoil(folder)
     with pytest.raises(ValueError, match=message):
         load_failure(folder)
-
-
-def test_missing_safetensors_says_what_to_install(tmp_path, monkeypatch):
-    folder = save(tmp_path, CheckSpec(Workload(16), CPU)).folder
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=re.escape('pip install "pytest-attn[failures]"')):
-        pytest_attn.load_failure(folder)
 
 
 # -- the script ------------------------------------------------------------------------------------------------------------

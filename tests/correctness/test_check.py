@@ -86,14 +86,6 @@ def test_a_broken_contract_is_named_before_any_value_is_compared(name):
     assert "on h2-s128-d64, inputs structured" in text
 
 
-def test_strides_do_not_matter():
-    def strided(q, k, v):
-        out = sdpa(q, k, v)
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
-
-    assert pytest_attn.check(strided, FULL, device="cpu").passed
-
-
 def test_layout_bshd_is_what_flash_attention_takes():
     def flash_attn_func(q, k, v):
         assert q.shape == (1, 128, 2, 64)

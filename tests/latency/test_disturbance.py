@@ -120,10 +120,3 @@ def test_the_power_cap_is_told_while_it_lasts(nvml, gpu, monkeypatch):
     monkeypatch.setattr(monitor._gpu, "reasons", lambda: None)
     assert not monitor.is_capped()
     assert not DisturbanceMonitor(None).is_capped()
-
-
-def test_the_power_cap_is_noted_from_its_counter(nvml, gpu):
-    monitor = DisturbanceMonitor.of(CUDA)
-    gpu.violations[nvml.NVML_PERF_POLICY_POWER] += 1
-    assert monitor.disturbance() is None
-    assert monitor.notes == ["software power cap"]

@@ -40,16 +40,6 @@ def test_a_newcomer_that_does_not_compute_disturbs_nothing(gpu, clock, nobody):
     assert monitor.disturbance() is None
 
 
-def test_what_was_sampled_more_than_a_second_before_the_block_is_past(gpu, clock):
-    gpu.pids = [ME, 70]
-    monitor = DisturbanceMonitor.of(CUDA)
-    block(monitor, clock)
-    computes(gpu, clock, 70, ago=0.5 + 1.0)
-    assert monitor.disturbance() is None
-    computes(gpu, clock, 70)
-    assert monitor.disturbance() == foreign(70)
-
-
 def test_a_block_shorter_than_a_sample_is_judged_by_the_last_one(gpu, clock):
     gpu.pids = [ME, 70]
     monitor = DisturbanceMonitor.of(CUDA)
@@ -146,15 +136,6 @@ def test_a_gpu_that_did_not_list_processes_at_the_start_is_not_asked_for_foreign
     gpu.pids = [5001, 5002]
     computes(gpu, clock, 5001, 5002)
     assert monitor.disturbance() is None
-
-
-def test_several_disturbances_are_all_named(nvml, gpu, clock):
-    gpu.pids = [ME, 70]
-    monitor = DisturbanceMonitor.of(CUDA)
-    gpu.reasons = nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonSwPowerCap
-    gpu.violations[nvml.NVML_PERF_POLICY_THERMAL] += 1
-    computes(gpu, clock, 70)
-    assert monitor.disturbance() == f"hardware power brake, thermal violation, {foreign(70)}"
 
 
 def test_a_gpu_that_is_lost_breaks_no_test(nvml, gpu, clock):

@@ -63,11 +63,6 @@ def test_what_a_test_does_or_expects_is_seen(tell):
     assert tell(STORIES).stdout.str().count("mismatch  ") == 1
 
 
-def test_listing_for_a_device_that_is_not_there_says_so(pytester):
-    result = pytester.runpytest_inprocess("--attn-list", "--attn-device=cuda:99")
-    result.stdout.fnmatch_lines(["device 'cuda:99' is not there; this machine has *"])
-
-
 def test_fixtures_asked_for_later_are_refused(run, pytester):
     pytester.makepyfile("""
         import unittest

@@ -104,12 +104,6 @@ def test_a_run_of_what_failed_before_is_not_whole(run, merge):
     assert "merge: again.jsonl is of --lf, which collects only what failed before; run it without: pytest --attn-" in said
 
 
-def test_a_run_that_stops_early_is_not_whole(run, merge):
-    run("run.jsonl", "-x")
-    code, said = merge("run.jsonl")
-    assert (code, "merge: run.jsonl ran 10 of its 13 tests, and not test_it.py::test_plain[4], " in said) == (1, True)
-
-
 def test_a_file_that_cannot_be_collected_on_one_host_is_seen(run, merge, pytester):
     pytester.makepyfile(test_other="def test_one(): pass\ndef test_two(): pass\n")
     run("part-1.jsonl", *group(1))

@@ -234,19 +234,6 @@ def test_gradients_that_nobody_names_are_judged_where_autograd_reaches_them(pyte
     )
 
 
-def test_what_is_found_wrong_unasked_is_saved_and_judged_again(pytester):
-    pytester.makepyfile(test_it=UNNAMED)
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "closes_over and 279", "--attn-save-failures=out")
-    result.assert_outcomes(failed=1)
-    (folder,) = (pytester.path / "out").iterdir()
-    failure, found = pytest_attn.load_failure(folder), {}
-    exec(UNNAMED.split("@pytest")[0], found)
-    sinks = failure.tensors["sinks"]
-    assert failure.check(lambda q, k, v: found["attention"](q, k, v, sinks, 1)).passed
-    with pytest.raises(AssertionError, match="mismatch: dsinks of"):
-        failure.check(lambda q, k, v: found["attention"](q, k, v, sinks, 279))
-
-
 def test_without_pytest_it_says_what_was_not_judged():
     sinks = draw_inputs(SINKS).sinks
     frozen = pytest_attn.check(lambda q, k, v: with_sinks(q, k, v, sinks), SINKS, backward=True, device="cpu")

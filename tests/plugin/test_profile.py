@@ -85,15 +85,6 @@ def test_support_is_written_as_a_table(run, kernel_test, pytester):
     assert not list(pytester.path.glob("*.part"))
 
 
-def test_support_is_written_through_a_link(pytester, kernel_test):
-    kernel_test(FLASH)
-    (pytester.path / "real.support.md").write_text("old")
-    (pytester.path / "link.support.md").symlink_to("real.support.md")
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-output=link.support.md")
-    assert (pytester.path / "link.support.md").is_symlink()
-    assert "| backend |" in (pytester.path / "real.support.md").read_text()
-
-
 def test_a_profile_is_printed_under_quiet_too(pytester, kernel_test):
     kernel_test(FLASH)
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-q", "--attn-profile")

@@ -187,12 +187,3 @@ def test_a_field_of_another_type_is_named_with_its_place(tmp_path, changes, word
     with pytest.raises(ValueError, match=r"is it a line of a \.jsonl file that --attn-output wrote") as error:
         read_records(path)
     assert f"{path}, line 1: {words}" in str(error.value)
-
-
-@pytest.mark.parametrize("missing", ["question", "verdict", "workload", "subject"])
-def test_a_line_without_what_it_is_about_is_named(tmp_path, missing):
-    path = tmp_path / "run.jsonl"
-    complete = {"schema": SCHEMA, "question": "check", "verdict": "passed", "workload": "vit", "subject": "mine"}
-    path.write_text(json.dumps({name: value for name, value in complete.items() if name != missing}) + "\n")
-    with pytest.raises(ValueError, match=f'has no "{missing}", expected string'):
-        read_records(path)

@@ -41,10 +41,6 @@ def test_what_is_wrong_is_shown_as_bad_and_everything_else_is_not():
     assert not [verdict for verdict in Verdict if verdict.is_wrong and verdict.is_doubtful]
 
 
-def test_levels_are_those_of_annotations():
-    assert {verdict.level for verdict in Verdict} == {"error", "warning", "notice", ""}
-
-
 @pytest.mark.parametrize("verdict", Verdict)
 def test_a_verdict_is_its_name_wherever_it_is_written(verdict):
     assert f"{verdict}" == str(verdict) == "".join((verdict,)) == verdict.value
@@ -58,11 +54,6 @@ def test_a_verdict_is_its_name_wherever_it_is_written(verdict):
 def test_a_name_of_tomorrow_is_none():
     assert Verdict.named("of tomorrow") is None
     assert Verdict.named("") is None
-
-
-def test_verdicts_read_differently():
-    for words in ([verdict.word for verdict in Verdict], [verdict.counted for verdict in Verdict]):
-        assert len(words) == len(set(words))
 
 
 def test_the_record_says_which_verdicts_and_causes_there_are():

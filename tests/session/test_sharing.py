@@ -17,7 +17,7 @@ from pytest_attn.processes import worker as worker_module
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.worker import Worker, own_processes
 from pytest_attn.session import devices
-from pytest_attn.session.devices import Machines, count_gpus, place_on_host, take_own_gpu, untimed_because
+from pytest_attn.session.devices import Machines, place_on_host, take_own_gpu, untimed_because
 from pytest_attn.session.session import AttentionSession, CudaContext
 
 CUDA = torch.device("cuda", 0)
@@ -96,12 +96,6 @@ def test_workers_share_gpus_only_with_those_of_their_host(worker, monkeypatch):
         *[("here", "0", "1"), ("here", "1", "1")],
         *[("there", "0", "2"), ("there", "1", "1"), ("there", "0", "2")],
     ]
-
-
-def test_workers_may_have_names(worker, monkeypatch):
-    specs = specs_of("popen//id=left", "popen//id=right", "ssh=there//id=gw7")
-    found = own_gpus(monkeypatch, specs, {"here": 2, "there": 4})
-    assert [gpu for _, gpu, _ in found] == ["0", "1", "0"]
 
 
 def test_a_worker_that_is_started_again_keeps_its_gpu():
@@ -192,12 +186,6 @@ def test_workers_share_the_memory_of_a_device_and_say_so_where_it_is_out(pyteste
     result = pytester.runpytest_inprocess("-oattn_memory=4GiB", "--attn-device=cpu")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*OutOfMemoryError: CUDA out of memory", "*2 workers share this device; fewer leave more*"])
-
-
-def test_gpus_are_counted(worker, monkeypatch):
-    for visible, count in (("0,1,2", 3), ("", 0), ("-1", 0), ("GPU-a", 1)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert count_gpus() == count
 
 
 def test_the_controller_keeps_all_gpus(worker, monkeypatch):
