@@ -62,10 +62,10 @@ class AttentionArguments:
     tensor; both may be given, then a key must be visible to both. bias: additive, broadcastable in the same way. sinks:
     (heads,).
     alibi_slopes: (heads,). cu_seqlens, cu_seqlens_kv: boundaries of packed sequences.
-    to_native: from the layout in which the function takes tensors to that of q. take_out: from what it returns to its tensor
-    out; out_to_native: from the layout of that to that of q; to_result: from out in the layout of q to what the function
-    returns. asks_more: what else the call asks for, as weights or lse, which `to_result` leaves out. unread: an argument that
-    nothing is known of, and that the function itself takes no notice of.
+    to_native: from the layout in which the function takes tensors to that of q. out_to_native: from the layout of its tensor
+    out to that of q; to_result: from out in the layout of q to what the function returns. asks_more: what else the call asks
+    for, as weights or lse, which `to_result` leaves out. unread: an argument that nothing is known of, and that the function
+    itself takes no notice of.
     """
 
     q: torch.Tensor
@@ -84,7 +84,6 @@ class AttentionArguments:
     cu_seqlens_kv: torch.Tensor | None = None
     kv_lens: tuple[int, ...] | None = None
     to_native: Callable[[torch.Tensor], torch.Tensor] = field(default=unchanged)
-    take_out: Callable[[Any], torch.Tensor] = field(default=unchanged)
     out_to_native: Callable[[torch.Tensor], torch.Tensor] = field(default=unchanged)
     to_result: Callable[[torch.Tensor], Any] = field(default=unchanged)
     asks_more: str = ""

@@ -24,7 +24,13 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows
-from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, unchanged
+from pytest_attn.guests.models.attention_args import (
+    AttentionArguments,
+    AttentionFunction,
+    UnreadableError,
+    first_of,
+    unchanged,
+)
 from pytest_attn.guests.models.call_to_workload import says_the_same, to_inputs, with_mask
 from pytest_attn.guests.models.calls.flex_calls import FLEX
 from pytest_attn.guests.models.calls.sdpa_calls import autocast
@@ -367,7 +373,7 @@ class Recorder:
         pristine = dataclasses.replace(read.inputs, **kept)
         needed = read.needed if self._backward and torch.is_grad_enabled() else set()
         result, precision, subject = self.computed(intercepted, arguments, read.inputs)
-        raw = arguments.take_out(result)
+        raw = first_of(result)
         if self._judges:
             result = self._apart(intercepted.function, result)
         call = self._call_of(read, pristine, raw, precision, subject)

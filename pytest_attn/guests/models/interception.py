@@ -32,7 +32,6 @@ from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
-    first_of,
     imported_functions,
     refuse_unread,
     shortened,
@@ -675,4 +674,4 @@ def _read(given: Mapping[str, Any], tensors: tuple[str, str, str], defaults: Map
     if hasattr(dropout, "p"):  # a module
         dropout = dropout.p if dropout.training else 0.0
     arguments = read_plain({**given_to_sdpa, "dropout_p": dropout})
-    return dataclasses.replace(arguments, softcap=softcap, take_out=first_of)
+    return dataclasses.replace(arguments, softcap=softcap)

@@ -12,7 +12,6 @@ from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
-    first_of,
     refuse_unread,
     swap_rows_and_heads,
     unchanged,
@@ -46,7 +45,6 @@ def _read(
         "cu_seqlens": given["cu_seqlens_q"] if is_varlen else None,
         "cu_seqlens_kv": given["cu_seqlens_k"] if is_varlen else None,
         "to_native": to_native,
-        "take_out": first_of,
         "out_to_native": to_native,
         "to_result": to_native,
         "asks_more": next((name.removeprefix("return_") for name in _ASKS_MORE if given.get(name)), ""),
@@ -124,19 +122,16 @@ class _Cache:
 
     def append(self) -> None:
         """Write the new keys and values where the function would have written them."""
+        index = self._given.get("cache_batch_idx")
         for whole, new in zip((self._given["k_cache"], self._given["v_cache"]), self._new, strict=True):
             if new is None:
                 continue
             for b, (start, end) in enumerate(zip(self.before, self.lengths, strict=True)):
-                self._write(whole, b, range(start, end), new[b])
-
-    def _write(self, cache: torch.Tensor, b: int, places: range, rows: torch.Tensor) -> None:
-        index = self._given.get("cache_batch_idx")
-        for place, row in zip(places, rows, strict=True):
-            if self._pages is None:
-                cache[b if index is None else int(index[b]), place] = row
-            else:
-                cache[int(self._pages[b, place // cache.shape[1]]), place % cache.shape[1]] = row
+                if self._pages is None:
+                    whole[b if index is None else int(index[b]), start:end] = new[b]
+                else:
+                    at = torch.arange(start, end, device=whole.device)
+                    whole[self._pages[b, at // whole.shape[1]].long(), at % whole.shape[1]] = new[b]
 
 
 def _read_cache(given: Mapping[str, Any]) -> AttentionArguments:

@@ -4,13 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_attn.backends.layouts import mask_of_window
-from pytest_attn.guests.models.attention_args import (
-    AttentionArguments,
-    AttentionFunction,
-    UnreadableError,
-    first_of,
-    refuse_unread,
-)
+from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
 
 
 def _read(given: Mapping[str, Any]) -> AttentionArguments:
@@ -30,7 +24,6 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         mask=mask_of_window(given.get("causal"), (-1 if left is None else left, -1)),
         scale=given.get("sm_scale"),
         softcap=given.get("logits_soft_cap") or None,
-        take_out=first_of,
         to_result=lambda out: out[0].transpose(0, 1),
         asks_more="lse" if given.get("return_lse") else "",
     )

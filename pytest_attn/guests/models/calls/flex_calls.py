@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 
-from pytest_attn.guests.models.attention_args import (
-    AttentionArguments,
-    AttentionFunction,
-    UnreadableError,
-    first_of,
-    refuse_unread,
-)
+from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
 from pytest_attn.workloads.masks import Mask, MaskModMask
 
 #: scores of a mask_mod above which it is kept as a function and not looked at as a tensor
@@ -30,14 +24,9 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
     visible, mask = read_block_mask(given.get("block_mask"), q, k)
     score_mod = given.get("score_mod")
     return AttentionArguments(
-        q,
-        k,
-        v,
-        visible=visible,
-        mask=mask,
+        *(q, k, v, visible, mask),
         scale=given.get("scale"),
         score_mod=None if getattr(score_mod, "__name__", "") == "_identity" else score_mod,
-        take_out=first_of,
         asks_more="lse" if given.get("return_lse") or given.get("return_aux") else "",
     )
 

@@ -6,7 +6,6 @@ from typing import Any
 from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,
-    first_of,
     refuse_unread,
     swap_rows_and_heads,
     unchanged,
@@ -23,7 +22,6 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         given,
         mask=Causal() if given.get("is_causal") else None,
         scale=given.get("sm_scale"),
-        take_out=first_of,
         asks_more="lse" if given.get("return_lse") else "",
     )
 

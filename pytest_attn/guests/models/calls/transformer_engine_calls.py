@@ -7,13 +7,7 @@ from typing import Any
 import torch
 
 from pytest_attn.backends.layouts import mask_of_window
-from pytest_attn.guests.models.attention_args import (
-    AttentionArguments,
-    AttentionFunction,
-    UnreadableError,
-    first_of,
-    refuse_unread,
-)
+from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
 from pytest_attn.workloads.masks import Causal, Mask
 
 _TENSORS = ("query_layer", "key_layer", "value_layer")
@@ -69,7 +63,6 @@ def _read(given: Mapping[str, Any]) -> AttentionArguments:
         dropout=float(module.attention_dropout or 0.0) if module.training else 0.0,
         cu_seqlens=given["cu_seqlens_q"] if is_packed else None,
         cu_seqlens_kv=given["cu_seqlens_kv"] if is_packed else None,
-        take_out=first_of,
         out_to_native=lambda out: out.view(*out.shape[:-1], heads, -1).permute(to),
         to_result=lambda out: out.permute(back).flatten(-2),
         asks_more="the largest score" if getattr(module, "return_max_logit", False) else "",

@@ -13,7 +13,6 @@ from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
-    first_of,
     refuse_unread,
     shortened,
     swap_rows_and_heads,
@@ -124,7 +123,6 @@ def _scores(given: Mapping[str, Any]) -> dict[str, Any]:
         "scale": given.get("scaling"),
         "softcap": given.get("softcap"),
         "dropout": float(given.get("dropout") or 0.0),
-        "take_out": first_of,
         "asks_more": "attention weights" if given.get("output_attentions") else "",
     }
 
