@@ -186,8 +186,6 @@ def _require_one_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None
             raise UnreadableError(f"q, k and v are {kinds}; expected all three bfloat16, float16 or float32")
         if tensor.layout != q.layout or tensor.is_nested:
             raise UnreadableError("q, k and v must be dense tensors; nested and sparse ones are not read")
-        if torch._C._functorch.is_batchedtensor(tensor):
-            raise UnreadableError("q, k or v is batched by torch.func.vmap, which hides the batch; call the model without it")
 
 
 def _options(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any]:

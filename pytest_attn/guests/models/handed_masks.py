@@ -194,18 +194,15 @@ def shown_by(given: AttentionArguments) -> torch.Tensor:
     if given.kv_lens is not None:
         lengths = torch.tensor(given.kv_lens, device=device)
         shown = shown & (torch.arange(shape[3], device=device) < lengths[:, None, None, None])
-    return shown if given.bias is None else shown & (given.bias.detach() > HIDES) & ~_outweighed(given, shown)
-
-
-def _outweighed(given: AttentionArguments, shown: torch.Tensor) -> torch.Tensor:
-    """Return where a bias lies so far below another of its row that no score of the call lifts a weight above 0."""
-    assert given.bias is not None
+    if given.bias is None:
+        return shown
+    # it hides also where it lies so far below another of its row that no score of the call lifts a weight above 0
     bias = given.bias.detach().float()
-    lengths = (tensor.detach().float().norm(dim=-1).max() for tensor in (given.q, given.k))
-    largest = math.prod(map(float, lengths)) * abs(given.q.shape[-1] ** -0.5 if given.scale is None else float(given.scale))
+    norms = (tensor.detach().float().norm(dim=-1).max() for tensor in (given.q, given.k))
+    largest = math.prod(map(float, norms)) * abs(given.q.shape[-1] ** -0.5 if given.scale is None else float(given.scale))
     most = bias.masked_fill(~shown, -math.inf).amax(-1, keepdim=True)
-    outweighed: torch.Tensor = bias < most - 2 * largest - _UNDERFLOWS
-    return outweighed
+    visible: torch.Tensor = shown & (given.bias.detach() > HIDES) & ~(bias < most - 2 * largest - _UNDERFLOWS)
+    return visible
 
 
 def _pairs_shown(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:

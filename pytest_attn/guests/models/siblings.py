@@ -357,7 +357,10 @@ def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) ->
     if len(scales) != 2 or 2 < len(own) == 2 * max(scales.values()):
         return {}
     default, agreed = workloads[0].replace(scale=None).softmax_scale, _agreed(scales)
-    known = [default, *_configured_scales(module), *([agreed] if agreed else [])]
+    config = getattr(module, "config", None)
+    scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
+    configured = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier, agreed]
+    known = [default, *(float(one) for one in configured if isinstance(one, int | float) and one > 0)]
     right = [scale for scale in known if _is_among(scale, scales)]
     right = right or [1.0] * (_is_of_transformers(module) and 1.0 in scales)  # q is scaled or normalized already
     is_default_agreed = agreed is not None and _is_alike(agreed, default) and 1.0 not in scales
@@ -388,10 +391,3 @@ def _is_alike(one: float, other: float) -> bool:
 
 def _is_among(scale: float, others: Iterable[float]) -> bool:
     return any(_is_alike(scale, one) for one in others)
-
-
-def _configured_scales(module: torch.nn.Module | None) -> list[float]:
-    config = getattr(module, "config", None)
-    scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
-    scales = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier]
-    return [float(scale) for scale in scales if isinstance(scale, int | float) and scale > 0]
