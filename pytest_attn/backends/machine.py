@@ -143,26 +143,19 @@ def machine_of(device: torch.device) -> Machine:
     """Describe a device that is there."""
     import torch
 
+    architecture, capability, count = device.type, None, 0
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        capability = (properties.major, properties.minor)
-        architecture = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
-        architecture = architecture or f"sm{properties.major}{properties.minor}"
-        return Machine(
-            str(device),
-            properties.name,
-            capability,
-            architecture,
-            properties.total_memory,
-            torch.cuda.device_count(),
-            torch.__version__,
-        )
-    if device.type == "xpu":
-        memory = torch.xpu.get_device_properties(device).total_memory
-        return Machine(
-            str(device), torch.xpu.get_device_name(device), None, "xpu", memory, torch.xpu.device_count(), torch.__version__
-        )
-    return Machine(str(device), _processor(), None, device.type, _system_memory(), 0, torch.__version__)
+        capability, count = (properties.major, properties.minor), torch.cuda.device_count()
+        name, memory = properties.name, properties.total_memory
+        of_rocm = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
+        architecture = of_rocm or f"sm{properties.major}{properties.minor}"
+    elif device.type == "xpu":
+        name, memory = torch.xpu.get_device_name(device), torch.xpu.get_device_properties(device).total_memory
+        count = torch.xpu.device_count()
+    else:
+        name, memory = _processor(), _system_memory()
+    return Machine(str(device), name, capability, architecture, memory, count, torch.__version__)
 
 
 def _processor() -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OF_THE_INNER = (
     *("library", "precision", "returns_lse", "known_defects", "capabilities", "needs", "full_graph", "is_approximate"),
     *("launches", "version", "pads_by_mask", "broken_because", "refusal_in", "dequantized", "precision_on", "workspace"),
-    *("compiles", "makes_plans"),
+    *("compiles", "makes_plans", "declared_refusals"),
 )
 
 
@@ -42,9 +42,6 @@ class Variant(Backend):
         if self.kind not in self.inner.variants:
             return f"{self.inner.name} has no variant +{self.kind}"
         return self.inner.unavailable_because(machine)
-
-    def declared_refusals(self, workload: Workload, backward: bool = False) -> list[str]:
-        return self.inner.declared_refusals(workload, backward)
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         return self.inner.unsupported_because(workload, machine, backward)

@@ -352,7 +352,11 @@ class Recorder:
         """Compute a call on aliases of its tensors, which are this call's alone, and record it."""
         if self._is_going_back and intercepted.is_again and not intercepted.module:
             return intercepted.compute()  # a backward pass that computes its forward pass again, which is not checked
-        intercepted, sinks = _with_own_sinks(intercepted.with_tensors(*map(alias, intercepted.tensors)))
+        intercepted, sinks = intercepted.with_tensors(*map(alias, intercepted.tensors)), None
+        if name := next((n for n in ("s_aux", "learnable_sink") if intercepted.arguments.get(n) is not None), ""):
+            given: torch.Tensor = intercepted.arguments[name]
+            sinks = given.view_as(given)
+            intercepted = dataclasses.replace(intercepted, arguments={**intercepted.arguments, name: sinks})
         by = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
         self._numbers[by] += 1
         expected = self._expected.get((intercepted.module, self._numbers[by]), ConfiguredMasks(None, ()))
@@ -516,16 +520,6 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values as a tensor of its own, whose gradient is one call's; in autocast's dtype where it casts."""
     cast = autocast(tensor)
     return tensor.view_as(tensor) if cast is tensor else cast
-
-
-def _with_own_sinks(intercepted: InterceptedCall) -> tuple[InterceptedCall, torch.Tensor | None]:
-    """Return a call with an alias of its sinks, and that; None where it has none."""
-    name = next((name for name in ("s_aux", "learnable_sink") if intercepted.arguments.get(name) is not None), None)
-    if name is None:
-        return intercepted, None
-    given: torch.Tensor = intercepted.arguments[name]
-    own = given.view_as(given)
-    return dataclasses.replace(intercepted, arguments={**intercepted.arguments, name: own}), own
 
 
 def without_gradient(tensor: torch.Tensor, used: Callable[[torch.Tensor], None] = lambda gradient: None) -> torch.Tensor:
