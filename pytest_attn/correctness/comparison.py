@@ -292,7 +292,7 @@ class HeadSlopes(NamedTuple):
 #: In half precision and float32 a factor below it shows in the RMS of z over a head.
 _SLOPE_BIAS = 2.0**-8
 #: standard errors by which a slope may be off beside
-_SLOPE_ERRORS = 4.0
+_SLOPE_ERRORS = 5.0
 
 
 def head_slopes(z: torch.Tensor, expected: Expected) -> HeadSlopes:
@@ -311,5 +311,5 @@ def head_slopes(z: torch.Tensor, expected: Expected) -> HeadSlopes:
     off = overlaps.sum(-1) / total
     left = (overlaps - off.unsqueeze(-1) * squares) / (1 - squares / total.unsqueeze(-1))
     error = total.rsqrt().maximum(left.norm(dim=-1) / total)
-    allowed = _SLOPE_BIAS + _SLOPE_ERRORS * error + 2 * x.shape[-2:].numel() / total
+    allowed = (error * _SLOPE_ERRORS).square().add(_SLOPE_BIAS**2).sqrt() + 2 * x.shape[-2:].numel() / total
     return HeadSlopes(*(one.where(allowed.isfinite() & off.isfinite(), 0) for one in (off, error, allowed)))

@@ -30,6 +30,7 @@ def describe(comparison: Comparison) -> str:
             f" mse {figure(row.mse, '.3g')}, relative L2 {figure(row.relative_l2, '.3g')},"
             f" cosine {row.cosine:.6f}, slope {figure(row.alpha, '.4f')}",
         ),
+        *([labeled("factor", _factor(row))] if row.excess > row.z_slope and _is_scaled(row) else []),
         *(labeled(hint.label, hint.words) for hint in mismatch.hints),
     ]
     return "\n".join(lines)
@@ -50,6 +51,9 @@ def headline(comparison: Comparison) -> str:
 
 # -- by how much ---------------------------------------------------------------------------------------------------------
 
+#: standard errors of a slope that make it a factor
+_CLEAR = 20
+
 
 def _excess(row: TensorComparison) -> str:
     if row.wrong_positions:
@@ -62,6 +66,11 @@ def _excess(row: TensorComparison) -> str:
     )
     level, value, limit = next((level for level in levels if not level[1] <= level[2]), levels[0])
     return _factor(row) if value <= limit else f"z {z_figure(value)} in {level}, limit {limit:g}"
+
+
+def _is_scaled(row: TensorComparison) -> bool:
+    """Return whether a head is off by a factor, and by much more than what else is wrong in it."""
+    return row.z_slope > row.limits.slope and abs(row.slope - 1) > _CLEAR * row.slope_error
 
 
 def _factor(row: TensorComparison) -> str:
