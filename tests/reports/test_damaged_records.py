@@ -14,7 +14,7 @@ from pytest_attn.reports.latency_output import latency_summary
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.ranking import rank
 from pytest_attn.reports.ranking_output import rank_summary
-from pytest_attn.reports.records import read_line, to_line
+from pytest_attn.reports.records import fields, read_line, to_line
 from pytest_attn.reports.terminal import profile_tables, summary
 
 DRAW, FLUX = random.Random(1), next(workloads(1))
@@ -30,11 +30,15 @@ CALL = {
     "z_row": 1.0,
     "z_head": 1.0,
 }
+#: of the fields that guests add, those that there are
+OF_CALLS = {"calls": [CALL], "ratios": {"loss": 1.0, "out": 2.0}} if "calls" in fields() else {}
+FATE = {"name": "m", "kind": "k", "summary": "s", "condition": "", "killed": False, "found_with": ""}
+OF_MUTANTS = {"mutant": FATE} if "mutant" in fields() else {}
 RECORDS = [
     check("mismatch", FLUX, BACKENDS[0], "forward+backward", DRAW, reason="off", profiles=[PROFILE],
-          explanation=[{"label": "where", "text": "all"}], calls=[CALL], ratios={"loss": 1.0, "out": 2.0}),
+          explanation=[{"label": "where", "text": "all"}], **OF_CALLS),
     check("passed", FLUX, BACKENDS[1], "forward", DRAW, sampled={"rows": [3, 40]}, is_sampled=True, untested=["softcap"],
-          mutant={"name": "m", "kind": "k", "summary": "s", "condition": "", "killed": False, "found_with": ""}),
+          **OF_MUTANTS),
     timing("regressed", FLUX, BACKENDS[0], "forward", DRAW, slower=1.1, reason="slower", latency={"direction": "forward"}),
 ]  # fmt: skip
 
