@@ -111,8 +111,10 @@ _LEAST_SUM = 12
 def _plant_heavy_key(w: Workload, q: Tensor, k: Tensor, signs: Tensor) -> None:
     """Point every fourth query at the first key, by a height that leaves to all others a weight of 1 / e, ... , e^-12.
 
-    What skips keys of a small weight is wrong where there are many of these. They are every second row of odd heads, as
-    gradients that are sums over a head, such as those of ALiBi's slopes, are less exact with them. q: (heads, q_len, dim), k: (kv_heads, kv_len, dim).
+    What skips keys of a small weight is wrong where there are many of these. The rows are every second one of odd heads, as
+    gradients that are sums over a head, such as those of ALiBi's slopes, are less exact with them.
+
+    q: (heads, q_len, dim), k: (kv_heads, kv_len, dim).
     """
     import torch
 
