@@ -428,11 +428,28 @@ _APART: tuple[Choice, ...] = (
       for lengths in ((4, 200), (1, 200), (129, 129)) for left in (31, 133)),
     *({**_bias(of), "mask": "causal"} for of in ("bhqk", "qk", "hk", "hq")),
     *({"head_dim": d, "v_head_dim": e, "mask": "causal", **more}
-      for d, e in ((64, 32), (192, 128)) for more in ({}, {"batch": 3}, {"lengths": (129, 129)})),
+      for d, e in ((64, 32), (192, 128)) for more in ({}, {"batch": 3}, {"lengths": (129, 129)}, _CROSS_BR)),
     *({**_DECODE, **_bias(of)} for of in ("bhk", "bk")),
+    *({"head_dim": 128, "v_head_dim": 128, "heads": 8, "kv_heads": 2, "mask": "causal", **more}
+      for more in ({}, {"lengths": (128, 128)}, {"lengths": (200, 200), "batch": 3})),
+    *({"lengths": (4, 200), "mask": "causal-bottom-right", "layout": "paged", **more}
+      for more in ({}, {"batch": 3}, {"heads": 8, "kv_heads": 1}, {"pages": {"size": 64}})),
     *({"mask": "causal", "dropout": 0.2, "heads": 4, **more}
       for more in ({"batch": 2}, {"kv_heads": 2}, {"lengths": (129, 129)})),
 )  # fmt: skip
+
+
+#: what else is varied so
+_VARIED: tuple[Choice, ...] = (
+    {**_CROSS_BR, "layout": "packed"},
+    {**_CROSS_BR, "layout": "cached"},
+    {**_CROSS_BR, "layout": "paged", "cached": True},
+    {**_CROSS_BR, "layout": "packed pages", "mask": _a_step_with_each_head},
+    {"layout": "packed", "mask": "causal", "kv_dtype": _FP8},
+    {"alibi": True, "mask": "causal"},
+    {**_DECODE, "alibi": True, "mask": "causal-bottom-right"},
+    {"score_mod": _farther_is_less, "mask": "causal"},
+)
 
 
 @cache
@@ -440,8 +457,8 @@ def for_any_kernel() -> tuple[Workload, ...]:
     """Return workloads of which a kernel declines what it does not take: each value alone, then those of each base."""
     lying: dict[str, Choice] = {"pages": {**_DECODE, "layout": "paged"}}
     alone = [{**lying.get(factor, {}), **value} for factor, values in VALUES.items() for value in values.values()]
-    choices: list[Choice] = [*BASES, *alone, *_APART]
-    for base in COMMON:
+    choices: list[Choice] = [*BASES, *alone, *_APART, *_VARIED]
+    for base in (*COMMON, *_VARIED):
         q_len, kv_len = base.get("lengths", (65, 65))
         more = _OF_PREFILL if q_len == kv_len else _OF_DECODING if q_len == 1 else _OF_CROSS
         choices += [{**base, **value} for value in more]
