@@ -530,7 +530,7 @@ def _non_finite(got: torch.Tensor, bad: torch.Tensor, reference: Reference, name
     elif name in ("out", "lse") and (tile := blind_tile(bad, reference)):
         words = f"each of these rows sees no key in the first tile of {tile} keys that is visited: -inf less -inf is NaN"
         found.append(Hint("blind-tile", words))
-    elif name in ("out", "lse") and (splits := blind_split(bad, reference))[0]:
+    elif name == "out" and not infinities and (splits := blind_split(bad, reference))[0]:
         words = f"each of these rows sees no key in one of {splits[0]} splits of the keys (whole tiles of {splits[1]})"
         found.append(Hint("blind-split", f"{words}: its share of 0 / 0 is NaN"))
     return found

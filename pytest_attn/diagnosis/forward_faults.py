@@ -550,7 +550,9 @@ def blind_tile(bad: torch.Tensor, reference: Reference) -> int:
 def blind_split(bad: torch.Tensor, reference: Reference) -> tuple[int, int]:
     """Return the number and tiles of splits for which the wrong rows are those that see no key in one of them; else 0, 0."""
     w, regions = reference.inputs.workload, list(regions_of(reference, "dq", bad))
-    if not regions or not all(region.is_whole for region in regions) or w.is_packed:
+    if w.kv_lens or bool(bad.all()):  # padding that is read makes NaN as well
+        return 0, 0
+    if not regions or not all(region.is_whole for region in regions):
         return 0, 0
     parts = [RegionScores(reference.inputs, w, region) for region in regions]
     for number, tile in itertools.product(_SPLITS, reversed(TILES)):
