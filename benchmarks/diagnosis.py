@@ -256,15 +256,14 @@ def found_by_default(name: str, narrow: Narrow, wanted: int) -> Found:
 
 def table_of(found: list[Found]) -> str:
     """Return what is found of each report as a table, then the counts."""
-    lines = ["| report | what was wrong | by default | cause |", "| --- | --- | --- | --- |"]
+    lines = ["| report | fault | by default | cause |", "| --- | --- | --- | --- |"]
     reported = [one for one in found if one.narrow.report]
     for one in reported:
-        what = " ".join((one.narrow.kernel.__doc__ or "").split())
         first = one.rows[0] if one.rows else None
-        by = f"{one.by}, `{first.workload}` of {one.cases}" if first else f"{one.by} in {one.cases}"
-        hint = first.hints[0].split(" (z ")[0] if first and first.hints else "-"
-        cause = f"{first.verdict}: {hint}" if first and first.verdict != "none" else "none"
-        lines.append(f"| {one.narrow.report} | {what} | {by} | {cause.replace('|', '/')[:120]} |")
+        named = {"named": " or ".join(one.narrow.causes), "wrong": "another"}
+        cause = named.get(first.verdict, "-") if first else "-"
+        by = f"`{first.workload}`" + ", invariants" * (one.by == INVARIANTS) if first else MISSED
+        lines.append(f"| {one.narrow.report} | {one.name} | {by} | {cause} |")
     judged = [one for one in reported if one.rows]
     firsts = [one.rows[0].verdict for one in judged]
     wrong = sum(row.verdict == "wrong" for one in found for row in one.rows)
