@@ -65,7 +65,17 @@ from pytest_attn.diagnosis.forward_faults import (
     scaled_rows,
     worst_rows,
 )
-from pytest_attn.diagnosis.hypothesis import AttentionFault, FaultHypothesis, Fit, Other, Seen, View, explains, of_workload
+from pytest_attn.diagnosis.hypothesis import (
+    AttentionFault,
+    FaultHypothesis,
+    Fit,
+    Other,
+    Seen,
+    Tolerance,
+    View,
+    explains,
+    of_workload,
+)
 from pytest_attn.diagnosis.steps import Region, regions_of
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.parameters import is_of_parameter
@@ -665,6 +675,10 @@ def _rounded_scores(tried: RowsOfOut, case: Case) -> list[Hint]:
         told = replace(fault, tolerance=fault.tolerance._replace(left=_MOST_LEFT))
         if (fit := explains(told, seen)) and all(explains(fault, rows) for rows in _spread_rows(case)):
             return [Hint(fault.fault, f"{fault.words} (z {fit.z:.1f} there)")]
+        # scores at the border of two numbers round to the other one, which is far beyond the budget of a float32
+        repeated = replace(fault, tolerance=Tolerance(left=_MOST_LEFT_BY_TF32))
+        if all(explains(repeated, _in_all_rows(rows)) for rows in (tried, *_spread_rows(case))):
+            return [Hint(fault.fault, fault.words)]
     return []
 
 
