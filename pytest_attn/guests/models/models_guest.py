@@ -1,4 +1,4 @@
-"""The guest models: the marker attention_model, its fixture, and `attn.check_module`."""
+"""The guest models: the marker attention_model, its fixture, `attn.check_module` and `attn.through`."""
 
 from pytest_attn.seam import Guest, Kind
 
@@ -22,13 +22,20 @@ MODEL = Kind(
     attn_model.device is the device of the marker or of --attn-device. attn_model.check(model, step, backend=None) runs the
     step forward and backward, and lets a backend compute the calls where one is given. It raises AssertionError, naming the
     layer, where a call is wrong or was not replaced.
+
+    Under the marker `attention`, attn.check_module(module) judges one layer on the workload's batch and q_len, and
+    attn.through(module, q="to_q", k="to_k", v="to_v", out="to_out") returns what a layer computes between its projections as a
+    callable of (q, k, v).
     """,
 )
 GUEST = Guest(
     kinds=(MODEL,),
     fields="pytest_attn.guests.models.model_record:ModelFields",
-    lines="pytest_attn.guests.models.model_output:call_tables",
-    timed="pytest_attn.guests.models.model_output:step_lines",
-    methods={"check_module": "pytest_attn.guests.models.model_case:check_module"},
+    lines="pytest_attn.guests.models.model_record:call_tables",
+    timed="pytest_attn.guests.models.model_record:step_lines",
+    methods={
+        "check_module": "pytest_attn.guests.models.model_case:check_module",
+        "through": "pytest_attn.guests.models.through:through",
+    },
     commands=("pytest_attn.guests.models.capture_command:add_capture",),
 )
