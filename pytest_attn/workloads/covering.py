@@ -420,6 +420,7 @@ _APART: tuple[Choice, ...] = (
     *({"head_dim": 512, "v_head_dim": 512, **base} for base in (*COMMON[:4], {"mask": "causal", "heads": 4, "kv_heads": 1})),
     *({"head_dim": 512, "v_head_dim": 512, **more} for more in ({"lengths": (64, 64)}, {"lengths": (129, 129)}, {"batch": 3})),
     *({**dtype, **base} for dtype in _DTYPES[1:] for base in (*COMMON[:4], {"lengths": (128, 128)}, {"batch": 3})),
+    *({**dtype, "lengths": (1, 1024)} for dtype in _DTYPES[1:]),
     *({**_DECODE, "head_dim": 576, "v_head_dim": 512, "v_in_k": True, "heads": 16, "kv_heads": 1, **more}
       for more in ({}, {"lengths": (1, 257)}, {"layout": "paged", "pages": {"size": 64}}, {"batch": 3})),
     *({**_DECODE, "batch": 3, **heads, "mask": BooleanMask(given)}
@@ -434,6 +435,11 @@ _APART: tuple[Choice, ...] = (
       for more in ({}, {"lengths": (128, 128)}, {"lengths": (200, 200), "batch": 3})),
     *({"lengths": (4, 200), "mask": "causal-bottom-right", "layout": "paged", **more}
       for more in ({}, {"batch": 3}, {"heads": 8, "kv_heads": 1}, {"pages": {"size": 64}})),
+    *({**_DECODE, "layout": "paged", **more}
+      for more in ({"softcap": 5.0}, {"softcap": 5.0, "mask": Window(31, 0)}, {"sinks": True}, {"mask": Window(31, 0)})),
+    {**_DECODE, "sinks": True, "kv_dtype": _INT8},
+    {"lengths": (97, 33), "mask": "causal-bottom-right", "layout": "packed pages"},
+    {"heads": 6, "kv_heads": 2, "head_groups": "interleaved", "layout": "packed", "mask": "causal"},
     *({"mask": "causal", "dropout": 0.2, "heads": 4, **more}
       for more in ({"batch": 2}, {"kv_heads": 2}, {"lengths": (129, 129)})),
 )  # fmt: skip
