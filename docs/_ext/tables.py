@@ -1,12 +1,14 @@
 """The parts of the reference that are written into its pages, so that a code host shows them too.
 
 `python docs/_ext/tables.py` rewrites what stands between `<!-- generated: NAME -->` and `<!-- end -->` in docs/reference/;
-tests/plugin/test_tables_of_docs.py fails where a page differs from the code.
+tests/plugin/test_tables_of_docs.py fails where a page differs from the code. So it does with the schemas in
+pytest_attn/schemas/.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
@@ -18,8 +20,11 @@ import field_tables
 from pytest_attn import hooks, plugin
 from pytest_attn.backends.declaration import Argument
 from pytest_attn.backends.precision import PRECISIONS, Precision
+from pytest_attn.cases.saved_failure import ENVIRONMENT, FAILURE
+from pytest_attn.latency.baseline_file import FILE
 from pytest_attn.reports.records import fields as fields_of_records
-from pytest_attn.reports.runs import RunFacts
+from pytest_attn.reports.records import line_description
+from pytest_attn.reports.runs import CLOSING_LINE, RunFacts
 from pytest_attn.seam import guests
 from pytest_attn.session.kinds import register_kinds_of_guests
 from pytest_attn.session.marks import marker_help
@@ -27,6 +32,7 @@ from pytest_attn.workloads.catalog import Entry, builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
 PAGES = Path(__file__).parents[1] / "reference"
+SCHEMAS = Path(__file__).parents[2] / "pytest_attn" / "schemas"
 PART = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 #: tests run the examples of these docstrings, with what they take for granted
 NOT_RUN = "<!-- not run: an example of a docstring, which tests/test_docs.py collects -->"
@@ -170,6 +176,23 @@ def generated(page: str) -> str:
     return PART.sub(part, page)
 
 
+def schemas() -> dict[str, str]:
+    """Return the JSON schemas of the files that are read, by the name of each."""
+    titles = {
+        "baseline": ("baselines/MACHINE.json of --attn-update-baselines", FILE),
+        "failure": (f"{ENVIRONMENT} of --attn-save-failures", FAILURE),
+        "record": ("a line of --attn-output=NAME.jsonl, but for those that close a run", line_description()),
+        "run": ("a line of --attn-output=NAME.jsonl that closes a run", CLOSING_LINE),
+    }
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return {
+        f"{name}.json": f"{json.dumps({**dialect, 'title': title, **description}, indent=1)}\n"
+        for name, (title, description) in titles.items()
+    }
+
+
 if __name__ == "__main__":
+    for name, text in schemas().items():
+        (SCHEMAS / name).write_text(text)
     for path in sorted(PAGES.glob("*.md")):
         path.write_text(generated(path.read_text()))

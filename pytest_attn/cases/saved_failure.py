@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,9 @@ from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled
-from pytest_attn.workloads.functions import UnknownFunctionError
+from pytest_attn.reports.strict_json import COUNT, TEXT, TRUTH, array_of, first_fault, object_of, or_null, parse_json
+from pytest_attn.reports.verdict import Verdict
+from pytest_attn.workloads.functions import UnknownFunctionError, printable
 from pytest_attn.workloads.inputs import Descales, Inputs
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.parameters import PARAMETERS
@@ -154,9 +157,36 @@ def reference_from(tensors: dict[str, torch.Tensor], inputs: Inputs, precision: 
 
 
 #: of the folder: a later version that writes another one says so here
-FORMAT = 2
+FORMAT = 3
 TENSORS, ENVIRONMENT, SCRIPT = "tensors.safetensors", "environment.json", "repro.py"
 _INSTALL = 'pip install "pytest-attn[failures]"'
+_ADVICE = "save it once more with --attn-save-failures DIR"
+_PRECISION = {"type": ["string", "object"]}
+#: description of environment.json, in JSON Schema
+FAILURE = object_of(
+    {
+        "format": {"type": "integer", "minimum": FORMAT, "maximum": FORMAT},
+        "sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "a checksum of 64 digits"},
+        **dict.fromkeys(("case", "date", "message", "command"), TEXT),
+        "verdict": {"enum": [Verdict.MISMATCH.value, Verdict.BROKEN.value]},
+        "invariants": array_of(TEXT),
+        "levels": array_of({"type": "object"}),
+        "workload": object_of({"id": TEXT, "fields": {"type": "object"}}),
+        "kernel": object_of({"name": TEXT}, library=or_null(TEXT), version=or_null(TEXT)),
+        "question": object_of(
+            {
+                **dict.fromkeys(("distribution", "limits"), TEXT),
+                "seed": COUNT,
+                **dict.fromkeys(("backward", "thorough"), TRUTH),
+                "declared": object_of({"precision": or_null(_PRECISION)}),
+                "precision": _PRECISION,
+                **dict.fromkeys(("leaves", "parameters"), array_of(TEXT)),
+            }
+        ),
+        "machine": object_of({"kind": TEXT}),
+        "versions": {"type": "object"},
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -258,8 +288,8 @@ class Failure:
             declared=Declaration(**{**asked["declared"], "precision": decode_precision(asked["declared"]["precision"])}),
             seed=asked["seed"],
             limits=asked["limits"],
-            leaves=tuple(asked.get("leaves", "qkv")),
-            parameters={name: self.tensors[PARAMETERS[name].tensor] for name in asked.get("parameters", ())},
+            leaves=tuple(asked["leaves"]),
+            parameters={name: self.tensors[PARAMETERS[name].tensor] for name in asked["parameters"]},
         )
         declared = precision_named(decode_precision(asked["precision"]))
         reference = reference_from(self.tensors, inputs, declared)
@@ -310,33 +340,58 @@ def load_failure(folder: str | os.PathLike[str]) -> Failure:
     place = Path(folder)
     environment = _environment_in(place)
     tensors = _tensors_in(place)
+    if environment["sha256"] != checksum(place / TENSORS, environment):
+        raise ValueError(f"{place} is not as it was saved: the checksum in {ENVIRONMENT} is of other contents; {_ADVICE}")
     try:
         workload, lost = decode_workload(environment["workload"]["fields"], tensors.get("mask")), ""
     except UnknownFunctionError as error:
         workload, lost = None, str(error)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{place / ENVIRONMENT} describes no workload: {type(error).__name__}: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _undescribed(place, "workload", error) from None
     environment["workload"]["lost"] = lost
-    for name in environment.get("question", {}).get("parameters", ()):
-        tensors[PARAMETERS[name].tensor].requires_grad_()
-    return Failure(place, workload, tensors, environment)
+    failure = Failure(place, workload, tensors, environment)
+    try:
+        for name in environment["question"]["parameters"]:
+            tensors[PARAMETERS[name].tensor].requires_grad_()
+        if workload is not None:
+            failure._spec("cpu")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _undescribed(place, "question", error) from None
+    return failure
+
+
+def _undescribed(folder: Path, what: str, error: Exception) -> ValueError:
+    said = printable(f"{type(error).__name__}: {error}", 0)
+    return ValueError(f"{folder / ENVIRONMENT} describes no {what}: {said}; {_ADVICE}")
 
 
 def _environment_in(folder: Path) -> dict[str, Any]:
     path = folder / ENVIRONMENT
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
             f"{folder} is not a saved failure: {error.strerror}: {ENVIRONMENT}; expected a folder in the DIR of"
             " --attn-save-failures DIR"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{path} cannot be read: {printable(str(error), 0)}; {_ADVICE}") from None
     version = found.get("format") if isinstance(found, dict) else None
     if version != FORMAT:
-        raise ValueError(f"{path} has format {version!r}; this version of pytest-attn reads {FORMAT}")
+        raise ValueError(f"{path} has format {version!r:.40}; this version of pytest-attn reads {FORMAT}; {_ADVICE}")
+    if fault := first_fault(found, FAILURE):
+        raise ValueError(f"{path}: is damaged ({printable(fault, 0)}); {_ADVICE}")
     return dict(found)
+
+
+def checksum(tensors: Path, environment: Mapping[str, Any]) -> str:
+    """Return the checksum of a saved failure: of its tensors, and of what its environment says beside the checksum."""
+    said = {key: value for key, value in environment.items() if key != "sha256"}
+    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    with tensors.open("rb") as file:
+        while part := file.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
 
 
 def _tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -348,8 +403,8 @@ def _tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     path = folder / TENSORS
     try:
         return dict(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read: {printable(str(error), 0)}; {_ADVICE}") from None
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], title: str) -> None:

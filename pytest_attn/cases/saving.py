@@ -31,6 +31,7 @@ from pytest_attn.cases.saved_failure import (
     SCRIPT,
     TENSORS,
     FailureData,
+    checksum,
     encode_precision,
     tensors_of,
     write_tensors,
@@ -91,7 +92,8 @@ class FailureSaver:
 
         def write(folder: Path) -> None:
             write_tensors(folder / TENSORS, tensors, self._spec.workload.id)
-            (folder / ENVIRONMENT).write_text(json.dumps(environment, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            said = {**environment, "sha256": checksum(folder / TENSORS, environment)}
+            (folder / ENVIRONMENT).write_text(json.dumps(said, indent=1, allow_nan=False) + "\n", encoding="utf-8")
             text = script(title, self._kernel(str(target)), self._import_roots(str(target)))
             (folder / SCRIPT).write_text(text, encoding="utf-8")
 

@@ -25,7 +25,7 @@ from pytest_attn.latency.statistics import Recording, Run, expected_sensitivity,
 from pytest_attn.latency.timer import Mode
 from pytest_attn.reports.files import write_atomically, written_alone
 from pytest_attn.reports.lines import some
-from pytest_attn.reports.strict_json import first_fault, parse_json
+from pytest_attn.reports.strict_json import TEXT, array_of, by_name, first_fault, object_of, or_null, parse_json, sealed
 from pytest_attn.workloads.functions import printable
 
 
@@ -317,51 +317,43 @@ def _inconsistent(data: Mapping[str, Any]) -> str:
     return ""
 
 
-def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    known = {**required, **(optional or {})}
-    return {"type": "object", "required": list(required), "properties": known, "additionalProperties": False}
-
-
-_TEXT = {"type": "string"}
-_TEXTS = {"type": "object", "additionalProperties": _TEXT}
 _WHOLE = {"type": "integer", "minimum": 0, "maximum": 10**24}
 #: nanoseconds: of what takes any time at all, and less than twelve days
 _TIME = {"type": "number", "minimum": 0.1, "maximum": 1e15}
 _TIMES = {"type": "array", "minItems": 1, "maxItems": 1000, "items": _TIME}
-_DATE = {"type": "string", "pattern": r"^\d{4}-\d\d-\d\d", "description": "a date, as 2026-11-22"}
-_PAST = {"type": "array", "minItems": 3, "maxItems": 3, "prefixItems": [_DATE, _TIME, _TEXT]}
+_DATE = {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}", "description": "a date, as 2026-11-22"}
+_PAST = {"type": "array", "minItems": 3, "maxItems": 3, "prefixItems": [_DATE, _TIME, TEXT]}
 #: description of a case, and of the file, in JSON Schema: for what is read, and for what is written
-CASE = _object(
-    {
-        **dict.fromkeys(("shape", "reason", "version", "check", "conditions"), _TEXT),
-        "mode": {"enum": list(get_args(Mode))},
-        **dict.fromkeys(("flops", "bytes"), _WHOLE),
-        "memory": {"type": ["integer", "null"], "minimum": 0, "maximum": 10**24},
-        "protocol": {"type": "integer", "minimum": 1, "maximum": 10**6},
-        "date": _DATE,
-        "p50_ns": _TIMES,
-        "host_ns": {**_TIMES, "items": {**_TIME, "minimum": 0}},
-        "anchors_ns": {"type": "object", "additionalProperties": _TIMES},
-        "z": {
-            "type": ["array", "null"],
-            "minItems": 3,
-            "maxItems": 3,
-            "items": {"type": "number", "minimum": 0, "maximum": 1e300},
+CASE = sealed(
+    object_of(
+        {
+            **dict.fromkeys(("shape", "reason", "version", "check", "conditions"), TEXT),
+            "mode": {"enum": list(get_args(Mode))},
+            **dict.fromkeys(("flops", "bytes"), _WHOLE),
+            "memory": or_null(_WHOLE),
+            "protocol": {"type": "integer", "minimum": 1, "maximum": 10**6},
+            "date": _DATE,
+            "p50_ns": _TIMES,
+            "host_ns": {**_TIMES, "items": {**_TIME, "minimum": 0}},
+            "anchors_ns": by_name(_TIMES),
+            "z": or_null(array_of({"type": "number", "minimum": 0, "maximum": 1e300}, 3)),
+            "history": array_of(_PAST),
         },
-        "history": {"type": "array", "items": _PAST},
-    },
-    {"gpu": _TEXT},  # which pytest-attn did not write at first
+        gpu=TEXT,  # which pytest-attn did not write at first
+    )
 )
-FILE = _object(
-    {
-        "schema": {"type": "integer", "minimum": 1, "maximum": SCHEMA},
-        "machine": _object(
-            {**dict.fromkeys(("kind", "name", "mig"), _TEXT), **dict.fromkeys(("units", "memory_gib"), _WHOLE)}
-        ),
-        "anchors": {**_TEXTS, "minProperties": 1},
-        "conditions": {"type": "object", "additionalProperties": _TEXTS},
-        "cases": {"type": "object", "additionalProperties": CASE},
-    }
+FILE = sealed(
+    object_of(
+        {
+            "schema": {"type": "integer", "minimum": 1, "maximum": SCHEMA},
+            "machine": sealed(
+                object_of({**dict.fromkeys(("kind", "name", "mig"), TEXT), **dict.fromkeys(("units", "memory_gib"), _WHOLE)})
+            ),
+            "anchors": {**by_name(TEXT), "minProperties": 1},
+            "conditions": by_name(by_name(TEXT)),
+            "cases": by_name(CASE),
+        }
+    )
 )
 
 

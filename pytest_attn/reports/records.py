@@ -19,6 +19,7 @@ from pytest_attn.reports.strict_json import (
     TEXT,
     TRUTH,
     array_of,
+    by_name,
     first_fault,
     object_of,
     or_empty,
@@ -31,6 +32,7 @@ from pytest_attn.workloads.functions import printable
 
 #: of the lines; a reader takes those of its own and older schemas
 SCHEMA = 1
+OUR_SCHEMA = {"type": "integer", "minimum": 1, "maximum": SCHEMA}
 #: the field of a line that closes a run, and is not a record itself
 RUN = "run"
 #: the question of a test that failed, and not by a judgment
@@ -149,27 +151,28 @@ class Record(TypedDict):
     unsaved: Annotated[str, "why a failure could not be saved, else empty"]
 
 
-#: type in Python -> type in JSON, what JSON's reader gives, and the value of a field that nobody filled in
-_TYPES: dict[Any, tuple[str, tuple[type, ...], Any]] = {
-    str: ("string", (str,), ""),
-    bool: ("boolean", (bool,), False),
-    int: ("integer", (int,), 0),
-    float: ("number", (int, float, str), 0.0),
-    float | None: ("number or null", (int, float, str, type(None)), None),
-    dict[str, Any]: ("object", (dict,), {}),
-    dict[str, Any] | None: ("object or null", (dict, type(None)), None),
-    Sequence[str]: ("array of strings", (list, tuple), ()),
-    Sequence[dict[str, Any]]: ("array of objects", (list, tuple), ()),
+_OBJECT = {"type": "object"}
+#: type in Python -> type in JSON, its description, and the value of a field that nobody filled in
+_TYPES: dict[Any, tuple[str, Mapping[str, Any], Any]] = {
+    str: ("string", TEXT, ""),
+    bool: ("boolean", TRUTH, False),
+    int: ("integer", {"type": "integer"}, 0),
+    float: ("number", NUMBER, 0.0),
+    float | None: ("number or null", or_null(NUMBER), None),
+    dict[str, Any]: ("object", _OBJECT, {}),
+    dict[str, Any] | None: ("object or null", or_null(_OBJECT), None),
+    Sequence[str]: ("array of strings", array_of(TEXT), ()),
+    Sequence[dict[str, Any]]: ("array of objects", array_of(_OBJECT), ()),
 }
 
 
 class Field(NamedTuple):
-    """A field of a record: its type in JSON, its meaning, its value where nobody filled it in, what is within."""
+    """A field of a record: its type in JSON, its meaning, its value where nobody filled it in, its description."""
 
     kind: str
     meaning: str
     empty: Any
-    within: Mapping[str, Any]
+    description: Mapping[str, Any]
 
 
 @cache
@@ -180,13 +183,17 @@ def fields() -> dict[str, Field]:
     for declared in (Record, *each("fields")):
         for name, hint in get_type_hints(declared, include_extras=True).items():
             kind, meaning, *within = get_args(hint)
-            json_kind, _, empty = _TYPES[kind]
+            json_kind, description, empty = _TYPES[kind]
             meaning += of_guests if name == "latency" else ""
-            found[name] = Field(json_kind, meaning, empty, within[0] if within else _WITHIN.get(name, {}))
+            found[name] = Field(json_kind, meaning, empty, within[0] if within else _WITHIN.get(name, description))
     return found
 
 
-_KINDS = {name: accepted for name, accepted, _ in _TYPES.values()}
+@cache
+def line_description() -> dict[str, Any]:
+    """Return the description of the line of a record."""
+    described = {name: {**field.description, "title": field.meaning} for name, field in fields().items()}
+    return {**_OBJECT, "required": _REQUIRED, "properties": described}
 
 
 def new_record(**known: Any) -> Record:
@@ -332,41 +339,35 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
         raise ValueError(f"{where}: is of schema {record['schema']}, this pytest-attn reads {SCHEMA}; install a newer one")
     if RUN in record and "question" not in record:
         return None
-    _require_fields(record, where)
+    require_described(record, line_description(), where)
     known = record
     if any(word in line for word in _QUOTED):  # most lines hold none, and looking at each value takes longest
         known = {key: _numbers(value, _described(key)) for key, value in record.items()}
     return cast(Record, {**_empty(known), **known})
 
 
-def _require_fields(record: Mapping[str, Any], where: str) -> None:
-    for name, (kind, *_) in fields().items():
-        if (name in record or name in _REQUIRED) and not isinstance(record.get(name), _KINDS[kind]):
-            found = f"{name} = {record[name]!r:.60}" if name in record else f'no "{name}"'
-            raise ValueError(f"{where}: has {found}, expected {kind}; is it a line of a .jsonl file that --attn-output wrote?")
-    within = {name: field.within for name, field in fields().items() if field.within and name in record}
-    if fault := first_fault({name: record[name] for name in within}, {"type": "object", "properties": within}):
+def require_described(line: Any, description: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError where a line is not as described."""
+    if fault := first_fault(line, description):
         raise ValueError(f"{where}: {printable(fault, 0)}; is it a line of a .jsonl file that --attn-output wrote?")
 
 
 _NUMBERS = array_of(NUMBER)
 _LEVELS = dict.fromkeys(("z_element", "z_row", "z_head"), or_null(NUMBER))
-_WORK = {"type": "object", "additionalProperties": {"type": "number"}}
+_WORK = by_name({"type": "number"})
 _WORDS_OF_LAUNCHES = dict.fromkeys(("framework", "category", "architecture", "operation"), or_null(TEXT))
 #: what is within the fields that hold more than one value, as far as reports read it: a part of JSON Schema
 _WITHIN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("z_element", "z_row", "z_head", "z_slope", "compile_seconds"), or_null(NUMBER)),
-    "seconds": NUMBER,
+    "schema": OUR_SCHEMA,
     "explanation": array_of(object_of({"label": TEXT, "text": TEXT})),
     "inapplicable": array_of(object_of({"invariant": TEXT, "reason": TEXT})),
-    **dict.fromkeys(("aliases", "faults", "untested"), array_of(TEXT)),
     "shape": or_empty(
         {"dtype": TEXT, "flops": _WORK, "bytes": _WORK},
         id=TEXT,
         mask=TEXT,
         **dict.fromkeys(("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim"), COUNT),
     ),
-    "tags": {"type": "object", "additionalProperties": TEXT},
+    "tags": by_name(TEXT),
     "tensors": array_of(
         object_of(
             {"name": TEXT, "distribution": TEXT, "passed": TRUTH},
@@ -378,7 +379,7 @@ _WITHIN: dict[str, dict[str, Any]] = {
             worst=or_null(array_of({"type": "integer"})),
         )
     ),
-    "sampled": {"type": "object", "additionalProperties": array_of(COUNT, 2)},
+    "sampled": by_name(array_of(COUNT, 2)),
     "profiles": array_of(
         object_of(
             {
@@ -413,7 +414,7 @@ _WITHIN: dict[str, dict[str, Any]] = {
 }
 
 #: without which a record says nothing
-_REQUIRED = frozenset(("question", "verdict", "workload", "subject"))
+_REQUIRED = ["schema", "question", "verdict", "workload", "subject"]
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _QUOTED = tuple(f'"{word}"' for word in _WORDS)
 
@@ -436,9 +437,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _described(name: str) -> Mapping[str, Any]:
-    """Return the description of a field, of one of a text that it is one."""
-    field = fields().get(name)
-    return TEXT if field and field.kind == "string" else field.within if field else {}
+    """Return the description of a field, nothing of a newer one."""
+    return fields()[name].description if name in fields() else {}
 
 
 def _numbers(value: Any, described: Mapping[str, Any]) -> Any:

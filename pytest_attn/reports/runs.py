@@ -4,9 +4,10 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypedDict, cast, get_args, get_type_hints
+from typing import Annotated, TypedDict, cast, get_args, get_type_hints
 
-from pytest_attn.reports.records import RUN, SCHEMA, Record, gathered, read_line
+from pytest_attn.reports.records import OUR_SCHEMA, RUN, SCHEMA, Record, gathered, read_line, require_described
+from pytest_attn.reports.strict_json import TEXT, array_of, by_name, object_of, parse_json
 from pytest_attn.workloads.functions import printable
 
 
@@ -33,10 +34,22 @@ class RunFacts(TypedDict):
 
 #: ends the choice of a run that collected what failed in an earlier one, and nothing else
 LAST_FAILED = "--lf"
-#: the types of the fields
-_TYPES: dict[str, type] = {name: get_args(hint)[0] for name, hint in get_type_hints(RunFacts, include_extras=True).items()}
+#: the types of the fields, and their meanings
+_FIELDS = {name: get_args(hint) for name, hint in get_type_hints(RunFacts, include_extras=True).items()}
 #: those that hold ids of tests
-_IDS = [name for name, kind in _TYPES.items() if kind not in (int, str)]
+_IDS = [name for name, (kind, _) in _FIELDS.items() if kind not in (int, str)]
+_OF_TYPES = {str: TEXT, int: {"type": "integer"}}
+CLOSING_LINE = object_of(
+    {
+        "schema": OUR_SCHEMA,
+        RUN: object_of(
+            {
+                name: {**_OF_TYPES.get(kind, by_name(array_of(TEXT))), "title": meaning}
+                for name, (kind, meaning) in _FIELDS.items()
+            }
+        ),
+    }
+)
 
 
 @dataclass
@@ -104,11 +117,9 @@ def to_run_line(facts: RunFacts) -> str:
 
 
 def _facts_of(line: str, where: str) -> RunFacts:
-    facts: Any = json.loads(line)[RUN]
-    for name, hint in _TYPES.items():
-        kind = dict if name in _IDS else hint
-        if not isinstance(facts, dict) or type(facts.get(name)) is not kind:
-            raise ValueError(f"{where}: is not the closing line of a run: {name} must be of type {kind.__name__}")
+    closing = parse_json(line)
+    require_described(closing, CLOSING_LINE, where)
+    facts = closing[RUN]
     ids = {name: frozenset(f"{stem}{rest}" for stem, some in facts[name].items() for rest in some) for name in _IDS}
     return cast(RunFacts, {**facts, **ids})
 

@@ -149,6 +149,16 @@ def object_of(required: Mapping[str, Any] = MappingProxyType({}), **optional: An
     return {"type": "object", "required": list(required), "properties": {**required, **optional}}
 
 
+def sealed(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of an object that has no other keys."""
+    return {**description, "additionalProperties": False}
+
+
+def by_name(of_each: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of an object of any keys, and of each of its values."""
+    return {"type": "object", "additionalProperties": of_each}
+
+
 def or_empty(required: Mapping[str, Any], **optional: Any) -> dict[str, Any]:
     """Return the description of an object that has nothing, or all that is required."""
     return {**object_of(**required, **optional), "if": {"minProperties": 1}, "then": {"required": list(required)}}
@@ -171,4 +181,4 @@ NUMBER = {
     "pattern": "^(NaN|-?Infinity)$",
     "description": 'a number, "NaN", "Infinity" or "-Infinity"',
 }
-BY_NAME = {"type": "object", "additionalProperties": NUMBER}
+BY_NAME = by_name(NUMBER)

@@ -1,13 +1,18 @@
 """What a saved failure is made of: names, folders, workloads as JSON, tensors, and the judgment on what was saved."""
 
+import contextlib
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import MUTATED, mutated, read_or_refused, require_one_judgment
 
 from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends.precision import Precision, precision_named
@@ -18,6 +23,7 @@ from pytest_attn.cases.case_records import RECORDS
 from pytest_attn.cases.judgment import FailureToSave
 from pytest_attn.cases.saved_failure import (
     ENVIRONMENT,
+    FAILURE,
     TENSORS,
     FailureData,
     load_failure,
@@ -197,8 +203,7 @@ def test_tensors_of_every_dtype_and_stride_come_back(tmp_path, dtype):
     given = {"whole": whole, "turned": whole.transpose(0, 2), "part": whole[:, 1], "same": whole, "none": whole[:0]}
     given["spread"] = whole[:1].expand(5, 3, 4)
     write_tensors(tmp_path / TENSORS, given, "title")
-    (tmp_path / ENVIRONMENT).write_text(json.dumps({"format": 2, "workload": {"fields": encode_workload(Workload(8))}}))
-    found = load_failure(tmp_path).tensors
+    found = failure_module._tensors_in(tmp_path)
     assert found.keys() == given.keys()
     for name, tensor in given.items():
         assert found[name].dtype == tensor.dtype
@@ -312,12 +317,14 @@ def test_a_device_that_is_not_there_is_named(tmp_path):
             "is not a saved failure: No such file or directory: environment.json",
         ),
         (lambda folder: (folder / ENVIRONMENT).write_text("{"), "environment.json cannot be read"),
-        (lambda folder: (folder / ENVIRONMENT).write_text('{"format": 3}'), "has format 3; this version .* reads 2"),
+        (lambda folder: (folder / ENVIRONMENT).write_text('{"format": 2}'), "has format 2; this version .* reads 3"),
         (lambda folder: (folder / ENVIRONMENT).write_text("[]"), "has format None"),
         (
-            lambda folder: (folder / ENVIRONMENT).write_text('{"format": 2, "workload": {"fields": {}}}'),
-            "describes no workload",
+            lambda folder: (folder / ENVIRONMENT).write_text('{"format": 3}'),
+            r"environment.json: is damaged \(sha256: found nothing, expected a checksum of 64 digits\); save it once more",
         ),
+        (lambda folder: change(folder, lambda said: said["question"].update(seed=1)), "the checksum .* is of other contents"),
+        (lambda folder: change(folder, lambda said: said["workload"]["fields"].clear(), True), "describes no workload"),
         (lambda folder: (folder / TENSORS).write_bytes(b"nothing"), "tensors.safetensors cannot be read"),
         (lambda folder: (folder / TENSORS).unlink(), "tensors.safetensors cannot be read"),
     ],
@@ -327,6 +334,45 @@ def test_a_folder_that_is_not_whole_is_a_value_error(tmp_path, spoil, message):
     spoil(folder)
     with pytest.raises(ValueError, match=message):
         load_failure(folder)
+
+
+def change(folder, how, is_signed=False):
+    """Change what is said in environment.json, with the checksum that goes with it if that is signed."""
+    path = folder / ENVIRONMENT
+    said = json.loads(path.read_text())
+    how(said)
+    if is_signed:
+        said["sha256"] = failure_module.checksum(folder / TENSORS, said)
+    path.write_text(json.dumps(said))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return save(
+        tmp_path_factory.mktemp("failures"),
+        CheckSpec(Workload(16, mask=Window(3, None)), CPU, True),
+        lambda q, k, v: q + k + v,
+    )
+
+
+@MUTATED
+@given(st.data())
+def test_a_mutated_failure_is_what_it_was_or_is_refused_in_one_line(whole, tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "mutated"
+    shutil.copytree(whole.folder, folder, dirs_exist_ok=True)
+    is_signed = data.draw(st.booleans())
+    if data.draw(st.integers(0, 3)) == 0:
+        kept = bytearray((folder / TENSORS).read_bytes())
+        kept[data.draw(st.integers(0, len(kept) - 1))] ^= data.draw(st.integers(1, 255))
+        (folder / TENSORS).write_bytes(kept)
+    else:
+        text = data.draw(mutated((folder / ENVIRONMENT).read_text()))
+        require_one_judgment(text, FAILURE)
+        (folder / ENVIRONMENT).write_text(text, encoding="utf-8", errors="surrogatepass")
+    with contextlib.suppress(ValueError, TypeError):  # of what is no object any more
+        change(folder, lambda said: None, is_signed)
+    found, refused = read_or_refused(load_failure, folder)
+    assert refused or is_signed or found.environment == whole.environment
 
 
 # -- the script ------------------------------------------------------------------------------------------------------------

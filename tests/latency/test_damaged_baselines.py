@@ -3,13 +3,12 @@
 import json
 import math
 import multiprocessing
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from latency.test_baseline import ANCHORS, H200, case, find
-from left_out import IS_ALL
+from mutations import MUTATED, mutated, require_one_judgment
 
 from pytest_attn.latency.baseline_file import FILE, BaselineError, read
 from pytest_attn.latency.regression import DeviceBaselines
@@ -86,48 +85,18 @@ def test_a_damage_is_told_in_one_line_with_its_place_and_what_was_expected(file,
 
 
 SMALL = {"a": case(), "b": case(2e-3, z=None, memory=None)}
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just([]), st.just({}), st.just("NaN"),
-    st.sampled_from([0, -1, 1e308, 5e-324, 10**400, [None], [[[]]], {"a": 1}]),
-)  # fmt: skip
 
 
-def places(value, path=()):
-    """Yield the path of each value within a value."""
-    yield path
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(inner, (*path, key))
-
-
-def mutated(draw, data):
-    """Return a text in which one value was replaced, removed or renamed, or some characters were."""
-    path = draw(st.sampled_from([path for path in places(data) if path]))
-    how = draw(st.sampled_from(["replace", "remove", "rename", "text"]))
-    if how == "text":
-        text = json.dumps(data)
-        at = draw(st.integers(0, len(text) - 1))
-        return text[:at] + draw(st.text(max_size=3)) + text[at + draw(st.integers(0, 3)) :]
-    data = json.loads(json.dumps(data))
-    within = data
-    for key in path[:-1]:
-        within = within[key]
-    if how == "replace":
-        within[path[-1]] = draw(VALUES)
-    elif how == "remove" or isinstance(within, list):
-        del within[path[-1]]
-    else:
-        within[draw(st.text(max_size=5))] = within.pop(path[-1])
-    return json.dumps(data)
-
-
-@settings(max_examples=400 if IS_ALL else 100, deadline=None)
+@MUTATED
 @given(st.data())
 def test_a_mutated_file_is_read_or_refused_in_one_line(tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / "mutated"
     path = folder / "nvidia-h200.json"
     path.unlink(missing_ok=True)
     find(folder, H200, ANCHORS).write(SMALL)
-    path.write_text(mutated(data.draw, json.loads(path.read_text())), encoding="utf-8", errors="surrogatepass")
+    text = data.draw(mutated(path.read_text()))
+    require_one_judgment(text, FILE)
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
     before = path.read_bytes()
     found = DeviceBaselines.read(folder, H200, "cuda")
     assert "\n" not in found.problem
@@ -144,13 +113,6 @@ def test_a_mutated_file_is_read_or_refused_in_one_line(tmp_path_factory, data):
         assert read(path).cases == found.file.cases
         return
     assert path.read_bytes() == before
-
-
-def test_the_committed_baselines_are_as_described_by_any_reader_of_json_schema():
-    jsonschema = pytest.importorskip("jsonschema")
-    committed = Path(__file__).parents[2] / "baselines" / "nvidia-h200.json"
-    jsonschema.Draft202012Validator.check_schema(FILE)
-    jsonschema.Draft202012Validator(FILE).validate(json.loads(committed.read_text()))
 
 
 def test_a_recording_is_not_lost_with_a_file_that_was_damaged_meanwhile(file):

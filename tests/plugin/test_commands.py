@@ -58,7 +58,7 @@ def test_without_the_library_of_charts_it_says_what_to_install(files, capsys, mo
         ("this is not json", "nowhere.jsonl, line 1: is not JSON"),
         ("\0" * 50, "line 1: is not JSON"),
         ('{"schema": true}\n', 'has no "schema"'),
-        ('{"schema": 1}\n', 'has no "question", expected string'),
+        ('{"schema": 1}\n', "question: found nothing, expected string"),
         ("[" * 200_000 + "\n", "line 1: is not JSON"),
         ("\xff\n", "is not UTF-8"),
     ],

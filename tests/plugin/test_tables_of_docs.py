@@ -1,10 +1,12 @@
 """Documentation that is generated stays what the code says, and every field of it has a meaning."""
 
+import json
 import re
 import sys
 from dataclasses import fields
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 import pytest_attn
@@ -47,6 +49,13 @@ def test_what_is_generated_is_what_the_code_says(page):
     text = page.read_text()
     assert tables.generated(text) == text, "run: python docs/_ext/tables.py"
     assert tables.generated(text.replace("attn", "ATTN")) != text.replace("attn", "ATTN")
+
+
+def test_the_schemas_are_what_the_descriptions_say():
+    shipped = {path.name: path.read_text() for path in tables.SCHEMAS.iterdir()}
+    assert shipped == tables.schemas(), "run: python docs/_ext/tables.py"
+    for text in shipped.values():
+        jsonschema.Draft202012Validator.check_schema(json.loads(text))
 
 
 def test_every_part_is_on_a_page():

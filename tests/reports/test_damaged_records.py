@@ -2,19 +2,22 @@
 
 import json
 import random
+from typing import get_type_hints
 
 import pytest
 from fakes.records import BACKENDS, check, profile_of, timing, workloads
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from left_out import IS_ALL
+from mutations import MUTATED, mutated, read_or_refused, require_one_judgment
 
 from pytest_attn.reports.html.page import payload
 from pytest_attn.reports.latency_output import latency_summary
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
+from pytest_attn.reports.merging import problems
 from pytest_attn.reports.ranking import rank
 from pytest_attn.reports.ranking_output import rank_summary
-from pytest_attn.reports.records import fields, read_line, to_line
+from pytest_attn.reports.records import fields, line_description, read_line, to_line
+from pytest_attn.reports.runs import CLOSING_LINE, RunFacts, read_runs, to_run_line
 from pytest_attn.reports.terminal import profile_tables, summary
 
 DRAW, FLUX = random.Random(1), next(workloads(1))
@@ -82,33 +85,32 @@ def test_a_wrong_part_of_a_record_is_named_with_file_and_line(changes, words):
     assert "\n" not in str(refused.value)
 
 
-VALUES = st.sampled_from([None, True, 0, -1, 1e308, "", "NaN", "x\n", [], {}, [None], [[1]], {"a": 1}, 10**30, 10**400])
+VALUES_OF = {int: 0, str: "x", frozenset[str]: frozenset(("a[b]", "c"))}
+FACTS = {name: VALUES_OF[kind] for name, kind in get_type_hints(RunFacts).items()}
 
 
-def places(value, path=()):
-    """Yield the path of each value within a value."""
-    yield path
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(inner, (*path, key))
-
-
-@settings(max_examples=400 if IS_ALL else 100, deadline=None)
+@MUTATED
 @given(st.data())
 def test_a_mutated_line_makes_every_report_or_is_refused_in_one_line(data):
-    whole = json.loads(to_line(data.draw(st.sampled_from(RECORDS)), with_samples=True))
-    path = data.draw(st.sampled_from([path for path in places(whole) if path]))
-    within = whole
-    for key in path[:-1]:
-        within = within[key]
-    if data.draw(st.booleans()):
-        within[path[-1]] = data.draw(VALUES)
-    else:
-        del within[path[-1]]
-    record, refused = None, ""
-    try:
-        record = read_line(json.dumps(whole), "run.jsonl, line 1")
-    except ValueError as error:
-        refused = str(error)
-    assert not refused or (refused.startswith("run.jsonl, line 1: ") and "\n" not in refused)
+    text = data.draw(mutated(to_line(data.draw(st.sampled_from(RECORDS)), with_samples=True)))
+    require_one_judgment(text, line_description())
+    record, refused = read_or_refused(read_line, text, "run.jsonl, line 1")
+    assert not refused or refused.startswith("run.jsonl, line 1: ")
     if record is not None:
         reports(record)
+
+
+@MUTATED
+@given(st.data())
+def test_a_mutated_closing_line_is_read_or_is_a_damage_of_its_run(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "run.jsonl"
+    text = data.draw(mutated(to_run_line(FACTS)))
+    require_one_judgment(text, CLOSING_LINE)
+    path.write_text(f"{to_line(RECORDS[0])}\n{text}\n", encoding="utf-8", errors="surrogatepass")
+    first, *others = read_runs(str(path))
+    damaged = [damage for run in (first, *others) for damage in run.damaged]
+    assert first.facts is not None or damaged
+    for damage in damaged:
+        assert damage.startswith(f"{path}, line ")
+        assert "\n" not in damage
+    assert problems([first, *others])

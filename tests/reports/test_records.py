@@ -175,10 +175,10 @@ def test_what_json_calls_passed_is_told_apart(changes, verdict):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"workload": 7}, "has workload = 7, expected string"),
-        ({"tensors": "all"}, "has tensors = 'all', expected array of objects"),
-        ({"latency": []}, "has latency = [], expected object or null"),
-        ({"question": None}, "has question = None, expected string"),
+        ({"workload": 7}, "workload: found 7, expected string"),
+        ({"tensors": "all"}, 'tensors: found "all", expected array'),
+        ({"latency": []}, "latency: found an array, expected object or null"),
+        ({"question": None}, "question: found null, expected string"),
     ],
 )
 def test_a_field_of_another_type_is_named_with_its_place(tmp_path, changes, words):
