@@ -273,14 +273,13 @@ def _tail(start: int, length: int) -> str:
 
 def residual_over_budget(residual: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
     """Return z; where nothing may be off (tau = 0) it is 0 or infinite."""
-    z = residual / tau
-    return torch.where(tau > 0, z, torch.where(residual == 0, 0.0, math.inf))
+    return (residual / tau).masked_fill_((tau == 0) & (residual == 0), 0.0)
 
 
 class HeadSlopes(NamedTuple):
     """Slopes of heads over the exact ones, all (batch, heads).
 
-    off: slope - 1. error: its standard error. allowed: what |off| may be. All are 0 where the exact head is.
+    off: slope - 1, 0 where nothing is known of it. error: its standard error. allowed: what |off| may be.
     """
 
     off: torch.Tensor
@@ -308,8 +307,8 @@ def head_slopes(z: torch.Tensor, expected: Expected, bias: float = SLOPE_BIAS) -
     x = (expected.value / expected.tau).nan_to_num_(0, 0, 0)
     overlaps, squares = torch.linalg.vecdot(z, x), torch.linalg.vecdot(x, x)
     total = squares.sum(-1)
-    off = overlaps.sum(-1) / total
+    off = (overlaps.sum(-1) / total).nan_to_num_(0, 0, 0)
     left = (overlaps - off.unsqueeze(-1) * squares) / (1 - squares / total.unsqueeze(-1))
     error = total.rsqrt().maximum(left.norm(dim=-1) / total)
-    allowed = (error * _SLOPE_ERRORS).square().add(bias**2).sqrt() + 2 * x.shape[-2:].numel() / total
-    return HeadSlopes(*(one.where(allowed.isfinite() & off.isfinite(), 0) for one in (off, error, allowed)))
+    allowed = error.square().mul_(_SLOPE_ERRORS**2).add_(bias**2).sqrt_().add_(2 * x.shape[-2:].numel() / total)
+    return HeadSlopes(off, error, allowed)
