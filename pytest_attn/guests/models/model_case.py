@@ -38,7 +38,7 @@ from pytest_attn.guests.models.substitution import (
     substitutes_of,
 )
 from pytest_attn.guests.models.token_invariants import judge_model_invariants
-from pytest_attn.invariants.all_invariants import Names
+from pytest_attn.guests.models.token_model import TokenStep
 from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
 from pytest_attn.latency.baseline_file import case_key
 from pytest_attn.latency.result import Latency
@@ -172,19 +172,22 @@ class AttentionModel:
         only: Iterable[str] | str | None = None,
         skip: Iterable[str] | str | None = None,
         causal: bool | None = None,
+        step: TokenStep | None = None,
     ) -> InvariantReport:
         """Ask a model what must hold whatever its weights, without any reference: most of one of tokens.
 
         batch: token ids (batch, tokens), or a mapping with input_ids; with decoder_input_ids the tokens are the decoder's; or
         what a model takes that takes no tokens, as images, the batch first. only, skip: names of invariants: future, field,
-        padded-left, padded-right, packed, dynamic, static, sliding, shifted, order. causal: whether a token sees only those
-        before it, by default what the model's configuration, modules and calls say.
+        padded-left, padded-right, packed, dynamic, static, sliding, shifted, order, decoding, chunks, warm. causal: whether a
+        token sees only those before it, by default what the model's configuration, modules and calls say. step: a function of
+        ids and positions, (batch, tokens), and a state, None to begin anew, that runs these tokens through a cache of the
+        model's own, and returns (logits, state): decoding, chunks and warm compare that with one pass over all tokens.
 
         Returns the report. Raises AssertionError where an invariant is broken, DropoutError for a model that drops at random,
         ValueError for a compiled mixture of experts. Skips where no invariant applies. The model is left as it was.
         """
         __tracebackhide__ = True
-        return conclude(self._context, ModelInvariantEvaluator(model, batch, only, skip, causal))
+        return conclude(self._context, ModelInvariantEvaluator(model, batch, only, skip, causal, step))
 
     def check_module(
         self, module: torch.nn.Module, inputs: Any = None, backend: Target | None = None, **options: Any
@@ -285,8 +288,8 @@ class ModelInvariantEvaluator(Evaluator[InvariantReport]):
 
     question, wrong, subject = "invariants", Verdict.BROKEN, "model"
 
-    def __init__(self, model: torch.nn.Module, batch: Any, only: Names, skip: Names, causal: bool | None) -> None:
-        self._asked = model, batch, only, skip, causal
+    def __init__(self, model: torch.nn.Module, *asked: Any) -> None:
+        self._asked = model, *asked
         self.doing, self.on = "trying the invariants of", type_name(model)
         self.fields = {"model": self.on}
         self.workload = _workload_of(self.on, None)

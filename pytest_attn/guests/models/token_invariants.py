@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.guests.models.siblings import odd_scales
 from pytest_attn.guests.models.step import untouched
-from pytest_attn.guests.models.token_model import TokenModel
+from pytest_attn.guests.models.token_model import TokenModel, TokenStep
 from pytest_attn.invariants.all_invariants import Names, chosen_names
 from pytest_attn.invariants.invariant import NotApplicable
 from pytest_attn.invariants.report import Finding, InvariantReport
@@ -303,7 +303,7 @@ def packed(model: TokenModel) -> str:
 def decoding(model: TokenModel, kind: str) -> str:
     """Prefill, then one token after the other through a cache, gives the rows of the whole."""
     if not (model.is_causal and model.cache_name):
-        raise NotApplicable("it is not a causal model of transformers that takes a cache")
+        raise NotApplicable("it is not a causal model of transformers that takes a cache; step= has another cache asked")
     if model.batch.is_decoder and kind != "dynamic":
         raise NotApplicable("a decoder beside an encoder has a cache of its own kind")
     if kind == "sliding" and model.window is None:
@@ -416,7 +416,23 @@ def batch_order(model: TokenModel) -> str:
     return model.far_rows(model.rows_of(model.ids[-1:], model.places[-1:]), model.rows[-1:], "without the rest of the batch")
 
 
-#: by name, in the order in which they are run
+def stepping(model: TokenModel, kind: str) -> str:
+    """A step of the test's own gives the rows of the whole: token by token, several at once, or after other tokens."""
+    if model.step is None:
+        raise NotApplicable("step= is not given, which runs tokens through a cache of the model's own")
+    ids, places, tokens = model.ids, model.places, model.ids.shape[1]
+    cuts = [0, *range(tokens // 2, tokens + 1)] if kind != "chunks" else [0, tokens // 3, tokens // 3 + 3, tokens]
+    if kind == "warm":
+        for _ in model.stepped(model.step, ids.roll(1, 1), torch.full_like(places, -1), cuts):
+            pass
+    for rows, first, what in model.stepped(model.step, ids, places, cuts):
+        words = f"{what}, after other tokens" if kind == "warm" else what
+        if evidence := model.far_rows(rows, model.rows[:, first : first + rows.shape[1]], words, first):
+            return evidence
+    return ""
+
+
+#: by name, in the order in which they are run: a step may leave its cache in the model
 INVARIANTS: dict[str, Callable[[TokenModel], str]] = {
     "future": future,
     "field": receptive_field,
@@ -428,6 +444,9 @@ INVARIANTS: dict[str, Callable[[TokenModel], str]] = {
     "sliding": partial(decoding, kind="sliding"),
     "shifted": shifted,
     "order": batch_order,
+    "decoding": partial(stepping, kind="decoding"),
+    "chunks": partial(stepping, kind="chunks"),
+    "warm": partial(stepping, kind="warm"),
 }
 
 
@@ -436,18 +455,23 @@ _OF_ANY = ("field", "order")
 
 
 def judge_model_invariants(
-    model: torch.nn.Module, batch: Any, only: Names = None, skip: Names = None, causal: bool | None = None
+    model: torch.nn.Module,
+    batch: Any,
+    only: Names = None,
+    skip: Names = None,
+    causal: bool | None = None,
+    step: TokenStep | None = None,
 ) -> InvariantReport:
     """Return what each invariant finds. The model is left as it was.
 
     batch: token ids (batch, tokens), or a mapping with input_ids; of a decoder with decoder_input_ids; of models that take no
     token ids what they take, whose first dimension is the batch. causal: whether a token may see only those before it; by
-    default what the model says. Raises ValueError for an unknown name, DropoutError for a model that drops at random,
-    TypeError where a batch is none of these.
+    default what the model says. step: runs tokens through a cache of the model's own. Raises ValueError for an unknown name,
+    DropoutError for a model that drops at random, TypeError where a batch, or what a step returns, is none of these.
     """
     names = chosen_names(only, skip, INVARIANTS, INVARIANTS)
     with unlimited_recompiles(), untouched(model):
-        tried = TokenModel(model, batch, causal)
+        tried = TokenModel(model, batch, causal, step)
         tried.prepare()
         findings = [_finding(name, tried) for name in names]
     quiet = [number for number, one in enumerate(findings) if one.outcome == "passed" and not one.evidence]

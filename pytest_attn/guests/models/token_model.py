@@ -11,10 +11,11 @@ import copy
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -42,6 +43,10 @@ _OTHERS = {"linear_attention", "hybrid", "hybrid_sliding", "conv", "attention", 
 _CONVOLUTIONS = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
 
 
+#: a test's function of ids and positions, (batch, tokens), and a state, None for a new one: returns logits and the state
+TokenStep: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, Any]]
+
+
 class Requests(NamedTuple):
     """Requests of a model in one run.
 
@@ -53,6 +58,14 @@ class Requests(NamedTuple):
     masks: set[str]
     tells_documents: bool
     parts: list[torch.nn.Module]
+
+
+class Part(NamedTuple):
+    """Rows of some tokens, the number of the first, and how they came about."""
+
+    rows: torch.Tensor
+    first: int
+    what: str
 
 
 @dataclass(frozen=True)
@@ -117,11 +130,13 @@ class TokenBatch:
 class TokenModel:
     """A model that is compared with itself. batch: as `Batch.read` takes it.
 
-    causal: whether a token may see only those before it; None for what the model says.
+    causal: whether a token may see only those before it; None for what the model says. step: runs tokens through a cache of
+    its own, which makes it causal unless `causal` says otherwise.
     """
 
-    def __init__(self, module: torch.nn.Module, batch: Any, causal: bool | None = None) -> None:
-        self.module, self._causal = module, causal
+    def __init__(self, module: torch.nn.Module, batch: Any, causal: bool | None = None, step: TokenStep | None = None) -> None:
+        self.module, self.step = module, step
+        self._causal = True if causal is None and step is not None else causal
         self._inner: Any = getattr(module, "_orig_mod", module)
         parameters = inspect.signature(self._inner.forward).parameters
         self._parameters = frozenset(parameters)
@@ -309,6 +324,24 @@ class TokenModel:
             shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in outputs.items())
             raise TypeError(f"check_invariants: the model returned {shapes}; expected a tensor (batch, tokens, features)")
         return rows, returned
+
+    def stepped(self, step: TokenStep, ids: torch.Tensor, places: torch.Tensor, cuts: list[int]) -> Iterator[Part]:
+        """Yield the rows that a step gives of the tokens between one cut and the next, with a new state."""
+        _ = self.rows, self.scatter  # of a model that no step has changed
+        positions, state = torch.arange(ids.shape[1], device=ids.device).expand_as(ids), None
+        for start, end in pairwise(cuts):
+            with torch.no_grad(), self.routing.held(places[:, start:end]):
+                returned = step(ids[:, start:end], positions[:, start:end], state)
+            rows, state = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+            batch, tokens, features = *ids[:, start:end].shape, self.rows.shape[-1]
+            if getattr(rows, "shape", None) not in ((batch, tokens, features), (batch, 1, features)):
+                found = type(returned).__name__ if rows is None else getattr(rows, "shape", type(rows).__name__)
+                wanted = (
+                    f"(logits, state), logits ({batch}, {tokens}, {features}), or ({batch}, 1, {features}) of the last token"
+                )
+                raise TypeError(f"check_invariants: step returned {found}; expected {wanted}")
+            kind = "prefill" if not start else f"{end - start} tokens at once" if end - start > 1 else "decoding"
+            yield Part(rows, end - rows.shape[1], f"{kind} by step")
 
     def _rows_of_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return an output as it is; where there are no tokens, all of an entry as its row, but of scores between entries."""
