@@ -19,8 +19,9 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.known_pair import judge_kept
+from pytest_attn.correctness.replaced_functions import require_clocks
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.correctness.tripwire import require_clocks, switches_kept
+from pytest_attn.correctness.switches import switches_kept
 from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.invariants.all_invariants import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants

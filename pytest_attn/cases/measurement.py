@@ -13,8 +13,9 @@ import torch
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.replaced_functions import require_clocks
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.tripwire import require_clocks, switches_kept
+from pytest_attn.correctness.switches import switches_kept
 from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
 from pytest_attn.latency.kernel_work import KernelWork, work_of

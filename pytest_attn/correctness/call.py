@@ -18,7 +18,7 @@ from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.tripwire import switches_kept
+from pytest_attn.correctness.switches import switches_kept
 from pytest_attn.workloads.dtypes import beside
 from pytest_attn.workloads.kv_layout import WatchedCache, watching_caches
 from pytest_attn.workloads.parameters import PARAMETERS

@@ -20,8 +20,8 @@ from pytest_attn.backends.precision import DEFAULT, PRECISIONS
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.judge import judge_output
 from pytest_attn.correctness.reference import compute_reference
+from pytest_attn.correctness.replaced_functions import functions_kept
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.tripwire import functions_kept
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 

@@ -27,7 +27,7 @@ from pytest_attn.correctness.judge import apart, compare_all
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.tripwire import switches_kept
+from pytest_attn.correctness.switches import switches_kept
 from pytest_attn.reports.lines import told_apart, z_figure
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload

@@ -28,7 +28,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
-from pytest_attn.correctness.tripwire import switches_kept
+from pytest_attn.correctness.switches import switches_kept
 from pytest_attn.isolation.wire import FrameSocket, released, storage_of, taken, unpickled, write
 from pytest_attn.latency.exact_results import AnyResult, Attention
 from pytest_attn.latency.kernel_work import work_of

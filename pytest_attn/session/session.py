@@ -21,6 +21,7 @@ import pytest
 from pytest_attn.processes.worker import Worker
 from pytest_attn.seam import guests
 from pytest_attn.session.devices import Machines, memory_lock, sharers_of
+from pytest_attn.session.lost_cuda import CudaContext
 from pytest_attn.session.options import Settings
 from pytest_attn.session.registrations import Registrations
 
@@ -74,24 +75,6 @@ class Collected:
         self.runnable += reason is None
         if reason:
             self.obstacles.setdefault(reason, Counter())[kernel] += 1
-
-
-class CudaContext:
-    """The CUDA context of this process. lost_because: which test ended it, None while none has."""
-
-    def __init__(self) -> None:
-        self.lost_because: str | None = None
-
-    def look_after(self, nodeid: str) -> None:
-        """Find out whether a test that failed left the context unusable, as an illegal memory access does."""
-        torch = sys.modules.get("torch")
-        if self.lost_because or torch is None or not torch.cuda.is_initialized():
-            return
-        try:
-            torch.cuda.synchronize()
-        except Exception as error:
-            said = str(error).splitlines()[0]
-            self.lost_because = f"{nodeid} corrupted this process's CUDA context ({said}); run the other tests without it"
 
 
 class Results:

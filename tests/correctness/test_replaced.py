@@ -17,7 +17,7 @@ from judging import SMALL, attention, failure
 
 import pytest_attn
 from pytest_attn import Workload, check_model
-from pytest_attn.correctness import tripwire
+from pytest_attn.correctness import replaced_functions
 
 
 def evil(*args, **kwargs):
@@ -80,7 +80,7 @@ def test_what_is_replaced_is_named_and_put_back(owner, name):
 def test_what_everything_calls_is_back_before_it_is_called(name):
     kernel, was, undo = replacing(builtins, name)
     try:
-        with pytest.raises(AssertionError, match=f"the callable replaced {name} by evil"), tripwire.functions_kept():
+        with pytest.raises(AssertionError, match=f"the callable replaced {name} by evil"), replaced_functions.functions_kept():
             kernel(*torch.randn(3, 1, 1, 2, 4))
         assert vars(builtins)[name] is was
     finally:

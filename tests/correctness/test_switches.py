@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 import pytest_attn
 from pytest_attn import Workload
-from pytest_attn.correctness import tripwire
+from pytest_attn.correctness import switches
 
 #: whether this torch tells matrix products from convolutions
 IS_FINE = hasattr(torch._C, "_get_fp32_precision_getter")
@@ -172,7 +172,7 @@ def test_a_library_that_flushes_denormal_numbers_as_it_is_loaded_is_no_fault():
     def loads_a_library(q, k, v):
         if not loaded:
             loaded.append(1)
-            tripwire._libraries.clear()  # so that all are new
+            switches._libraries.clear()  # so that all are new
             torch.set_flush_denormal(True)
         return causal(q, k, v)
 
@@ -249,7 +249,7 @@ def test_deterministic_algorithms_that_only_warn_may_be_put_back_by_their_one_wo
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with tripwire.switches_kept("cpu"):
+        with switches.switches_kept("cpu"):
             torch.use_deterministic_algorithms(True)
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:

@@ -18,7 +18,8 @@ from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.worker import Worker, own_processes
 from pytest_attn.session import devices
 from pytest_attn.session.devices import Machines, place_on_host, take_own_gpu, untimed_because
-from pytest_attn.session.session import AttentionSession, CudaContext
+from pytest_attn.session.lost_cuda import CudaContext
+from pytest_attn.session.session import AttentionSession
 
 CUDA = torch.device("cuda", 0)
 

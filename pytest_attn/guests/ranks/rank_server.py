@@ -33,7 +33,8 @@ from pytest_attn.backends.gradients import gradients_of
 from pytest_attn.backends.raised import declined_because
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.contract import ContractError, elements, plain
-from pytest_attn.correctness.tripwire import functions_kept, switches_kept
+from pytest_attn.correctness.replaced_functions import functions_kept
+from pytest_attn.correctness.switches import switches_kept
 from pytest_attn.guests.ranks.communication import watch_collectives
 from pytest_attn.guests.ranks.rank_group import COLLECTIVE, STACK, Tensors, read_tensors, write_tensors
 from pytest_attn.guests.ranks.sharding import Sharding
