@@ -19,7 +19,6 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in M
 SMALLEST = {
     "calibrate": "--device cpu --backends math --seeds 0 --seconds 5 --distributions randn --dtypes bfloat16",
     "cheats": "mean_of_v --length 64",
-    "compiled_models": "--device cpu --modes default --dtypes float32 --seconds 1 vit",
     "long": "--device cpu --tokens 512 --sample 128 --no-strides",
     "mutation": "--kernels mutants,honest --groups smoke --names none",
     "profiles": "one-tile --groups smoke,features-cached",
@@ -28,8 +27,6 @@ SMALLEST = {
     "features": "",
     "honest_models": "--device cpu --calls 1 --seconds 1",
     "isolated": "--kernels plain",
-    "loaded": "--runs 1 --loops 0 --tests pytest_attn.suite.test_launched",
-    "merging": "--files 1 --cases 2 --runs 1",
     "models": "--device cpu --small --seconds 1 --depth 1",
     "ranks": "",
 }
