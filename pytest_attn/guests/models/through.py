@@ -47,9 +47,10 @@ def through(
         ValueError: the layer has no such part.
     """
     context = context_of(case)
-    has_pages, has_heads_first = context.workload.kv_pages is not None, context.mark.declared.inner_layout != "bshd"
+    has_rows_apart = not context.workload.is_packed and context.workload.kv_pages is None
+    has_heads_first = context.mark.declared.inner_layout != "bshd"
     call = call or partial(module, **arguments)
-    between = Between(module, (q, k, v), out, call, dict(replace or {}), has_pages, has_heads_first)
+    between = Between(module, (q, k, v), out, call, dict(replace or {}), has_rows_apart, has_heads_first)
     try:
         attrgetter(q, k, v, out, *between.replaced)(module)
     except AttributeError as error:
@@ -66,7 +67,7 @@ class Between:
     out: str
     call: Callable[[torch.Tensor], Any]
     replaced: Mapping[str, Callable[..., Any]]
-    has_pages: bool
+    has_rows_apart: bool
     has_heads_first: bool
 
     @property
@@ -82,14 +83,15 @@ class Between:
 
     def __call__(self, *qkv: torch.Tensor) -> torch.Tensor:
         """Return the attention of q, k and v, as they lie; declines what these projections do not make."""
-        if self.has_pages or qkv[0].dim() != 4:
+        if not self.has_rows_apart or qkv[0].dim() != 4:
             raise NotImplementedError(
                 f"{self.__name__} is called between projections, which make no packed sequences or pages"
             )
         q, k, v = map(self._swapped, qkv)
         projected: dict[str, torch.Tensor] = {}
-        for name, rows in zip(self.inputs, (q, k, v), strict=True):
-            projected[name] = torch.cat([projected[name], rows.flatten(2)], -1) if name in projected else rows.flatten(2)
+        for name, tensor in zip(self.inputs, (q, k, v), strict=True):
+            rows = tensor.flatten(2).contiguous()  # as projections return them
+            projected[name] = torch.cat([projected[name], rows], -1) if name in projected else rows
         for name, rows in projected.items():
             features = getattr(attrgetter(name)(self.module), "out_features", rows.shape[-1])
             if features != rows.shape[-1]:

@@ -142,10 +142,13 @@ class Hooked(nn.Module):
         return self(ids, cache), cache
 
 
-def test_hooks_that_fill_a_dict_are_a_cache():
+@pytest.mark.attention_model(device="cpu")
+def test_hooks_that_fill_a_dict_are_a_cache(attn_model):
     model = Hooked()
 
-    assert judge_model_invariants(model, IDS, step=model.step, only=NAMES).passed
+    assert len(attn_model.check_invariants(model, IDS, step=model.step, only=NAMES).applied) == 3
+    with pytest.raises(AssertionError, match="decoding by step"):
+        attn_model.check_invariants(model, IDS, step=lambda ids, at, state: model.step(ids * (at != 20), at, state))
 
 
 @pytest.mark.parametrize(

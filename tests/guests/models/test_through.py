@@ -119,6 +119,12 @@ WORDS = {
 }
 
 
+@pytest.mark.attention(Workload(heads=4, kv_heads=2, head_dim=16, q_lens=(9, 5), mask="causal"))
+def test_packed_rows_are_declined(attn):
+    with pytest.raises(pytest.skip.Exception, match="make no packed sequences or pages"):
+        attn.check(attn.through(GptLike()))
+
+
 @pytest.mark.attention(GPT)
 def test_what_does_not_fit_is_said_in_a_line(attn):
     for words, given in WORDS.items():
