@@ -45,6 +45,8 @@ README = DOCS.parent / "README.md"
 #: below which a page names a file
 ROOTS = (DOCS.parent, DOCS.parent / "pytest_attn", DOCS / "_ext")
 PAGES = [README, *sorted(path for path in DOCS.rglob("*.md") if not {"_build", "examples"} & set(path.parts))]
+#: of README.md and all of docs/; a page that grows has another shrink
+MOST_WORDS = 45_000
 #: MyST directives, whose content is Sphinx's; a directive that shows code would hide it from this test
 DIRECTIVES = ("{toctree}", "{eval-rst}")
 RUNNABLE = ("python", "console", "toml", "yaml")
@@ -248,6 +250,13 @@ def anchors(page):
     """Return the names by which a code host links the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_pages_have_no_more_words_than_were_agreed():
+    words = {page: len(page.read_text().split()) for page in {*PAGES, *DOCS.glob("examples/**/*.md")}}
+    longest = sorted(words, key=words.get, reverse=True)[:5]
+    longest = ", ".join(f"{page.relative_to(DOCS.parent)} {words[page]:,}" for page in longest)
+    assert sum(words.values()) <= MOST_WORDS, f"{sum(words.values()):,} words; the longest pages: {longest}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS.parent)))

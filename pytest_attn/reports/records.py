@@ -56,21 +56,21 @@ class Record(TypedDict):
     line: Annotated[int, "of the test in its file, counted from 1"]
     phase: Annotated[
         str,
-        "of the test, as pytest counts failures: setup, call or teardown; rerun if the test was run again after it; collect of"
-        " a file that could not be collected; run of a run that was stopped",
+        "of the test: setup, call or teardown; rerun if the test was run again after it; collect of a file that could not be"
+        " collected; run of a run that was stopped",
     ]
     question: Annotated[str, "what was asked: check, invariants or latency; test, of a failure outside of any judgment"]
     verdict: Annotated[
         str,
-        "of a check: passed, mismatch, no result, known defect, expected, skipped, raised; of invariants: held, broken, no"
-        " result, known defect, expected, skipped, raised; of a latency: passed, mismatch, regressed, inconclusive, no"
-        " baseline, recorded, unrecorded, unconfirmed, untimed, no result, raised; of a test: failed, no result",
+        "of any: no result; of a test: failed; of all others: raised; of a check: passed, mismatch, known defect, expected,"
+        " skipped; of invariants: held, broken, known defect, expected, skipped; of a latency: passed, mismatch, regressed,"
+        " inconclusive, no baseline, recorded, unrecorded, unconfirmed, untimed",
     ]
     reason: Annotated[str, "why a case was skipped or failed, or what its known defect is, in one line"]
     explanation: Annotated[
         Sequence[dict[str, Any]],
-        "the lines of a failure in a terminal: label (worst, largest z, where, figures, suggests, ...; empty in the first line"
-        " and in lines without one), text; the last line of a terminal, which repeats the case, is command",
+        "the lines of a failure in a terminal but the last, which is command: label (worst, largest z, ...; empty in lines"
+        " without one), text",
     ]
     cause: Annotated[
         str,
@@ -96,9 +96,7 @@ class Record(TypedDict):
     declared: Annotated[dict[str, Any], "arguments of the marker that declare the callable and are not the default"]
     direction: Annotated[str, "forward, backward or forward+backward (for a check: out and gradients)"]
     backward: Annotated[bool, "whether gradients were compared"]
-    tensor: Annotated[
-        str, "the first tensor above its limits, which the failure names; if the case passed, the one closest to its limits"
-    ]
+    tensor: Annotated[str, "the first tensor above its limits; if the case passed, the one closest to them"]
     distribution: Annotated[str, "its input distribution"]
     z_element: Annotated[float | None, "its largest z: the error of an element divided by its budget (limit 8)"]
     z_row: Annotated[float | None, "the largest RMS of a row (limit 4)"]
@@ -126,9 +124,7 @@ class Record(TypedDict):
         Sequence[dict[str, Any]], "of invariants, those that were asked and did not apply: invariant, reason"
     ]
     is_sampled: Annotated[bool, "whether only some rows and keys of a long workload were compared"]
-    sampled: Annotated[
-        dict[str, Any], "if only some were: rows and keys, each with how many were compared, and of how many; else empty"
-    ]
+    sampled: Annotated[dict[str, Any], "if only some were: rows and keys, each with how many, and of how many; else empty"]
     memory: Annotated[int, "bytes held on a CUDA device at the peak of a check; 0 elsewhere"]
     is_approximate: Annotated[bool, "whether the kernel quantizes, and was compared on its quantized inputs"]
     compile_seconds: Annotated[float | None, "time of the first calls of a compiled kernel"]
