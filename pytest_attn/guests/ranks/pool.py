@@ -92,7 +92,9 @@ class Pool(RankGroup):
 
     def leave(self, verdict: object) -> None:
         """Have the ranks go on with their test after a judgment, whose verdict is handed to them."""
-        self._send(do="next", verdict=pickle.dumps(verdict))
+        path = self.folder / f"result-judged-{next(self._files)}"
+        path.write_bytes(pickle.dumps(verdict))
+        self._send(do="next", verdict=str(path))
 
     def finish(self) -> str:
         """End the case on all ranks; return what went wrong in a rank's test after its last judgment, "" for nothing."""

@@ -300,7 +300,7 @@ class Rank:
         while True:
             order = self._orders.get()
             if order["do"] == "next":
-                return pickle.loads(order["verdict"])
+                return pickle.loads(Path(order["verdict"]).read_bytes())
             if order["do"] in ("over", "end"):
                 self.is_over = True
                 raise CaseOverError
