@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +19,6 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pytest_attn.backends.raised import RemoteRaisedError
 from pytest_attn.correctness.contract import ContractError
@@ -147,15 +147,14 @@ class Pool(RankGroup):
 
     def _start(self, config: pytest.Config, launcher: Launcher) -> None:
         """Start all ranks, and wait until each has met the others."""
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        self._store = store  # the ranks meet in it, as those of torchrun do in its agent's
         timeout = self._seconds + _LATER_SECONDS if self._seconds else 1e6
         message = {"folder": str(self.folder), "kind": self.kind, "timeout": timeout}
+        port = _free_port()
         for rank in range(self.ranks):
             command = worker_command(config, self.folder / f"own-{rank}", [], message)
             command = command._replace(
                 arguments=["-p", "no:faulthandler", "-p", "pytest_attn.guests.ranks.rank_server", *command.arguments],
-                environment={**command.environment, **_as_torchrun(rank, self.ranks, store.port)},
+                environment={**command.environment, **_as_torchrun(rank, self.ranks, port)},
                 output=self.folder / OUTPUT.format(rank),
             )
             self._processes.append(launcher.start(command))
@@ -279,11 +278,18 @@ def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     made = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank, "WORLD_SIZE": ranks}
     made |= {"LOCAL_WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
     given = {name: str(value) for name, value in made.items()}
-    given |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    given |= {"MASTER_ADDR": "127.0.0.1"}
     given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     if Path("/sys/class/net/lo").exists():
         given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not be known to itself
     return given
+
+
+def _free_port() -> int:
+    """Return a port for a callable that opens one there; the ranks themselves meet in a file, which their user alone reads."""
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return int(tried.getsockname()[1])
 
 
 def _returncode(process: Process, seconds: float = 0.0) -> int | None:

@@ -246,7 +246,10 @@ class Rank:
         if "OMP_NUM_THREADS" in os.environ:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self.collectives = watch_collectives(self._folder / COLLECTIVE.format(self.rank))
-        given: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=self._timeout)}
+        # at a port, anybody on this host could join in
+        store = dist.FileStore(str(self._folder / "store"), self.ranks)  # type: ignore[attr-defined]
+        given: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=self._timeout), "store": store}
+        given |= {"rank": self.rank, "world_size": self.ranks}
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
             os.environ["LOCAL_RANK"] = str(self.device.index)  # by which libraries choose a device
