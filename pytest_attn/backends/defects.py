@@ -196,8 +196,8 @@ SDPA_LARGE_SCORES = KnownDefect(
     invariants=("magnitude",),
 )
 
-#: relative L2 of a float16 dq that was rounded to bfloat16: 0.0019 was seen
-_BFLOAT16_L2 = 0.003
+#: relative L2 of a float16 dq that was rounded to bfloat16: 0.0036 was seen
+_BFLOAT16_L2 = 0.006
 #: its z of an element: 16.5 was seen, and 5.7 of a row
 _BFLOAT16_Z = 24.0
 BFLOAT16_DQ = KnownDefect(

@@ -95,7 +95,7 @@ def attention(q, k, v, workload_mask=None, sinks=None, fault=""):
 FAULTS = {
     "scale": (None, "out", "scale-wrong"),
     "window": ("window", "out", "window-left-one-too-short"),
-    "next token": ("causal", "out", ""),
+    "next token": ("causal", "out", "causal-shows-next-key"),
     "lost key": ("causal", "out", ""),
     "last key": (None, "out", "last-key-missing"),
     "tiled": ("causal", "out", "heads-interleaved"),
@@ -176,7 +176,9 @@ def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
     assert f"{len(layers)} of {LAYERS} attention calls of Planted are wrong: " in found.message
     assert all(f"blocks.{n}.attn" in found.message for n in layers)
     given = {fault for call in wrong for fault in call.comparison.faults}
-    assert given <= {called}
+    assert given <= {called, "keys-unseen" if fault == "lost key" else called}, (
+        "a lost key has a name where enough rows show it"
+    )
     assert given or not called or dtype != torch.float32, "elsewhere rounding may hide which fault it is"
     assert tensor in {row.name for call in wrong for row in call.comparison.tensors if not row.passed}
 
