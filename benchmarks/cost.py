@@ -1,6 +1,6 @@
 """What a check costs: against a plain fp64 reference, for a second backend, and on long workloads (peak memory).
 
-    python benchmarks/cost.py [--device cuda] [--long]
+    python benchmarks/cost.py [--device cuda] [--long] [--small]
 
 Prints ratios and times of one run.
 """
@@ -44,14 +44,14 @@ def plain_reference(workload: Workload, device: torch.device, backward: bool) ->
         torch.autograd.grad(out, (q, k, v), inputs.dout.double())
 
 
-def ratios(device: torch.device) -> None:
+def ratios(device: torch.device, is_small: bool) -> None:
     sizes = (
         [(2, 8, 8, 1024, 64), (1, 8, 2, 2048, 128)]
         if device.type == "cpu"
         else [(2, 16, 16, 2048, 64), (1, 24, 24, 4608, 128)]
     )
     backend = Registry()["sdpa_flash"]
-    for batch, heads, kv_heads, length, dim in sizes:
+    for batch, heads, kv_heads, length, dim in [(1, 2, 2, 128, 64)] if is_small else sizes:
         for mask in (None, "causal"):
             workload = Workload(length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, mask=mask)
             for backward in (False, True):
@@ -97,10 +97,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--long", action="store_true", help="long workloads too (CUDA)")
+    parser.add_argument("--small", action="store_true", help="128 tokens alone")
     chosen = parser.parse_args()
     where = resolve_device(chosen.device)
     print(f"{machine_of(where).name}, torch {torch.__version__}")
-    ratios(where)
+    ratios(where, chosen.small)
     if chosen.long:
         long_workloads(where)
 

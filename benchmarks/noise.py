@@ -7,8 +7,8 @@ of 3 and 5 %; on a CPU 25 %), and, on a GPU, behind all of these, with do_bench;
 very launches that the protocol times.
 Adjusted: for the anchors, by the sensitivities that the gate would fit to all of the other processes.
 --disturb runs another process that computes on the same device, or heats the GPU for seconds before each measurement, and
-takes the plain cases only. FILE.json keeps every p50, anchor and block; benchmarks/power.py and peers.py resample it. Runs
-are appended, so that several calls make one series.
+takes the plain cases only. FILE.json keeps every p50, anchor and block; benchmarks/power.py resamples it. Runs are
+appended, so that several calls make one series.
 """
 
 from __future__ import annotations

@@ -1,23 +1,28 @@
 """How often the gate alarms falsely, and how often it finds a slowdown, by resampling the processes of benchmarks/noise.py.
 
-    python benchmarks/power.py SERIES.json [--disturbed SERIES.json ...] [--cases 200] [--suites 400]
+    python benchmarks/power.py SERIES.json [--disturbed SERIES.json ...] [--cases 200] [--suites 400] [--peers]
 
 A suite draws, for each of its cases, ten processes for the baseline, one for the screen and the fresh ones that confirm, all
 different. A/A suites have no slowdown: the share with an alarm is the false-alarm rate, with its Clopper-Pearson bound.
 Slowdowns are the extra work that noise.py put behind each call, and scaled p50s. Disturbed series are held against baselines
 of the quiet one: they may be inconclusive, never regressed.
+
+--peers: the rules of others on the same suites. fixed +5 %: one run against the median of ten. median:5%: pytest-benchmark's
+--benchmark-compare-fail, one run's samples against one saved run's. asv: Mann-Whitney U with p < 0.002 and a factor of 1.1,
+likewise. nvbench: intervals from the minimum to the third quartile that lie apart by 0.5 % and more, likewise.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist, median, quantiles
 from typing import Any, NamedTuple
 
 from pytest_attn.latency.gate import FEWEST_RUNS, GateContext, Policy, decide, policy_for, screen, shared_prior
@@ -42,6 +47,9 @@ class Suite(NamedTuple):
     draws: list[Draw]
     fits: list[Recording]
     prior: Prior
+
+
+Rule = Callable[[Series, Suite, int, str, float], bool]
 
 
 def undisturbed(path: Path) -> Series:
@@ -90,6 +98,11 @@ def _fit(series: Series, draw: Draw) -> Recording:
 def kind_of(series: Series) -> str:
     """Return the type of device of a series."""
     return "cpu" if series["device"] == "CPU" else "cuda"
+
+
+def scaled(series: Series) -> tuple[float, ...]:
+    """Return the factors by which p50s are made larger."""
+    return (1.03, 1.05, 1.10) if kind_of(series) == "cuda" else (1.10, 1.25, 1.5)
 
 
 def judged(
@@ -146,9 +159,9 @@ def false_alarms(series: Series, drawn: list[Suite], policy: Policy, cases: int)
 def power(series: Series, drawn: list[Suite], policy: Policy, cases: int) -> None:
     """Print which share of slowed cases is found, case by case."""
     slower = [name for name in _slowdowns(series) if name.startswith("slower")]
-    scaled = (1.03, 1.05, 1.10) if kind_of(series) == "cuda" else (1.10, 1.25, 1.5)
+    factors = scaled(series)
     print(
-        f"{'case':38}", *(f"{'real ' + n.split()[1]:>16}" for n in slower), *(f"{'x ' + format(f, '.2f'):>9}" for f in scaled)
+        f"{'case':38}", *(f"{'real ' + n.split()[1]:>16}" for n in slower), *(f"{'x ' + format(f, '.2f'):>9}" for f in factors)
     )
     overall: dict[str, list[bool]] = {}
     for key in series["runs"][0]["cases"]:
@@ -163,7 +176,7 @@ def power(series: Series, drawn: list[Suite], policy: Policy, cases: int) -> Non
             )
             cells.append(f"{sum(hits) / len(hits):7.1%} ({truly:+.1%})".rjust(16))
             overall.setdefault(name, []).extend(hits)
-        for factor in scaled:
+        for factor in factors:
             hits = [is_found(series, s, d, f, policy, cases, "plain", factor) for s, d, f in _of(drawn, key)]
             cells.append(f"{sum(hits) / len(hits):9.1%}")
             overall.setdefault(f"x {factor}", []).extend(hits)
@@ -207,13 +220,95 @@ def disturbed(series: Series, other: Series, drawn: list[Suite], policy: Policy,
     print(f"disturbed by {other['disturb']}: " + ", ".join(f"{n / total:.1%} {name}" for name, n in found.most_common()))
 
 
+def samples_of(series: Series, process: int, key: str, what: str, factor: float = 1.0) -> list[float]:
+    """Return the seconds of one process's blocks, which these rules take for samples: blocks depend on one another less."""
+    return [block * factor for block in series["runs"][process]["cases"][key][what]["blocks"]]
+
+
+def gate(series: Series, suite: Suite, index: int, what: str, factor: float) -> bool:
+    """This project's."""
+    draw, recorded = suite.draws[index], suite.fits[index]
+    return is_found(series, suite, draw, recorded, policy_for(kind_of(series)), len(suite.draws), what, factor)
+
+
+def fixed(series: Series, suite: Suite, index: int, what: str, factor: float) -> bool:
+    """Five percent above the median of the recorded runs."""
+    draw = suite.draws[index]
+    before = median(run_of(series, process, draw.key).p50 for process in draw.baseline)
+    return run_of(series, draw.screen, draw.key, what, factor).p50 > 1.05 * before
+
+
+def pytest_benchmark(series: Series, suite: Suite, index: int, what: str, factor: float) -> bool:
+    """The median of one run's samples, five percent above that of one saved run."""
+    before, now = pair(series, suite.draws[index], what, factor)
+    return median(now) > 1.05 * median(before)
+
+
+def asv(series: Series, suite: Suite, index: int, what: str, factor: float) -> bool:
+    """A rank test of the samples of two runs, and a factor."""
+    before, now = pair(series, suite.draws[index], what, factor)
+    return median(now) > 1.1 * median(before) and mann_whitney(before, now) < 0.002
+
+
+def nvbench(series: Series, suite: Suite, index: int, what: str, factor: float) -> bool:
+    """Intervals [minimum, third quartile] of the samples of two runs, apart by half a percent."""
+    before, now = pair(series, suite.draws[index], what, factor)
+    return min(now) > 1.005 * quantiles(before, n=4)[2]
+
+
+def pair(series: Series, draw: Draw, what: str, factor: float) -> tuple[list[float], list[float]]:
+    """Return the samples of one recorded run and of the present one."""
+    return samples_of(series, draw.baseline[0], draw.key, "plain"), samples_of(series, draw.screen, draw.key, what, factor)
+
+
+def mann_whitney(before: list[float], now: list[float]) -> float:
+    """Return the two-sided p of the rank test, by its normal approximation with ties corrected."""
+    n, m = len(before), len(now)
+    ordered = sorted([(v, 0) for v in before] + [(v, 1) for v in now])
+    ranks, ties, at = 0.0, 0.0, 0
+    while at < n + m:
+        end = at
+        while end < n + m and ordered[end][0] == ordered[at][0]:
+            end += 1
+        ranks += sum(group for _, group in ordered[at:end]) * (at + end + 1) / 2
+        ties += (end - at) ** 3 - (end - at)
+        at = end
+    u = ranks - m * (m + 1) / 2
+    variance = n * m / 12 * (n + m + 1 - ties / ((n + m) * (n + m - 1)))
+    return 2 * (1 - NormalDist().cdf(abs(u - n * m / 2) / math.sqrt(variance))) if variance else 1.0
+
+
+PEERS: dict[str, Rule] = {
+    "pytest-attn": gate,
+    "fixed +5 %": fixed,
+    "pytest-benchmark median:5%": pytest_benchmark,
+    "asv": asv,
+    "nvbench": nvbench,
+}
+
+
+def peers(series: Series, drawn: list[Suite], cases: int) -> None:
+    """Print one row per rule."""
+    few = drawn[:20]
+    print(f"{'rule':28} {'suites that alarm falsely':>28}", *(f"{'finds x ' + format(f, '.2f'):>14}" for f in scaled(series)))
+    for name, rule in PEERS.items():
+        alarms = sum(any(rule(series, s, i, "plain", 1.0) for i in range(len(s.draws))) for s in drawn)
+        found = [
+            sum(rule(series, s, i, "plain", factor) for s in few for i in range(len(s.draws))) / len(few) / cases
+            for factor in scaled(series)
+        ]
+        bound = upper_bound(alarms, len(drawn))
+        print(f"{name:28} {alarms / len(drawn):>14.1%} (< {bound:6.1%})", *(f"{share:14.1%}" for share in found))
+
+
 def main() -> None:
-    """Print the three tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("series", type=Path)
     parser.add_argument("--disturbed", type=Path, nargs="*", default=[])
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--suites", type=int, default=400)
+    parser.add_argument("--peers", action="store_true", help="the rules of others too")
     options = parser.parse_args()
     series = undisturbed(options.series)
     policy = policy_for(kind_of(series))
@@ -223,6 +318,8 @@ def main() -> None:
     power(series, drawn[:100], policy, options.cases)
     for path in options.disturbed:
         disturbed(series, json.loads(path.read_text()), drawn[:20], policy, options.cases)
+    if options.peers:
+        peers(series, drawn, options.cases)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,7 +131,8 @@ class Waiting:
         output, interrupted = self._wait(process)
         seconds = time.monotonic() - begun
         lines = [line for line in output.splitlines() if line.strip()] or ["it said nothing"]
-        summary = f"interrupted: {lines[-1]}" if interrupted else lines[-1]
+        counted = next((line for line in reversed(lines) if re.search(r" in [\d.]+s", line)), lines[-1])
+        summary = f"interrupted: {counted}" if interrupted else counted
         found = Run(row.name, when, package, row.limits[when], seconds, summary, interrupted)
         if records.exists():
             found.spent, found.compiled = spent_in(records)

@@ -1,5 +1,6 @@
 """Each script under benchmarks/ lives: it takes its arguments, and runs on its smallest input as far as a CPU can."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -11,16 +12,14 @@ from pytest_attn.workloads import distributions
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
-#: what others import, and no script
-MODULES = ("rules",)
-SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in MODULES)
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
-#: the smallest input of each that a CPU takes; the others read the file of noise.py, or need libraries, a GPU or minutes
+#: the smallest input of each that a CPU takes
 SMALLEST = {
     "calibrate": "--device cpu --backends math --seeds 0 --seconds 5 --distributions randn --dtypes bfloat16",
     "cheats": "mean_of_v --length 64",
     "long": "--device cpu --tokens 512 --sample 128 --no-strides",
-    "mutation": "--kernels mutants,honest --groups smoke --names none",
+    "mutation": "--kernels mutants,honest --groups smoke --names one-tile --judges ours",
     "profiles": "one-tile --groups smoke,features-cached",
     "tf32": "--device cpu --groups smoke,features",
     "diagnosis": "--classes masks --cases 1 --names none",
@@ -29,6 +28,10 @@ SMALLEST = {
     "isolated": "--kernels plain",
     "models": "--device cpu --small --seconds 1 --depth 1",
     "ranks": "",
+    "cost": "--device cpu --small",
+    "model_faults": "--only llama --faults window",
+    "startup": "--cases 10 --runs 1",
+    "wait": "--rows suite --pytest --attn-backends=math --attn-workloads=smoke-full",
 }
 
 
@@ -52,10 +55,34 @@ def test_it_takes_its_arguments(script, monkeypatch, capsys):
     assert (ended.value.code, "usage:" in capsys.readouterr().out) == (0, True)
 
 
+def test_they_are_few():
+    assert len(SCRIPTS) <= 18
+    assert {*SMALLEST, "noise", "power"} == {*SCRIPTS}, "each has its smallest input"
+
+
+def printed(script, *arguments):
+    command = [sys.executable, str(FOLDER / f"{script}.py"), *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.slow("a process for each, and torch compiles")
 @pytest.mark.parametrize("script", SMALLEST)
 def test_it_runs_on_its_smallest_input(script):
-    command = [sys.executable, str(FOLDER / f"{script}.py"), *SMALLEST[script].split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout
+    if script == "model_faults":
+        pytest.importorskip("transformers")
+    assert printed(script, *SMALLEST[script].split())
+
+
+@pytest.mark.slow("times five kernels in a new process")
+def test_the_series_of_a_process_is_resampled(tmp_path):
+    file = tmp_path / "series.json"
+    assert "1 new processes" in printed("noise", "--out", file, "--processes", 1, "--device", "cpu", "--plain")
+    series = json.loads(file.read_text())
+    for case in series["runs"][0]["cases"].values():
+        case["plain"]["disturbances"] = []
+    file.write_text(json.dumps({**series, "runs": series["runs"] * 20}))
+    found = printed("power", file, "--cases", 5, "--suites", 2, "--peers")
+    assert "A/A: 0 of 2 suites of 5 cases alarm" in found
+    assert "nvbench" in found
