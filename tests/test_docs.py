@@ -358,3 +358,36 @@ def test_the_index_of_results_has_the_dates_of_each_page():
     for page, first, last in rows:
         dates = sorted(re.findall(date, (pages / page).read_text(encoding="utf-8")))
         assert (first, last or first[-2:]) == (dates[0], dates[-1][-2:]), page
+
+
+#: what a section of results says of its tables; a script that has left is named as git shows it
+OF_A_TABLE = {
+    "command": r"benchmarks/\w+\.py|pytest |make |tests/\w",
+    "date": r"\b20\d\d-\d\d-\d\d\b",
+    "commit": r"\b(?=[a-f]*\d)[0-9a-f]{8}\b",
+}
+
+
+def unsaid(page):
+    """Yield each section with a table, and what it does not say of it."""
+    for section in re.split(r"^(?=## )", page, flags=re.MULTILINE):
+        tables = re.sub(r"^```(?!text)[a-z]+\n.*?^```", "", section, flags=re.M | re.S)
+        if re.search(r"^\| :?---|^```", tables, re.MULTILINE):
+            lacks = [what for what, pattern in OF_A_TABLE.items() if not re.search(pattern, section)]
+            if lacks:
+                yield section.splitlines()[0], lacks
+
+
+@pytest.mark.parametrize(
+    "page", sorted({*(DOCS / "results").glob("*.md")} - {DOCS / "results" / "index.md"}), ids=lambda page: page.name
+)
+def test_each_table_of_results_has_its_command_commit_and_date(page):
+    assert [*unsaid(page.read_text(encoding="utf-8"))] == []
+
+
+def test_a_table_without_a_commit_is_seen():
+    said = "## Cost\n\n`pytest tests`, 2026-11-29{}\n\n```text\n1 2\n```\n"
+    assert [*unsaid(said.format(", commit 1a2b3c4d"))] == []
+    assert [*unsaid(said.format(""))] == [("## Cost", ["commit"])]
+    assert [*unsaid("## Cost\n\n| a |\n| --- |\n")] == [("## Cost", ["command", "date", "commit"])]
+    assert [*unsaid("## A call\n\n```python\nprint()\n```\n")] == []
