@@ -356,21 +356,25 @@ def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) ->
     scales = Counter(own)
     if len(scales) != 2 or 2 < len(own) == 2 * max(scales.values()):
         return {}
-    default, agreed = workloads[0].replace(scale=None).softmax_scale, _agreed(scales)
-    config = getattr(module, "config", None)
-    scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
-    configured = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier, agreed]
-    known = [default, *(float(one) for one in configured if isinstance(one, int | float) and one > 0)]
-    right = [scale for scale in known if _is_among(scale, scales)]
-    right = right or [1.0] * (_is_of_transformers(module) and 1.0 in scales)  # q is scaled or normalized already
-    is_default_agreed = agreed is not None and _is_alike(agreed, default) and 1.0 not in scales
-    counts_all = is_default_agreed or _is_of_transformers(module)
+    right, counts_all = _right_scales(workloads[0].replace(scale=None).softmax_scale, scales, module)
     found = {}
     for at, scale in enumerate(own):
         near = [one for one in right if counts_all or _ALIKE[0] < scale / one < _ALIKE[1]]
         if near and not _is_among(scale, right):
             found[at] = near[0], [_is_alike(one, near[0]) for one in own].index(True)
     return found
+
+
+def _right_scales(default: float, scales: Counter[float], module: torch.nn.Module | None) -> tuple[list[float], bool]:
+    """Return the scales that are right, and whether any other one is a mistake, however large the difference."""
+    agreed, config = _agreed(scales), getattr(module, "config", None)
+    scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
+    configured = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier, agreed]
+    known = [default, *(float(one) for one in configured if isinstance(one, int | float) and one > 0)]
+    right = [scale for scale in known if _is_among(scale, scales)]
+    right = right or [1.0] * (_is_of_transformers(module) and 1.0 in scales)  # q is scaled or normalized already
+    is_default_agreed = agreed is not None and _is_alike(agreed, default) and 1.0 not in scales
+    return right, is_default_agreed or _is_of_transformers(module)
 
 
 def _agreed(scales: Counter[float]) -> float | None:

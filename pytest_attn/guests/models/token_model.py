@@ -267,13 +267,16 @@ class TokenModel:
         if is_encoder_decoder or self.says("use_bidirectional_attention") or self.says("is_causal") is False:
             return None  # functions that make causal masks make others then
         makes_others = any("bidirectional" in name for name in self.requests.masks)
+        is_said = self.says("is_decoder") is True or self._calls_are_causal()
+        return is_said or (makes_causal and not makes_others) or None
+
+    def _calls_are_causal(self) -> bool:
+        """Return whether each module that calls attention says so, or each of its calls asks for that."""
         parts = dict(self._inner.named_modules())
         callers = [parts[name] for name, _ in self.requests.calls if name in parts] or list(parts.values())
-        are_causal = {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)} == {True}
+        said = {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)}
         bands = [w.mask.band if w.mask is not None else None for _, w in self.requests.calls if w.q_len == w.kv_len]
-        ask_causal = bool(bands) and all(band is not None and band.right == 0 for band in bands)
-        is_said = self.says("is_decoder") is True or are_causal or ask_causal
-        return is_said or (makes_causal and not makes_others) or None
+        return said == {True} or (bool(bands) and all(band is not None and band.right == 0 for band in bands))
 
     @cached_property
     def seeing(self) -> str:
