@@ -289,12 +289,12 @@ class HeadSlopes(NamedTuple):
 
 #: One rounding to bfloat16 at most. Where a kernel cuts off P, or all P of a row round alike, it is a factor of a whole head.
 #: In half precision and float32 a factor below it shows in the RMS of z over a head.
-SLOPE_BIAS = 2.0**-8
+_SLOPE_BIAS = 2.0**-8
 #: standard errors by which a slope may be off beside
 _SLOPE_ERRORS = 5.0
 
 
-def head_slopes(z: torch.Tensor, expected: Expected, bias: float = SLOPE_BIAS) -> HeadSlopes:
+def head_slopes(z: torch.Tensor, expected: Expected) -> HeadSlopes:
     """Return the slope of each head over the exact one by weighted least squares, with weights 1 / tau^2.
 
     With x the exact value in budgets, off = sum(z x) / sum(x^2). Its standard error is 1 / sqrt(sum(x^2)) if all errors are
@@ -302,7 +302,7 @@ def head_slopes(z: torch.Tensor, expected: Expected, bias: float = SLOPE_BIAS) -
     heteroskedasticity-consistent covariance matrix estimators, 1985: HC3). Noise of scores moves P by a part of its square
     always in one direction: the mean of 1 / x^2, twice.
 
-    z and expected: (batch, heads, rows, dim). bias: what a slope may be off for a reason that all rows share.
+    z and expected: (batch, heads, rows, dim).
     """
     x = (expected.value / expected.tau).nan_to_num_(0, 0, 0)
     overlaps, squares = torch.linalg.vecdot(z, x), torch.linalg.vecdot(x, x)
@@ -310,5 +310,5 @@ def head_slopes(z: torch.Tensor, expected: Expected, bias: float = SLOPE_BIAS) -
     off = (overlaps.sum(-1) / total).nan_to_num_(0, 0, 0)
     left = (overlaps - off.unsqueeze(-1) * squares) / (1 - squares / total.unsqueeze(-1))
     error = total.rsqrt().maximum(left.norm(dim=-1) / total)
-    allowed = error.square().mul_(_SLOPE_ERRORS**2).add_(bias**2).sqrt_().add_(2 * x.shape[-2:].numel() / total)
+    allowed = error.square().mul_(_SLOPE_ERRORS**2).add_(_SLOPE_BIAS**2).sqrt_().add_(2 * x.shape[-2:].numel() / total)
     return HeadSlopes(off, error, allowed)

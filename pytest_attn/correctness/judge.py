@@ -27,7 +27,6 @@ from pytest_attn.correctness.call import (
     set_among,
 )
 from pytest_attn.correctness.comparison import (
-    SLOPE_BIAS,
     Comparison,
     Evidence,
     Hint,
@@ -62,8 +61,8 @@ from pytest_attn.workloads.workload import Workload, sequence_lengths
 FEW_ROWS = 16
 #: With fewer rows the standard error of a head's slope is not known well enough.
 _SLOPE_ROWS = 64
-#: Where scores are rounded, P is too before the mean of dP is formed: an error of a query's row, and so of all rows of dk.
-_SHARED_BIAS = 2 * SLOPE_BIAS
+#: Where scores are rounded, the lse of a query is off for all its keys. Where it has most of the weight, that is a factor.
+_SUMS_OVER_QUERIES = ("dk", "dv")
 #: With more terms what tensor cores cut from a sum, of a whole head alike, comes near what a slope may be off.
 _MOST_TERMS = 1 << 17
 LSE_TOLERANCE = 1e-5  # of 1 + |lse|: float32 sums of exponentials are that good
@@ -526,10 +525,9 @@ def compare_all(
     terms = max((max(keys, queries * workload.group) for queries, keys in sequence_lengths(workload)), default=0)
     precision = reference.precision
     has_slopes = terms <= _MOST_TERMS and not precision.scales_heads(bool(workload.sinks))
-    shared = {"dq", "dk"} if precision.has_noisy_scores else set()
-    biases = {name: has_slopes * (_SHARED_BIAS if name in shared else SLOPE_BIAS) for name in tensors}
+    sloped = [name for name in tensors if has_slopes and not (precision.has_noisy_scores and name in _SUMS_OVER_QUERIES)]
     return _rows_of(
-        _measured_tensor(name, distribution, tensor, reference, workload, limits_of(name, limits), biases[name])
+        _measured_tensor(name, distribution, tensor, reference, workload, limits_of(name, limits), name in sloped)
         for name, tensor in tensors.items()
     )
 
@@ -564,11 +562,11 @@ def _measured_tensor(
     reference: Reference,
     workload: Workload,
     limits: Limits,
-    slope_bias: float,
+    has_slopes: bool,
 ) -> _Measured:
     expected = reference.tensors[name]
     got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
-    return _measured(name, distribution, got, expected, workload, limits, unsampled_faults, slope_bias)
+    return _measured(name, distribution, got, expected, workload, limits, unsampled_faults, has_slopes)
 
 
 def _measured(
@@ -579,11 +577,11 @@ def _measured(
     workload: Workload,
     limits: Limits,
     unsampled_faults: int = 0,
-    slope_bias: float = 0.0,
+    has_slopes: bool = False,
 ) -> _Measured:
     """Measure the rows that are exact.
 
-    unsampled_faults: how many elements are not finite, in others. slope_bias: of `head_slopes`, 0 for no slopes.
+    unsampled_faults: how many elements are not finite, in others. has_slopes: whether slopes of heads are looked at.
     """
     if is_of_heads := is_of_parameter(name) and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
         limits = replace(limits, row=limits.element, head=limits.element)
@@ -606,7 +604,7 @@ def _measured(
         "wrong": wrong.sum(),
         **_at(place, got, expected.value, expected.tau),
         **_familiar(residual, expected.value),
-        **(_steepest(z, expected, slope_bias) if slope_bias and independent >= _SLOPE_ROWS else {}),
+        **(_steepest(z, expected) if has_slopes and independent >= _SLOPE_ROWS else {}),
     }
 
     def to_row(read: Mapping[str, float]) -> TensorComparison:
@@ -638,8 +636,8 @@ def _measured(
     return _Measured(numbers, to_row)
 
 
-def _steepest(z: torch.Tensor, expected: Expected, bias: float) -> dict[str, torch.Tensor]:
-    off, error, allowed = head_slopes(z, expected, bias)
+def _steepest(z: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:
+    off, error, allowed = head_slopes(z, expected)
     level = (off.abs() / allowed).nan_to_num_(0)
     place = level.argmax()
     return {"z_slope": level.max(), "slope_off": off.take(place), "slope_error": error.take(place), "slope_place": place}
