@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -64,7 +65,14 @@ def test_an_interrupt_while_the_run_is_finishing(pytester):
     pytester.makepyfile(TEST)
     pytester.makeconftest(SLOW_END)
     command = [sys.executable, "-m", "pytest", "--attn-output=run.jsonl", *QUIET]
-    run = subprocess.Popen(command, cwd=pytester.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(
+        command,
+        cwd=pytester.path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # which what runs in the background ignores
+    )
     while run.poll() is None and not (pytester.path / "ending").exists():
         time.sleep(0.05)
     os.kill(run.pid, signal.SIGINT)
