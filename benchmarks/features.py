@@ -20,7 +20,7 @@ from functools import cache, partial
 from itertools import combinations, islice
 from typing import Any, TypeAlias
 
-from pytest_attn.backends.builtin import BUILTIN
+from pytest_attn.backends.all_libraries import BUILTIN
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.registry import Registry
 from pytest_attn.workloads.catalog import (

@@ -9,8 +9,8 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
 
+from pytest_attn.backends.all_libraries import ALIASES, BUILTIN, FAMILIES
 from pytest_attn.backends.backend import Backend, FunctionBackend, LibraryBackend
-from pytest_attn.backends.builtin import ALIASES, BUILTIN, FAMILIES
 from pytest_attn.backends.capabilities import COLUMNS
 from pytest_attn.backends.compilers import compilers_of
 from pytest_attn.backends.configured import Declared, Options, joined, options_of, split

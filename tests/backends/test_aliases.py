@@ -1,6 +1,6 @@
 import pytest
 
-from pytest_attn.backends.builtin import ALIASES
+from pytest_attn.backends.all_libraries import ALIASES
 from pytest_attn.backends.libraries import diffusers, transformers
 from pytest_attn.backends.registry import Registry
 

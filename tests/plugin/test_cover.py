@@ -7,7 +7,7 @@ import torch
 
 from pytest_attn import Capabilities, Window, Workload
 from pytest_attn.backends import library
-from pytest_attn.backends.builtin import BUILTIN
+from pytest_attn.backends.all_libraries import BUILTIN
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.session import cover

@@ -8,7 +8,7 @@ import torch
 from fakes import install, uninstall
 
 from pytest_attn import Machine, Window, Workload
-from pytest_attn.backends.builtin import BUILTIN
+from pytest_attn.backends.all_libraries import BUILTIN
 from pytest_attn.backends.contexts import within
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.registry import Registry
