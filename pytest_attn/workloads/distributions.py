@@ -24,7 +24,7 @@ QKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 DISTRIBUTIONS = {
     "structured": "randn with a mean per value head and needles: rows whose query points at one key, on the diagonal,"
     " the first or last key it may see, and the first it may not",
-    "flat": "0.1 randn: a nearly uniform softmax; in a quarter of the rows beside one heavy key",
+    "flat": "0.1 randn: a nearly uniform softmax",
     "randn": "standard normal",
     "peaky": "3 randn: softmax near one-hot",
     "flux": "randn times a random whole number from 1 to 4, as the Flux benchmark draws",
@@ -89,43 +89,6 @@ def _structured(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
     return q, k, v
 
 
-def _flat(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
-    q, k, v = _scaled(0.1, 0.1, draw, w, *shapes)
-    signs = (1 - 2 * (draw.bits("heavy", w.head_dim) & 1)).to(q)
-    q_start = k_start = 0
-    for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
-        lane = 0 if w.is_packed else batch
-        if q_len and kv_len:
-            _plant_heavy_key(w, q[lane, :, q_start : q_start + q_len], k[lane, :, k_start : k_start + kv_len], signs)
-        if w.is_packed:
-            q_start, k_start = q_start + q_len, k_start + kv_len
-    return q, k, v
-
-
-#: a heavy key's elements; those of others are .1
-_HEAVY = 1.25
-#: e to the minus this is the least sum of the other keys' weights that a row has: float32 sees less
-_LEAST_SUM = 12
-
-
-def _plant_heavy_key(w: Workload, q: Tensor, k: Tensor, signs: Tensor) -> None:
-    """Point every fourth query at the first key, by a height that leaves to all others a weight of 1 / e, ... , e^-12.
-
-    What skips keys of a small weight is wrong where there are many of these. The rows are every second one of odd heads, as
-    gradients that are sums over a head, such as those of ALiBi's slopes, are less exact with them.
-
-    q: (heads, q_len, dim), k: (kv_heads, kv_len, dim).
-    """
-    import torch
-
-    k[:, 0] = signs * _HEAVY
-    row, head = torch.arange(q.shape[1], device=q.device), torch.arange(w.heads, device=q.device)[:, None]
-    is_aimed = row % 4 == 3 if w.heads == 1 else (head % 2 == 1) & ((row + head // 2) % 2 == 1)
-    height = math.log(k.shape[1]) + 1 + (row // 2 * 5 + head * 2) % _LEAST_SUM  # far apart where rows are few
-    aimed = height / (w.softmax_scale * q.shape[-1] * _HEAVY) * is_aimed
-    q += (aimed[..., None] * signs).to(q.dtype)
-
-
 def _plant_needles(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
     """Point every second query at one key, so that seeing that key, or not, changes the row beyond any rounding."""
     import torch
@@ -186,7 +149,7 @@ def edge_targets(rows: Tensor, span: tuple[Tensor, Tensor] | None, q_len: int, k
 
 _DRAWN_BY: dict[str, Callable[..., QKV]] = {
     "structured": _structured,
-    "flat": _flat,
+    "flat": partial(_scaled, 0.1, 0.1),
     "randn": partial(_scaled, 1.0, 1.0),
     "peaky": partial(_scaled, 3.0, 3.0),
     "flux": _flux,
