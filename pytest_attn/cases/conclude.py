@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, cast
 
 import pytest
@@ -80,8 +80,9 @@ def _judged(context: CaseContext, evaluator: Evaluator[Result]) -> Judgment[Resu
     """Return what an evaluator finds, or what the error says of its subject that ended it."""
     __tracebackhide__ = True
     progress = context.session.progress.during(evaluator.doing, evaluator.on)
-    device = context.session.machines.device(context.mark.device)
-    kept = judge_kept(f"{evaluator.name} on {evaluator.on}", device) if evaluator.doing else nullcontext()
+    kept: AbstractContextManager[None] = nullcontext()
+    if evaluator.doing:  # else nothing is called, and its device may not be there
+        kept = judge_kept(f"{evaluator.name} on {evaluator.on}", context.session.machines.device(context.mark.device))
     try:
         with ending_no_test(evaluator.name, calls=False), progress, kept:
             return evaluator.judge(context)

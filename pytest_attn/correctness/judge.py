@@ -522,21 +522,24 @@ def compare_all(
     limits: tuple[Limits, Limits],
 ) -> list[TensorComparison]:
     """Compare tensors by their names, native ones. limits: of out and lse, and of gradients."""
-    terms = max((max(keys, queries * workload.group) for queries, keys in sequence_lengths(workload)), default=0)
-    precision = reference.precision
-    has_slopes = terms <= _MOST_TERMS and not precision.scales_heads(bool(workload.sinks))
-    sloped = [name for name in tensors if has_slopes and not (precision.has_noisy_scores and name in _SUMS_OVER_QUERIES)]
+    precision, lengths = reference.precision, sequence_lengths(workload)
+    is_long = any(max(keys, queries * workload.group) > _MOST_TERMS for queries, keys in lengths)
+    has_no_slopes = is_long or precision.scales_heads(bool(workload.sinks))
+
+    def own(name: str) -> Limits:
+        unsloped = has_no_slopes or (precision.has_noisy_scores and name in _SUMS_OVER_QUERIES)
+        return limits_of(name, limits).without_slope if unsloped else limits_of(name, limits)
+
     return _rows_of(
-        _measured_tensor(name, distribution, tensor, reference, workload, limits_of(name, limits), name in sloped)
-        for name, tensor in tensors.items()
+        _measured_tensor(name, distribution, tensor, reference, workload, own(name)) for name, tensor in tensors.items()
     )
 
 
 def compare_rows(
     name: str, distribution: str, got: torch.Tensor, expected: Expected, workload: Workload, limits: Limits
 ) -> TensorComparison:
-    """Compare those rows of a tensor, (batch, heads, rows, dim), that are exact."""
-    (row,) = _rows_of([_measured(name, distribution, got, expected, workload, limits)])
+    """Compare those rows of a tensor, (batch, heads, rows, dim), that are exact; not the slopes of its heads."""
+    (row,) = _rows_of([_measured(name, distribution, got, expected, workload, limits.without_slope)])
     return row
 
 
@@ -556,17 +559,11 @@ def _rows_of(comparisons: Iterable[_Measured]) -> list[TensorComparison]:
 
 
 def _measured_tensor(
-    name: str,
-    distribution: str,
-    tensor: torch.Tensor,
-    reference: Reference,
-    workload: Workload,
-    limits: Limits,
-    has_slopes: bool,
+    name: str, distribution: str, tensor: torch.Tensor, reference: Reference, workload: Workload, limits: Limits
 ) -> _Measured:
     expected = reference.tensors[name]
     got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
-    return _measured(name, distribution, got, expected, workload, limits, unsampled_faults, has_slopes)
+    return _measured(name, distribution, got, expected, workload, limits, unsampled_faults)
 
 
 def _measured(
@@ -577,12 +574,8 @@ def _measured(
     workload: Workload,
     limits: Limits,
     unsampled_faults: int = 0,
-    has_slopes: bool = False,
 ) -> _Measured:
-    """Measure the rows that are exact.
-
-    unsampled_faults: how many elements are not finite, in others. has_slopes: whether slopes of heads are looked at.
-    """
+    """Measure the rows that are exact. unsampled_faults: how many elements are not finite, in others."""
     if is_of_heads := is_of_parameter(name) and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
         limits = replace(limits, row=limits.element, head=limits.element)
     if name in ("lse", "max"):
@@ -604,7 +597,7 @@ def _measured(
         "wrong": wrong.sum(),
         **_at(place, got, expected.value, expected.tau),
         **_familiar(residual, expected.value),
-        **(_steepest(z, expected) if has_slopes and independent >= _SLOPE_ROWS else {}),
+        **(_steepest(z, expected) if limits.slope < math.inf and independent >= _SLOPE_ROWS else {}),
     }
 
     def to_row(read: Mapping[str, float]) -> TensorComparison:

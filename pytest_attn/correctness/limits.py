@@ -1,7 +1,7 @@
 """Limits of z: how many budgets a result may be off, by element, by row and by head, and by a factor of a head."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -9,13 +9,18 @@ from types import MappingProxyType
 class Limits:
     """The largest |z| of an element, and the largest RMS of z over a row and over a head.
 
-    slope: the largest |slope - 1| of a head, in units of what `head_slopes` allows.
+    slope: the largest |slope - 1| of a head, in units of what `head_slopes` allows; infinite where slopes are not looked at.
     """
 
     element: float
     row: float
     head: float
     slope: float = 1.0
+
+    @property
+    def without_slope(self) -> "Limits":
+        """The same limits, for results whose slopes are not looked at."""
+        return replace(self, slope=math.inf)
 
     def excess(self, element: float, row: float, head: float, slope: float = 0.0) -> float:
         """Return how far the worst level is over its limit, as a ratio (at most 1 passes; NaN counts as infinite)."""

@@ -364,8 +364,8 @@ class Probe:
         return changed if any(apart(*pair, reference, inputs.workload)[1] for pair in pairs) else ""
 
     def _rows(self, results: Results, inputs: Inputs) -> list[TensorComparison]:
-        of_out, of_gradients = (dataclasses.replace(one, slope=math.inf) for one in limits_named(self.spec.limits))
-        limits = of_out, of_gradients  # without slopes: of the tensors that invariants make, a single row may have all weight
+        of_out, of_gradients = limits_named(self.spec.limits)
+        limits = of_out.without_slope, of_gradients.without_slope  # in tensors of invariants a single row may have all weight
         return compare_all(self.spec.inputs[0], results, self.reference(inputs), inputs.workload, limits)
 
 
