@@ -103,8 +103,10 @@ def other_places(number: int, few: bool = False) -> Iterator[tuple[str, list[int
         ("the even ones, then the odd", own[::2] + own[1::2]),
         ("number 2 n for number n", [2 * n % number for n in own]),
     ]
+    tried = [own]
     for words, order in [*likely, *([] if few else others)]:
-        if order != own:
+        if order not in tried:
+            tried.append(order)
             yield words, order
 
 
@@ -120,7 +122,7 @@ def _of_others(visible: MaskMod, w: Workload, over: Sequences) -> Iterator[NearM
         return moved
 
     for place, number, what in ((0, w.batch, "batch-entry"), (1, w.heads, "head")):
-        for words, order in other_places(number) if number > 1 else ():
+        for words, order in other_places(number):
             text = f"with masks of other {what.replace('-', ' ').replace('entry', 'entrie')}s: {words}"
             yield NearMiss(f"mask-of-another-{what}", text, of_other(place, order))
     q_lens, kv_lens = over.q_lens, over.kv_lens
@@ -932,7 +934,7 @@ def misread_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
 def _misread_bias(w: Workload) -> Iterator[AttentionFault]:
     """Yield a bias of other batch entries, heads or tiles."""
     for place, number, what in ((0, w.batch, "batch entries"), (1, w.heads, "heads")):
-        for words, order in other_places(number) if "bh"[place] in (w.bias or "") and number > 1 else ():
+        for words, order in other_places(number) if "bh"[place] in (w.bias or "") else ():
             fault = "bias-of-another-" + ("batch-entry", "head")[place]
             yield AttentionFault(
                 fault, f"with the bias of other {what}: {words}", _with(w, "bias", partial(_in_order, place, order))

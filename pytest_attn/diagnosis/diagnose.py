@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
@@ -300,12 +301,26 @@ def _other_attention(few: RowsOfOut, many: RowsOfOut, case: Case) -> list[Hint]:
     w = case.workload
     if w.is_packed and score_elements(w) > _PACKED_ELEMENTS:
         return []
-    likely = (on_rows(fault, case.limits[0]) for fault in attention_faults(w, few.reference.inputs))
-    fitting = [one for one in case.time.each(_ATTENTIONS, likely) if explains(one, few)]
+    faults = attention_faults(w, few.reference.inputs)
+    return _named(faults, few, many, lambda: _spread_rows(case), _ATTENTIONS, case)
+
+
+def _named(
+    faults: Iterable[AttentionFault],
+    few: RowsOfOut,
+    many: RowsOfOut,
+    spread: Callable[[], Iterable[RowsOfOut]],
+    what: str,
+    case: Case,
+    where: str = "",
+) -> list[Hint]:
+    """Name the attention that explains a few rows, and all others best. what: is tried, in words; where: added to the name."""
+    likely = (on_rows(fault, case.limits[0]) for fault in faults)
+    fitting = [one for one in case.time.each(what, likely) if explains(one, few)]
     # what is exact attention here, as a mask that no row tells from the right one, leaves all of the deviation
     told = [replace(one, tolerance=one.tolerance._replace(left=_MOST_LEFT)) for one in fitting]
-    found = _best(told, _in_all_rows(many), lambda: _spread_rows(case), _ATTENTIONS, case.time)
-    return [Hint(found[0].fault, f"{found[0].words} (z {found[1].z:.1f} there)")] if found else []
+    found = _best(told, _in_all_rows(many), spread, what, case.time)
+    return [Hint(found[0].fault, f"{found[0].words}{where} (z {found[1].z:.1f} there)")] if found else []
 
 
 def _in_part(bad: torch.Tensor, few: RowsOfOut, many: RowsOfOut, case: Case) -> list[Hint]:
@@ -318,16 +333,12 @@ def _in_part(bad: torch.Tensor, few: RowsOfOut, many: RowsOfOut, case: Case) -> 
     def there(rows: RowsOfOut) -> RowsOfOut:
         return replace(rows, faulty=faulty if rows.rows is None else faulty[:, :, rows.rows])
 
-    few, many = there(few), there(many)
-    likely = (
-        on_rows(fault, case.limits[0])
+    faults = (
+        fault
         for fault in attention_faults(case.workload, few.reference.inputs)
         if not fault.fault.endswith("ignored")  # no part ignores an option that others read
     )
-    fitting = [one for one in case.time.each(what, likely) if explains(one, few)]
-    told = [replace(one, tolerance=one.tolerance._replace(left=_MOST_LEFT)) for one in fitting]
-    found = _best(told, _in_all_rows(many), lambda: map(there, _spread_rows(case)), what, case.time)
-    return [Hint(found[0].fault, f"{found[0].words}, {words} alone (z {found[1].z:.1f} there)")] if found else []
+    return _named(faults, there(few), there(many), lambda: map(there, _spread_rows(case)), what, case, f", {words} alone")
 
 
 def _part(bad: torch.Tensor, w: Workload) -> tuple[str, torch.Tensor] | None:
@@ -360,10 +371,11 @@ def _other_places(got: torch.Tensor, reference: Reference, case: Case) -> list[H
             yield RowsOfOut.of(each, of, None)
 
     is_sampled = reference.tensors["out"].rows is not None
-    moves = [*misplaced_rows(got.shape, is_sampled, case.limits[0])]
-    moves += misplaced_columns(RowsOfOut.of(got, reference, None), case.limits[0])
-    if not is_sampled:
-        moves += heads_as_rows(case.workload, case.limits[0])
+    moves = chain(
+        misplaced_rows(got.shape, is_sampled, case.limits[0]),
+        misplaced_columns(RowsOfOut.of(got, reference, None), case.limits[0]),
+        () if is_sampled else heads_as_rows(case.workload, case.limits[0]),
+    )
     return _hints(_first(case.time.each("other places of rows", moves), every))
 
 

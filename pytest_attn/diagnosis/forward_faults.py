@@ -141,13 +141,14 @@ def misplaced_columns(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothes
         return
     apart = got.square().sum(0)[:, None] - 2 * got.T @ exact + exact.square().sum(0)
     order = apart.argmin(1)
-    if order.equal(torch.arange(len(order), device=order.device)):
+    moved = (order != torch.arange(len(order), device=order.device)).nonzero()
+    if not len(moved):
         return
 
     def predict(seen: RowsOfOut) -> Prediction:
         return Prediction(seen.view.exact[..., order], lambda: seen.view.std[..., order])
 
-    first = int((order != torch.arange(len(order), device=order.device)).nonzero()[0])
+    first = int(moved[0])
     words = f"columns of out are those of others: column {first} holds what belongs to column {int(order[first])}, ..."
     yield FaultHypothesis("columns-misplaced", words, predict, Tolerance(element=limits.element))
 
@@ -438,8 +439,9 @@ def faults_of_counts(w: Workload, seen: OnlineRows) -> Iterator[AttentionFault]:
         return
     if keys > _MOST_KEYS or got.numel() < 2 * keys:
         found = _end_of_seen(p, v, got, seen.view.bad)
-        for step in (1024, 256, 64, 16, 1):  # what the last keys weigh is less than the noise of all
-            if 0 < (end := max(round(found / step), 1) * step) < keys:
+        ends = (max(round(found / step), 1) * step for step in (1024, 256, 64, 16, 1))
+        for end in dict.fromkeys(ends):  # what the last keys weigh is less than the noise of all
+            if end < keys:
                 yield _fault(w, "keys-beyond-unseen", f"without the keys from {end} on", 0, partial(_between, end, keys))
         return
     counts, known = _counts(p[0], v[0], got[0], float(seen.view.std.double().square().mean()))
@@ -662,10 +664,10 @@ def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
         predict = partial(_rounded_to, dtype)
         yield FaultHypothesis("lse-rounded", f"lse is rounded to {name}; float32 expected", predict, OF_FLOAT32)
     if not reference.is_sampled:
-        for one, other, words in ((1, 2, "(batch, rows, heads)"), (0, 1, "(heads, batch, rows)")):
-            words = f"lse lies in memory as {words}; (batch, heads, rows) expected"
+        for one, other, order in ((1, 2, "(batch, rows, heads)"), (0, 1, "(heads, batch, rows)")):
+            words = f"lse lies in memory as {order}; (batch, heads, rows) expected"
             yield _hypothesis("lse-layout", words, partial(_laid_out, one, other), LSE_TOLERANCE)
-            words = f"lse is read as {words.partition(' as ')[2].partition(';')[0]}, which it is not, and transposed"
+            words = f"lse is read as {order}, which it is not, and transposed"
             yield _hypothesis("lse-layout", words, partial(_read_as, one, other), LSE_TOLERANCE)
     if score_elements(w) > _ELEMENTS:
         return

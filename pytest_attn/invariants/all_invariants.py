@@ -153,7 +153,7 @@ def _find(invariant: Invariant, probe: Probe) -> Finding:
 
 
 def _left_out_because(invariant: Invariant, probe: Probe) -> str | None:
-    """Say why an invariant is not asked, as a known defect would take CUDA from this process, say; None where it is."""
+    """Say why an invariant is not asked, such as a known defect that takes CUDA from this process; None where it is asked."""
     for defect in probe.subject.defects_on(probe.workload, machine_of(probe.device), probe.backward):
         if defect.ends_cuda and invariant.name in defect.invariants:
             return f"{defect.issue}: {defect.summary}"

@@ -212,7 +212,7 @@ def offsets(probe: Probe) -> str:
 
 
 def _unspreadable_because(probe: Probe) -> str | None:
-    """Needs 4 GiB that are hardly touched: a CUDA device has them, or a system that gives memory when it is touched."""
+    """Say why nothing can be spread over 4 GiB that are hardly touched, None where CUDA or Linux gives that much."""
     if probe.device.type == "cpu":
         return None if sys.platform == "linux" else "needs 4 GiB that no system but Linux surely leaves untouched"
     if probe.device.type != "cuda":

@@ -26,10 +26,14 @@ def replaced(inputs: Inputs, words: str, **changes: object) -> Variation:
     return Variation(words, replace(inputs, workload=inputs.workload.replace(**changes)))
 
 
-def _derived(probe: Probe, ways: Iterable[Callable[[Inputs], Iterator[Variation]]], at_most: int, thoroughly: int = 12) -> str:
+#: the most workloads of one invariant that the thorough set asks for
+_THOROUGHLY = 12
+
+
+def _derived(probe: Probe, ways: Iterable[Callable[[Inputs], Iterator[Variation]]], at_most: int) -> str:
     """Hold a backend to exact attention on other workloads that the inputs give rise to, the most telling first."""
     variations = (variation for way in ways for variation in way(probe.inputs))
-    return judge_variations(probe, variations, thoroughly if probe.thorough else at_most)
+    return judge_variations(probe, variations, _THOROUGHLY if probe.thorough else at_most)
 
 
 def judge_variations(probe: Probe, variations: Iterable[Variation], at_most: int) -> str:
