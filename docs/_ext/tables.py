@@ -23,12 +23,12 @@ from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.cases.saved_failure import ENVIRONMENT, FAILURE
 from pytest_attn.latency.baseline_file import FILE
 from pytest_attn.reports.records import fields as fields_of_records
-from pytest_attn.reports.records import line_description
+from pytest_attn.reports.records import gathered, line_description
 from pytest_attn.reports.runs import CLOSING_LINE, RunFacts
 from pytest_attn.seam import guests
 from pytest_attn.session.kinds import register_kinds_of_guests
 from pytest_attn.session.marks import marker_help
-from pytest_attn.workloads.catalog import Entry, builtin_catalog
+from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import DISTRIBUTIONS
 
 PAGES = Path(__file__).parents[1] / "reference"
@@ -115,9 +115,7 @@ def prose_and_example(docstring: str) -> Iterator[str]:
 
 def catalog() -> Iterator[str]:
     """Every group of the catalog."""
-    groups: dict[str, list[Entry]] = {}
-    for entry in builtin_catalog():
-        groups.setdefault(entry.group, []).append(entry)
+    groups = gathered((entry.group, entry) for entry in builtin_catalog())
     rows = ((f"`{name}`", str(len(entries)), plain(entries[0].source)) for name, entries in groups.items())
     yield from table(("group", "workloads", "source"), rows)
 

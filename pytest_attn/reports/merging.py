@@ -13,7 +13,7 @@ from pytest_attn.reports.files import write_atomically, written_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
 from pytest_attn.reports.lines import count, some
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.records import failures, gathered, read_line
+from pytest_attn.reports.records import Record, failures, gathered, read_line
 from pytest_attn.reports.runs import LAST_FAILED, Run, RunFacts, collected_by, read_runs
 
 _WORDS = "Join the files of a run that was divided, once every test that was collected has run in exactly one of them."
@@ -52,12 +52,13 @@ def run_merge(given: argparse.Namespace) -> int:
     if found and not given.force:
         print(f"merge: not one whole run, so {given.out} was not written; --force writes it all the same", file=sys.stderr)
         return 1
+    read = [record for run in runs for line in run.lines if (record := read_line(line, given.out))]
     try:
-        _write(given.out, runs)
+        _write(given.out, runs, read)
     except OSError as error:
         given.error(f"cannot write {given.out}: {error.strerror or error}")
     tests, records = len(_union(run.facts["ran"] for run in runs if run.facts)), sum(run.records for run in runs)
-    failed = failures(record for run in runs for line in run.lines if (record := read_line(line, given.out)))
+    failed = failures(read)
     counts = f"{count(len(runs), 'run')}, {count(tests, 'test')}, {count(records, 'record')}"
     counts += f", {count(failed, 'test')} failed" if failed else ""
     print(f"{'not whole: ' * bool(found)}{counts}: written to {given.out}")
@@ -78,15 +79,13 @@ def _require_possible(given: argparse.Namespace) -> None:
         given.error(f"needs {' and '.join(missing)}; {INSTALL}")
 
 
-def _write(path: str, runs: Sequence[Run]) -> None:
+def _write(path: str, runs: Sequence[Run], records: Sequence[Record]) -> None:
     """Write OUT atomically: all lines, closing ones as well, so that OUT can be merged with others; or a report of them."""
-    lines = [line for run in runs for line in run.lines]
     if path.endswith(".jsonl"):
         with written_atomically(path) as file:
-            file.writelines(lines)
-        return
-    records = [record for line in lines if (record := read_line(line, path))]
-    write_atomically(path, (report_page if path.endswith(".html") else markdown_summary)(records))
+            file.writelines(line for run in runs for line in run.lines)
+    else:
+        write_atomically(path, (report_page if path.endswith(".html") else markdown_summary)(records))
 
 
 # -- the proof -----------------------------------------------------------------------------------------------------------

@@ -169,12 +169,9 @@ def candidates_of(
 
 def _origins(timed: Sequence[Record]) -> dict[_Origin, list[Record]]:
     """Return the records of each measurement; of a backend, all are one."""
-    found: dict[_Origin, list[Record]] = {}
-    for of_test in gathered(((r["test"], r["subject"]), r) for r in timed).values():
-        for number, r in enumerate(of_test, 1):
-            origin = _origin_of(r)._replace(number=number if _is_callable(r) else 1)
-            found.setdefault(origin, []).append(r)
-    return found
+    of_tests = gathered(((r["test"], r["subject"]), r) for r in timed).values()
+    numbered = ((number if _is_callable(r) else 1, r) for of_test in of_tests for number, r in enumerate(of_test, 1))
+    return gathered((_origin_of(r)._replace(number=number), r) for number, r in numbered)
 
 
 def _candidate(name: str, latencies: Sequence[Record], judged: Sequence[Record], direction: str) -> Candidate:
