@@ -30,7 +30,7 @@ class Kind:
         takes: the plugin's fixtures that a test of it may take, its own among them.
         items: "module:class" that makes its items of a marked test, loaded when one is collected.
         example: what to add to a test that takes the fixture and has no marker.
-        help: of the marker, as `pytest --markers` shows it; "" where plugin.py says it.
+        help: of the marker, as `pytest --markers` shows it; "" where its items' `help()` says it.
         unknown: what reports call the workload of a test that raised before it was known; "" where its item says it. What its
             tests judge has then no workload that a run could select.
         about: what `pytest --fixtures` says of the fixture.

@@ -38,7 +38,7 @@ class Backend(Subject):
     runs_kernels_of: str = ""
     #: what it needs, in a few words, for the table of --attn-list
     needs: str = ""
-    #: the argument of the marker attention, one of a guest, whose tests take it; "" for tests without any
+    #: a guest's argument of the marker attention: tests that give it take this backend; "" for tests that give none
     argument: str = ""
     #: the options that its configurations may set (backends/configured.py); None where it takes any
     tunable: frozenset[str] | None = frozenset()

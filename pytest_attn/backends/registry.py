@@ -40,8 +40,9 @@ class Registry:
         for name, (module, cls) in BUILTIN.items():
             self._loaders[name] = _loader(module, cls)
         #: by the names of backends that guests bring, the argument of the marker attention whose tests take them
-        self._of_guests = {name: argument for argument, backends in added("backends").items() for name in backends}
-        for backends in added("backends").values():
+        self._of_guests: dict[str, str] = {}
+        for argument, backends in added("backends").items():
+            self._of_guests |= dict.fromkeys(backends, argument)
             self._loaders |= {name: partial(_made, cls) for name, cls in backends.items()}
 
     def argument_of(self, name: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,6 @@ from pytest_attn.workloads.inputs import Descales, Inputs, PageLists, page_lists
 from pytest_attn.workloads.kv_layout import SplitCache, fused_pool, split_cache, with_keys_moved
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 from pytest_attn.workloads.workload import Workload
-
-if TYPE_CHECKING:
-    pass
 
 
 class ReferenceTensors(NamedTuple):

@@ -277,8 +277,10 @@ def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
     registry = session.registrations.registry
     device = device_of(item)
     marks = [RequiresMark.from_marker(mark, registry) for mark in item.iter_markers(_REQUIRES)]
-    if not marks or (absent := absent_because(item, device, session)):
-        return absent if marks else None
+    if not marks:
+        return None
+    if absent := absent_because(item, device, session):
+        return absent
     settings = session.settings
     is_asked = settings.latency == "require" or session.kernels.untimed_because or settings.tune
     is_run = is_asked or not any(mark.timed for mark in marks)

@@ -24,6 +24,7 @@ from pytest_attn.backends.library import once_in_a_run
 from pytest_attn.backends.registry import try_libraries
 from pytest_attn.reports.records import gathered
 from pytest_attn.session.collection import absent_because, kernel_of, missing_because
+from pytest_attn.session.devices import count_workers
 from pytest_attn.session.kinds import (
     ATTENTION,
     PARAMETER,
@@ -234,6 +235,6 @@ def enough_because(item: pytest.Item, parameter: CaseParameter, session: Attenti
     if backend is not None and backend.says_what_it_takes:
         return None
     taken = len(session.results.taken.get((test_of(item), parameter.backend or ""), ()))
-    if taken < ENOUGH // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")):
+    if taken < ENOUGH // count_workers():
         return None
     return f"{taken} workloads were taken already; --attn-workloads={GROUP} runs all that are generated"

@@ -214,8 +214,7 @@ class Settings:
         """Read every option: command line over ini file over default. Raises pytest.UsageError for a bad value."""
         values: dict[str, Any] = {}
         given: dict[str, str] = {}
-        of_guests = [*options_of_guests()]
-        for one in (*declared_options(cls), *of_guests):
+        for one in all_options():
             if one.is_switch:
                 values[one.name] = bool(config.getoption(one.dest))
                 continue
@@ -241,7 +240,7 @@ class Settings:
             values |= by_kind(values.get("outputs", ()))
         except ValueError as error:
             raise pytest.UsageError(f"--attn-output: {error}") from None
-        more = {one.name: values.pop(one.name) for one in of_guests}
+        more = {one.name: values.pop(one.name) for one in options_of_guests()}
         settings = cls(**values, given=given, more=more)
         settings._refuse_contradictions(config)
         return settings
@@ -249,7 +248,7 @@ class Settings:
     def as_options(self) -> str:
         """Return what differs from the defaults, ready to paste, without the files that are written; "" where nothing does."""
         shown = []
-        for one in (*declared_options(type(self)), *options_of_guests()):
+        for one in all_options():
             found = self.more[one.name] if one.name in self.more else getattr(self, one.name)
             value = self.given.get(one.stem) if one.default is not None else found
             if one.is_switch and value:

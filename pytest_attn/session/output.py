@@ -17,7 +17,7 @@ from pytest_attn.reports import files
 from pytest_attn.reports.latency_output import is_notable, latency_summary
 from pytest_attn.reports.lines import count, room, some
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
-from pytest_attn.reports.ranking import rank
+from pytest_attn.reports.ranking import function_of, rank
 from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
 from pytest_attn.reports.records import Record, RecordWriter, gathered, is_wrong
 from pytest_attn.reports.terminal import Line, listing, profile_tables, slowest_compilations, summary
@@ -247,7 +247,7 @@ def few_words(session: AttentionSession) -> Iterator[str]:
     checks = (one for one in session.results.records if one["question"] == "check")
     named = ((one, "" if one["tags"].get("family") == "callable" else one["subject"]) for one in checks)
     is_own = session.registrations.registry.is_own
-    asked = gathered(((one["test"].partition("[")[0], name), one) for one, name in named if not name or is_own(name))
+    asked = gathered(((function_of(one), name), one) for one, name in named if not name or is_own(name))
     for (test, name), records in asked.items():
         declined = [one for one in records if one["cause"] == Cause.DECLINED]
         judged = [one for one in records if one["verdict"] != Verdict.SKIPPED]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn.processes.worker import Worker
-from pytest_attn.seam import guests
+from pytest_attn.seam import added
 from pytest_attn.session.devices import Machines, memory_lock, sharers_of
 from pytest_attn.session.lost_cuda import CudaContext
 from pytest_attn.session.options import Settings
@@ -255,7 +255,7 @@ class AttentionSession:
         """The class of these."""
         from pytest_attn.session.selection import Configurations, SelectedKernels
 
-        asked = [name for guest in guests() for option, name in guest.kernels.items() if self.settings.more[option]]
+        asked = [name for option, name in added("kernels").items() if self.settings.more[option]]
         chosen: type[SelectedKernels] = resolve_name(asked[0]) if asked else SelectedKernels
         return Configurations if self.settings.tune and not asked else chosen
 

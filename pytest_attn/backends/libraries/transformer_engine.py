@@ -380,8 +380,11 @@ class TeUnfused(TransformerEngine):
         )
         if reasons:
             return reasons
-        visible = boolean_mask(unfilled_inputs(w, machine.device)) if needs_tensor(w) else None
-        is_empty = sees_nothing(w) if not needs_tensor(w) else visible is not None and not bool(visible.any(-1).all())
+        if needs_tensor(w):
+            visible = boolean_mask(unfilled_inputs(w, machine.device))
+            is_empty = visible is not None and not bool(visible.any(-1).all())
+        else:
+            is_empty = sees_nothing(w)
         return ["gives queries that see no key other results than zeros"] if is_empty else []
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:

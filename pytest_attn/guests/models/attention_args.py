@@ -59,8 +59,7 @@ class AttentionArguments:
 
     q: (batch, heads, q_len, head_dim), k, v the same with kv_heads and kv_len; packed sequences: (tokens, heads, head_dim).
     visible: boolean, True = visible, broadcastable to (batch, heads, q_len, kv_len). mask: what is known of it without a
-    tensor; both may be given, then a key must be visible to both. bias: additive, broadcastable in the same way. sinks:
-    (heads,).
+    tensor; both may be given, then a key must be visible to both. bias: additive, broadcastable in the same way. sinks,
     alibi_slopes: (heads,). cu_seqlens, cu_seqlens_kv: boundaries of packed sequences.
     to_native: from the layout in which the function takes tensors to that of q. out_to_native: from the layout of its tensor
     out to that of q; to_result: from out in the layout of q to what the function returns. asks_more: what else the call asks

@@ -1,6 +1,6 @@
 """Calls of flash-attn that a model makes, read back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,16 +26,19 @@ _WITHOUT_EFFECT = frozenset((*_TUNING, "seqlen_k_per_split", "disable_scheduler_
 
 
 def _read(
-    given: Mapping[str, Any], is_varlen: bool = False, known: frozenset[str] = frozenset(), **read: Any
+    given: Mapping[str, Any],
+    is_varlen: bool = False,
+    known: frozenset[str] = frozenset(),
+    names: Sequence[str] = ("q", "k", "v"),
+    **read: Any,
 ) -> AttentionArguments:
-    """Read the options that all of them have. known: names of what is read elsewhere, whose values are in `read`."""
+    """Read the options that all of them have. known: what is read elsewhere, into `read`. names: those of q, k and v."""
     given = {name: value for name, value in given.items() if (name, value) != ("attention_chunk", 0)}
     refuse_unread(given, {*_KNOWN, *_ASKS_MORE, *known, *(_OF_LENGTHS if is_varlen else ())}, _WITHOUT_EFFECT)
     to_native = unchanged if is_varlen else swap_rows_and_heads
     slopes = given.get("alibi_slopes")
     if slopes is not None and slopes.dim() != 1:
         raise UnreadableError("alibi_slopes per batch entry are not read; one slope per head is")
-    tensors = {name: to_native(given[name]) for name in ("q", "k", "v") if name not in read}
     options: dict[str, Any] = {
         "mask": mask_of_window(given.get("causal"), given.get("window_size")),
         "scale": given.get("softmax_scale"),
@@ -44,19 +47,16 @@ def _read(
         "dropout": float(given.get("dropout_p") or 0.0),
         "cu_seqlens": given["cu_seqlens_q"] if is_varlen else None,
         "cu_seqlens_kv": given["cu_seqlens_k"] if is_varlen else None,
-        "to_native": to_native,
-        "out_to_native": to_native,
-        "to_result": to_native,
         "asks_more": next((name.removeprefix("return_") for name in _ASKS_MORE if given.get(name)), ""),
     }
-    return AttentionArguments(**{**options, **tensors, **read})
+    return AttentionArguments.in_layout(to_native, given, names, **{**options, **read})
 
 
 def _read_flash4(given: Mapping[str, Any], is_varlen: bool = False) -> AttentionArguments:
     """Read flash-attention 4, which returns lse as well, or None in its place."""
     to_native = unchanged if is_varlen else swap_rows_and_heads
 
-    more = {"sinks": given.get("learnable_sink"), "to_result": lambda out: (to_native(out), None)}
+    more: dict[str, Any] = {"sinks": given.get("learnable_sink"), "to_result": lambda out: (to_native(out), None)}
     return _read(given, is_varlen, frozenset(("learnable_sink",)), **more)
 
 
@@ -143,8 +143,7 @@ def _read_cache(given: Mapping[str, Any]) -> AttentionArguments:
         cache.append()
         return swap_rows_and_heads(out)
 
-    keys, values = swap_rows_and_heads(given["keys"]), swap_rows_and_heads(given["values"])
-    return _read(given, known=frozenset(_OF_CACHE), k=keys, v=values, kv_lens=lengths, to_result=to_result)
+    return _read(given, known=frozenset(_OF_CACHE), names=("q", "keys", "values"), kv_lens=lengths, to_result=to_result)
 
 
 # -- what there is -------------------------------------------------------------------------------------------------------

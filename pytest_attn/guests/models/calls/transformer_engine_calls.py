@@ -16,10 +16,8 @@ _PARAMETERS = (
     *("self", *_TENSORS, "attention_mask", "qkv_format", *_LENGTHS, "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("max_seqlen_q", "max_seqlen_kv", "attn_mask_type", "window_size"),
 )
-_READ = {*(*_PARAMETERS, "bottom_right_diagonal", "core_attention_bias_type", "core_attention_bias", "alibi_slopes")} - {
-    "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded",
-}
+_PADDED = {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
+_READ = {*_PARAMETERS, "bottom_right_diagonal", "core_attention_bias_type", "core_attention_bias", "alibi_slopes"} - _PADDED
 _WITHOUT_EFFECT = frozenset(("checkpoint_core_attention", "fast_zero_fill", "num_splits", "pad_between_seqs", "bf16_backward"))
 #: of a format, the order that makes it (batch, heads, rows, dim), and the order back
 _ORDERS = {"bshd": ((0, 2, 1, 3), (0, 2, 1, 3)), "sbhd": ((1, 2, 0, 3), (2, 0, 1, 3))}

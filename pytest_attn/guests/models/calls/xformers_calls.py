@@ -53,7 +53,7 @@ def _read_bias(attn_bias: Any, q: torch.Tensor, k: torch.Tensor) -> dict[str, An
     return {"mask": _MASKS[kind](attn_bias), **{name: getattr(attn_bias, side).seqstart for name, side in ends.items()}}
 
 
-#: what the classes say that `mask_of` makes; the size of a local one counts the query's own key
+#: the mask that each class of attn_bias means; the size of a local one counts the query's own key
 _MASKS: dict[str, Callable[[Any], Mask | None]] = {
     "LowerTriangularMask": lambda bias: Causal(),
     "LowerTriangularFromBottomRightMask": lambda bias: Causal(bottom_right=True),
