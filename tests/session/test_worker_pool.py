@@ -122,7 +122,7 @@ def test_a_forked_process_sees_what_a_wholly_fresh_one_sees(ask, serve):
     assert forked["environment"]["CHANGED"] == "to this"
     assert forked["parent"] == server.pid
     assert forked["group"] == forked["pid"], "a limit of time ends this group only"
-    assert forked["streams"][0] == (False, "/dev/null")
+    assert tuple(forked["streams"][0]) == (False, "/dev/null")  # a message is JSON, which has lists alone
     opened = [name.partition(":")[0] for name in forked["opened"] if not name.startswith("/")]
     assert opened == [name.partition(":")[0] for name in fresh["opened"] if not name.startswith("/")], "the server's is closed"
     assert opened.count("socket") == 1, "its channel"
