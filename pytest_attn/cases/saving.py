@@ -171,11 +171,17 @@ class FailureSaver:
         return None
 
     def _import_roots(self, folder: str) -> list[str]:
-        """Return the folders from which the kernel, and the functions of the workload, are imported, seen from `folder`."""
+        """Return the folders from which the kernel, and the functions of the workload, are imported, seen from `folder`.
+
+        And those of the ini value pythonpath, which these may import from.
+        """
         mask, score_mod = self._spec.workload.mask, self._spec.workload.score_mod
         of_mask = getattr(mask, "fn", None), getattr(mask, "factory", None)
         functions = (self._subject.user_function if self._subject else None, *of_mask, score_mod)
-        return [relative_to(folder, root) for root in dict.fromkeys(map(import_root, functions)) if root]
+        roots = list(map(import_root, functions))
+        with contextlib.suppress(ValueError):  # pytest without its plugin python_path has no such value
+            roots += map(str, self._item.config.getini("pythonpath"))
+        return [relative_to(folder, root) for root in dict.fromkeys(roots) if root]
 
 
 def _shown(path: Path) -> str:
@@ -272,21 +278,30 @@ class KernelSource:
 
 def script(title: str, kernel: KernelSource, paths: list[str]) -> str:
     """Return the text of repro.py. title: comment lines; paths: folders of imports, from the script's own folder."""
+    judging = [
+        "import pytest_attn",
+        "",
+        *kernel.lines,
+        *(line.format(kernel=kernel) for line in (_PLACEHOLDER if kernel.missing else ())),
+        f"judged = pytest_attn.load_failure(HERE).check({kernel.arguments})",
+        'print(f"right now: {judged.subject} on {judged.workload}")',
+    ]
     return "\n".join(
         [
             *(f"# {line}" for line in title.splitlines()),
-            "# Judges the kernel again, on the tensors beside this file: status 1, with the diagnosis, while it is wrong.",
+            "# Judges the kernel again, on the tensors beside this file: status 1, with the diagnosis, while it is wrong,",
+            "# and 2 where it could not be judged.",
             "import sys",
+            "import traceback",
             "from pathlib import Path",
-            "",
-            "import pytest_attn",
             "",
             "HERE = Path(__file__).resolve().parent",
             *[f"sys.path.insert(0, str((HERE / {path!r}).resolve()))" for path in reversed(paths)],
-            *kernel.lines,
-            *(line.format(kernel=kernel) for line in (_PLACEHOLDER if kernel.missing else ())),
-            f"judged = pytest_attn.load_failure(HERE).check({kernel.arguments})",
-            'print(f"right now: {judged.subject} on {judged.workload}")',
+            "try:",
+            *(f"    {line}".rstrip() for line in judging),
+            "except Exception as error:",
+            "    traceback.print_exc()",
+            "    sys.exit(1 if isinstance(error, AssertionError) else 2)",
             "",
         ]
     )

@@ -6,6 +6,7 @@ What a test may do is read from its code: what it names, and what the functions 
 import dis
 import inspect
 import sys
+import unittest
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
@@ -55,6 +56,8 @@ def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
     """Return what a test lacks, and whether that is certain; None if it judges, or does not test a kernel."""
     kind = kind_of(item)
     if PARAMETER not in getattr(item, "fixturenames", ()):
+        if issubclass(getattr(item, "cls", None) or object, unittest.TestCase):
+            return _untakable(item)
         return next(filter(None, map(_untaken, item.own_markers)), None)
     given = getattr(item, "funcargs", {})
     case = given.get(kind.fixture)
@@ -117,6 +120,15 @@ def _can_fail(function: FunctionType) -> bool:
         if not declines and any(step.opname == "RAISE_VARARGS" for step in steps):
             return True
     return False
+
+
+def _untakable(item: pytest.Item) -> tuple[bool, str] | None:
+    """Say that a test of a unittest.TestCase, or its class, has a marker, whose fixtures it cannot take."""
+    marks = [mark for node in (item, item.parent) if node for mark in node.own_markers]
+    if (mark := next(filter(_untaken, marks), None)) is None:
+        return None
+    do = f"make it a plain class, or a function, whose test takes {KINDS[mark.name].fixture}"
+    return True, f"it has the marker {mark.name}, and a unittest.TestCase can take no fixture: {do}"
 
 
 def _untaken(mark: pytest.Mark) -> tuple[bool, str] | None:

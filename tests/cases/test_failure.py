@@ -217,7 +217,8 @@ def save(folder, spec, target=on_module_level):
     """Save what `judge` finds, as a run would, and return its message."""
     settings = SimpleNamespace(thorough=False)
     session = SimpleNamespace(settings=settings, machines=Machines("cpu"), references=ReferenceCache(), rootpath=folder)
-    item = SimpleNamespace(nodeid="test_x.py::test_y[z]", listchain=list, stash={RECORDS: [new_record()]})
+    config = SimpleNamespace(getini=lambda name: [])
+    item = SimpleNamespace(nodeid="test_x.py::test_y[z]", listchain=list, stash={RECORDS: [new_record()]}, config=config)
     subject = spec.subject(Registry(), target)
     comparison = judge(subject, spec, ReferenceCache())
     evidence = FailureToSave(spec, subject, comparison)

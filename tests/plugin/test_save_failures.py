@@ -6,7 +6,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,9 +68,6 @@ def repro(pytester, capsys, monkeypatch):
             status = 0
         except SystemExit as ended:
             status = ended.code
-        except Exception:
-            traceback.print_exc()
-            status = 1
         forget()
         said = capsys.readouterr()
         return SimpleNamespace(returncode=status, stdout=said.out, stderr=said.err)
@@ -161,6 +157,19 @@ def test_repro_knows_no_folder_of_this_machine(pytester, kernel_test, saved):
         pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, "--attn-backends=own", "--attn-device=cpu")
         for script in pytester.path.rglob("repro.py"):
             assert str(pytester.path) not in script.read_text()
+
+
+def test_repro_imports_from_the_folders_of_the_ini_value_pythonpath(pytester, kernel_test, saved, repro):
+    pytester.makeini("[pytest]\npythonpath = lib\n")
+    (pytester.mkdir("lib") / "factors.py").write_text("FACTOR = 1.5\n")
+    kernel_test("attn.check(mine)", before="from factors import FACTOR\ndef mine(q, k, v):\n    return v * FACTOR")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE).assert_outcomes(failed=1)
+    again = repro(saved().folder)
+    assert (again.returncode, "out of mine:" in again.stderr) == (1, True)
+
+    (pytester.path / "lib" / "factors.py").unlink()
+    again = repro(saved().folder)
+    assert (again.returncode, "No module named 'factors'" in again.stderr) == (2, True)
 
 
 def test_for_a_lambda_repro_says_what_to_put_in_its_place(pytester, kernel_test, saved, repro):

@@ -102,6 +102,30 @@ def test_a_mark_that_names_no_workload_asks_for_no_judgment(run, pytester, mark)
     run().assert_outcomes(passed=1)
 
 
+def test_a_unittest_whose_method_or_class_has_a_marker_is_told_what_to_do(run, pytester):
+    pytester.makepyfile("""
+import unittest
+import pytest
+
+class One(unittest.TestCase):
+    @pytest.mark.attention("smoke-full")
+    def test_method(self): pass
+    def test_other(self): pass
+
+@pytest.mark.attention_model
+class Two(unittest.TestCase):
+    def test_class(self): pass
+
+@pytest.mark.attention
+class Three(unittest.TestCase):
+    def test_of_no_kernel(self): pass
+""")
+    result = run()
+    result.assert_outcomes(passed=2, failed=2)
+    words = "judges nothing: it has the marker {}, and a unittest.TestCase can take no fixture: make it a plain class, * takes {}*"
+    result.stdout.fnmatch_lines([words.format("attention", "attn"), words.format("attention_model", "attn_model")])
+
+
 def test_a_helper_beside_tests_of_kernels_is_no_test_of_one(run, pytester):
     """A module's marker is for those of its tests that take a fixture."""
     pytester.makepyfile(f"""

@@ -21,7 +21,8 @@ from unittest.mock import patch
 import torch
 
 from pytest_attn.guests.models.call_to_workload import DropoutError
-from pytest_attn.guests.models.capture import Recorder
+from pytest_attn.guests.models.calls.transformers_calls import may_hide_more
+from pytest_attn.guests.models.capture import AttentionCall, Recorder
 from pytest_attn.guests.models.compiled import is_compiled
 from pytest_attn.guests.models.exact_attention import SeededGenerators
 from pytest_attn.guests.models.interception import intercept_attention, is_of_transformers
@@ -52,12 +53,14 @@ class Requests(NamedTuple):
 
     calls: module and workload of each attention call. masks: functions of transformers that it had make its masks.
     tells_documents: whether it handed them position_ids, which tell documents of one row apart. parts: modules that ran.
+    of_own: modules whose attention function may apply a window by itself.
     """
 
     calls: list[tuple[str, Workload]]
     masks: set[str]
     tells_documents: bool
     parts: list[torch.nn.Module]
+    of_own: set[str]
 
 
 class Part(NamedTuple):
@@ -229,12 +232,18 @@ class TokenModel:
     def requests(self) -> Requests:
         """Requests of its attention calls, in a run of all tokens."""
         calls: list[tuple[str, Workload]] = []
+        of_own: set[str] = set()
+
+        def made(call: AttentionCall) -> None:
+            calls.append((call.module, call.workload))
+            of_own.update([call.module] * may_hide_more(call.function))
+
         recorder = Recorder(lambda call: None, backward=False)
-        recorder.made = lambda call: calls.append((call.module, call.workload))
+        recorder.made = made
         with _masks_watched(self.module) as masks, intercept_attention(recorder, self.module) as tracker:
             self.rows_of(self.ids, self.places)
         recorder.finish()
-        return Requests(calls, set(masks), any(masks.values()), list(tracker.ran.values()))
+        return Requests(calls, set(masks), any(masks.values()), list(tracker.ran.values()), of_own)
 
     @property
     def mixes_otherwise(self) -> bool:

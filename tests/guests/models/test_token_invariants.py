@@ -394,6 +394,22 @@ def test_models_of_transformers_keep_them(implementation):
     assert len(report.applied) == 10
 
 
+@pytest.mark.parametrize(("more", "said"), [(0, ""), (1, "a row sees token 0, and the windows of all layers reach back 14")])
+def test_a_window_that_a_function_applies_itself_is_seen_in_the_rows(monkeypatch, more, said):
+    def windowed(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **options):
+        q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
+        visible = (k <= q) & (q - k < sliding_window + more)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    modeling = pytest.importorskip("transformers.modeling_utils")
+    monkeypatch.setitem(modeling.AttentionInterface._global_mapping, "windowed", windowed)
+    found = broken(of_transformers(implementation="windowed", sliding_window=WINDOW), only="field")
+
+    assert said in found.get("field", "")
+    assert bool(found) == bool(said)
+
+
 def test_documents_that_see_each_other_and_a_cache_that_forgets_are_found(monkeypatch):
     model = of_transformers("Llama")
     forward = model.forward

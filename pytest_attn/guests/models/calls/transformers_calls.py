@@ -69,6 +69,12 @@ def is_stock(function: AttentionFunction) -> bool:
     return function.name.removeprefix("transformers:") in _STOCK
 
 
+def may_hide_more(shown: str) -> bool:
+    """Return whether a function, by its name in reports, may apply a window of its own, which nothing that is read tells."""
+    name = shown.removeprefix("transformers:")
+    return name != shown and name not in _STOCK and not _is_flash(name)
+
+
 def read_call(implementation: str, given: Mapping[str, Any]) -> AttentionArguments:
     """Read the arguments of an attention function of transformers: q, k and v "bhsd", out "bshd"."""
     if given.get("cache") is not None:
