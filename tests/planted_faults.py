@@ -5,6 +5,7 @@ For tests/diagnosis and benchmarks/diagnosis.py.
 
 import itertools
 import math
+from functools import partial
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -80,6 +81,10 @@ def _summed_in_the_dtype(q, k, v):
     for at in range(0, k.shape[2], 16):
         acc = acc + (p[..., at : at + 16].to(q.dtype) @ v[:, :, at : at + 16])
     return (acc.float() / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def _computed_in(dtype, factor, q, k, v):
+    return sdpa(*(t.to(dtype) for t in (q, k, v))).mul(factor).float()
 
 
 def _with_scores_in_float16(q, k, v):
@@ -273,6 +278,11 @@ OF_OUT = (
     Planted("sums in the dtype", _summed_in_the_dtype, PARTLY.replace(q_len=1024)),
     Planted("scale 1 % off", lambda q, k, v: explicit(q, k, v, scale=1.01 / 8), FULL, ("scale-wrong",)),
     Planted("scores in float16", _with_scores_in_float16, FLOAT32, ("scores-rounded",)),
+    *(
+        Planted(f"{words} {str(dtype)[6:]}", partial(_computed_in, dtype, factor), FLOAT32, faults)
+        for dtype in (torch.float16, torch.bfloat16)
+        for words, factor, faults in (("computed in", 1.0, ("smaller-dtype",)), ("5 % off, and computed in", 1.05, ()))
+    ),
     Planted("out 1 % off", lambda q, k, v: (explicit(q, k, v).float() * 1.01).to(q.dtype), FULL, ("out-scaled",)),
     Planted(
         "sink of the next head",

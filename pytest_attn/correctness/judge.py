@@ -140,7 +140,7 @@ def judge_output(out: object, spec: CheckSpec, reference: Reference) -> Comparis
 
 
 #: what is said of a kernel whose calls differ
-_RERUN = Hint(
+RERUN = Hint(
     "calls-differ",
     "equal calls return different results: is dropout on, is there a race, or is memory read that this call did not write?",
     "rerun",
@@ -413,7 +413,7 @@ class _Judgment:
             return ()
         again = [self._again(pattern, row, reference) for _ in range(2)]
         if any(is_right for _, is_right in again):
-            return (_RERUN,)  # the same tensors, which were wrong before
+            return (RERUN,)  # the same tensors, which were wrong before
         if not apart(row, again[0][0], contiguous, reference, self.spec.workload)[1]:
             return ()
         text = f"{pattern.describe(self.spec.layout)}; contiguous tensors give the right result"
@@ -442,7 +442,7 @@ class _Judgment:
         is_gradient = row.name.startswith("d")
         if by <= (2 if is_gradient and not repeated.passed else _BY_CHANCE) and not is_unlike:
             return ()
-        return (_LOST_ADDS._replace(words=f"{row.name} is {_LOST_ADDS.words}") if is_gradient else _RERUN,)
+        return (_LOST_ADDS._replace(words=f"{row.name} is {_LOST_ADDS.words}") if is_gradient else RERUN,)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -75,6 +76,7 @@ from pytest_attn.diagnosis.hypothesis import (
     Tolerance,
     View,
     explains,
+    of_tensors,
     of_workload,
 )
 from pytest_attn.diagnosis.steps import Region, regions_of
@@ -287,7 +289,8 @@ def _of_out(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: Ca
     """Return what explains out, heads-first, whose rows `bad` (batch, heads, rows) are wrong; nothing where nothing does."""
     few, many = (worst_rows(got, bad, reference, number) for number in (FEW_ROWS, MANY_ROWS))
     return (
-        _other_attention(few, many, case)
+        _in_smaller_dtype(few, case)
+        or _other_attention(few, many, case)
         or _other_places(got, reference, case)
         or _of_counted_keys(bad, reference, many, case)
         or _of_running_sums(bad, reference, case)
@@ -295,6 +298,24 @@ def _of_out(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: Ca
         or _of_factors(got, bad, reference, case)
         or scale_or_profile(many, case)
     )
+
+
+def _in_smaller_dtype(few: RowsOfOut, case: Case) -> list[Hint]:
+    """Name the dtype whose numbers alone a float32 out holds, where attention in that dtype explains it."""
+    w = case.workload
+    for name in ("bfloat16", "float16") if w.dtype == "float32" else ():
+        dtype = getattr(torch, name)
+        if not torch.equal(few.view.got, few.view.got.to(dtype).float()):
+            continue
+        attention = of_tensors(w.replace(dtype=name), partial(_cast, dtype))
+        fault = on_rows(AttentionFault("smaller-dtype", f"in {name}", attention), case.limits[0])
+        if (fit := explains(fault, few)) and all(explains(fault, rows) for rows in _spread_rows(case)):
+            return [Hint(fault.fault, f"{fault.words}, and holds no other numbers: what is cast to it? (z {fit.z:.1f} there)")]
+    return []
+
+
+def _cast(dtype: torch.dtype, inputs: Inputs) -> dict[str, torch.Tensor]:
+    return {name: getattr(inputs, name).to(dtype) for name in ("q", "k", "v", "dout")}
 
 
 def _other_attention(few: RowsOfOut, many: RowsOfOut, case: Case) -> list[Hint]:

@@ -19,7 +19,7 @@ TAIL_MISSING = ("tail-tile-missing", "last-tile-missing", "last-visible-tile-mis
 LENGTHS_MISREAD = ("kv-lens-ignored", "kv-len-of-first-batch-entry")
 EMPTY_ROWS = ("empty-rows", "empty-rows-nan", "empty-rows-mean-of-v")
 #: what is fitted to a result, and so fits much
-FITTED = ("denominator-off", "out-scaled", "gradient-scaled", "scale-wrong", "scores-rounded", "sinks-rounded")
+FITTED = ("denominator-off", "out-scaled", "gradient-scaled", "scale-wrong", "scores-rounded", "sinks-rounded", "smaller-dtype")
 #: what is only observed, and is so with any fault
 OBSERVATIONS = ("not-finite", "all-zeros", "zeros-there", "calls-differ", *EMPTY_ROWS)
 
@@ -153,6 +153,7 @@ FAULTS = {
     "strides-misread": "strides of tensors are not what the kernel takes them for",
     "input-changed": "an input is changed in place",
     # options
+    "smaller-dtype": "out is computed in a smaller dtype, or cast to it",
     "scores-rounded": "the scores are rounded to a smaller dtype",
     "scale-missing": "the softmax scale is missing",
     "scale-applied-twice": "the softmax scale is applied twice",

@@ -146,8 +146,8 @@ class AttentionCall:
 
     @property
     def label(self) -> str:
-        """Name in reports: its module, and which of its calls where it made more than one."""
-        return f"{self.module or 'outside any module'}{f', call {self.number}' if self.number > 1 else ''}"
+        """Name in reports."""
+        return label_of(self.module, self.number)
 
     def receive(self, name: str, gradient: torch.Tensor) -> None:
         """Keep a gradient that arrived: dout, dq, dk, dv or dsinks."""
@@ -165,6 +165,11 @@ class AttentionCall:
         if not self.has_dout:
             tensors["dout"] = torch.zeros_like(self.out, device=self.inputs.device)
         return dataclasses.replace(self.inputs, **tensors)
+
+
+def label_of(module: str, number: int) -> str:
+    """Return how reports name a call: by its module, and which of its calls where it made more than one."""
+    return f"{module or 'outside any module'}{f', call {number}' if number > 1 else ''}"
 
 
 # -- while a model runs ------------------------------------------------------------------------------------------------------

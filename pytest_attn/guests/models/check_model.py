@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,12 +20,14 @@ from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.judge import RERUN
 from pytest_attn.correctness.known_pair import judge_kept
 from pytest_attn.correctness.limits import limits_named, limits_of
 from pytest_attn.diagnosis.diagnose import Context
+from pytest_attn.guests.models.attention_args import first_of
 from pytest_attn.guests.models.call_judge import judge_call, known_defect_of
 from pytest_attn.guests.models.call_to_workload import DropoutError
-from pytest_attn.guests.models.capture import AttentionCall, ConfiguredMasks, Recorder
+from pytest_attn.guests.models.capture import AttentionCall, ConfiguredMasks, Recorder, bare, label_of
 from pytest_attn.guests.models.compiled import CompiledRun, judge_compiled, runs_compiled
 from pytest_attn.guests.models.interception import (
     InterceptedCall,
@@ -138,9 +140,16 @@ def judge_model(
     subject = None if backend is None else replacement(backend, precision=how.precision)
     judge = _ModelJudge(model, step, subject, backward, how)
     name = subject.name if subject else "the step"
-    with outside_inference(), ending_no_test(name), unlimited_recompiles(), untouched(model) as again:
-        judge.judge_calls(again)
-        judge.compare_with_exact_runs(again)
+    try:
+        with outside_inference(), ending_no_test(name), unlimited_recompiles(), untouched(model) as again:
+            judge.judge_calls(again)
+            judge.repeat_unexplained(again)
+            judge.compare_with_exact_runs(again)
+    except DropoutError as error:
+        if any(part.training for part in model.modules()):
+            raise
+        what = str(error).partition(";")[0]
+        raise DropoutError(f"{what}, and the model is in evaluation: pass it only where self.training is True") from None
     return judge.comparison()
 
 
@@ -184,6 +193,18 @@ class _ModelJudge:
                 self._note = f"the step did not end: {type(error).__name__}: {error}"
         self._recorder.finish()
         self._calls = tuple(with_strangers(sorted(self._judged.calls, key=lambda call: call.order), self._tracker))
+
+    def repeat_unexplained(self, again: Callable[[], None]) -> None:
+        """Say of wrong calls of the model's own that no cause explains whether two equal ones differ."""
+        if self._subject is not None or not any(map(_is_unexplained, self._calls)):
+            return
+        repeated = RepeatedCalls()
+        again()
+        with suppress(Exception), intercept_attention(repeated, self._model, self._options.functions):
+            run_step(self._step, self._model, backward=False)
+        self._calls = tuple(
+            _as_differing(call) if _is_unexplained(call) and call.label in repeated.differing else call for call in self._calls
+        )
 
     def compare_with_exact_runs(self, again: Callable[[], None]) -> None:
         """Compare outputs and gradients of the step, and of its compiled run, with those of exact attention."""
@@ -246,6 +267,19 @@ class _ModelJudge:
         yield self._about_compiled
 
 
+def _is_unexplained(call: CallComparison) -> bool:
+    """Return whether a call is wrong for a reason that nothing says."""
+    mismatch = call.comparison.mismatch if call.comparison else None
+    return mismatch is not None and not call.misled and not any(hint.fault for hint in mismatch.hints)
+
+
+def _as_differing(call: CallComparison) -> CallComparison:
+    """Return a wrong call with the word that equal ones differ."""
+    assert call.comparison is not None and call.comparison.mismatch is not None
+    mismatch = dataclasses.replace(call.comparison.mismatch, hints=(RERUN,))
+    return dataclasses.replace(call, comparison=dataclasses.replace(call.comparison, mismatch=mismatch))
+
+
 _DIVERGED = "hold NaN or infinite elements in q, k or v: results that depend on these mean nothing"
 _DETACHED = "give no gradient, though q, k or v need one: none was compared there"
 _NARROWER = "hide keys that the masks of the model's configuration show, as sparse attention does: judged by their own"
@@ -304,6 +338,34 @@ class _CallJudge:
             self.calls.append(dataclasses.replace(found, comparison=comparison, known=known))
         except ContractError as error:
             self.calls.append(dataclasses.replace(found, fault=str(error)))
+
+
+# -- calls that differ from equal ones ---------------------------------------------------------------------------------------
+
+
+#: which part of the largest element two equal calls differ by, beyond the order of their sums
+_DIFFERENCE = 1e-2
+
+
+class RepeatedCalls:
+    """Makes each call twice on copies of its tensors. differing: labels of those that give something else then."""
+
+    def __init__(self) -> None:
+        self.differing: set[str] = set()
+        self._numbers: Counter[str] = Counter()
+
+    def handle(self, intercepted: InterceptedCall) -> Any:
+        """Compare two results of a call, and let it be computed."""
+        self._numbers[intercepted.module] += 1
+        one, other = (
+            bare(first_of(intercepted.with_tensors(*(t.clone() for t in intercepted.tensors)).compute())) for _ in range(2)
+        )
+        if float((one - other).abs().max()) > _DIFFERENCE * float(one.abs().max()):
+            self.differing.add(label_of(intercepted.module, self._numbers[intercepted.module]))
+        return intercepted.compute()
+
+    def unread(self, module: str, function: str, reason: str) -> None:
+        """Leave it to the model."""
 
 
 # -- the masks that a model of transformers expects --------------------------------------------------------------------------

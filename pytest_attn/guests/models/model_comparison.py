@@ -21,7 +21,8 @@ from pytest_attn.workloads.workload import Workload
 class Traits(NamedTuple):
     """Traits of a call that its siblings may have otherwise; None where one is not known.
 
-    reach: how many keys back and ahead its windows show, as many or none. keys: of each head of q the first one that has the
+    reach: how many keys back and ahead its windows show, as many or none. last: how many keys after its own most rows see, -1
+    where the last is the one before, where that is at most one. keys: of each head of q the first one that has the
     same keys; values: the same of values. gradients: which of dq, dk and dv arrived of those that were waited for. held: the
     narrowest of its dtype, bfloat16 and float16 that holds q, k or v. seen: its shape, and a digest of what its mask shows,
     "" for all. has_bias: whether it adds to scores. memory: a digest of the other sequence that its module was handed.
@@ -35,6 +36,7 @@ class Traits(NamedTuple):
     seen: tuple[tuple[int, int], str] | None = None
     has_bias: bool | None = None
     memory: str | None = None
+    last: int | None = None
 
 
 @dataclass(frozen=True)

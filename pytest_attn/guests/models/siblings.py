@@ -34,11 +34,13 @@ def traits_of(call: AttentionCall) -> Traits:
     if call.bias is not None:
         visible = call.bias > HIDES
         shown = visible if shown is None else visible & shown.to(visible.device)
-    seen = "" if shown is None or bool(shown.all()) else digest_of(_alike_dropped(shown.expand(-1, -1, w.q_len, w.kv_len)))
+    shown = None if shown is None else shown.expand(-1, -1, w.q_len, w.kv_len)
+    seen = "" if shown is None or bool(shown.all()) else digest_of(_alike_dropped(shown))
     shares = _shares(call.k, w.heads), _shares(call.v, w.heads)
     has_bias = call.bias is not None and bool(((call.bias > HIDES) & (call.bias != 0)).any())
     shape = w.q_len, w.kv_len
-    return Traits(_reach(call, shown), *shares, gradients, _held(call), (shape, seen), has_bias, call.memory)
+    reach, last = (None, None) if shown is None or w.q_len != w.kv_len else (_reach(shown), _last(shown))
+    return Traits(reach, *shares, gradients, _held(call), (shape, seen), has_bias, call.memory, last)
 
 
 def _alike_dropped(shown: torch.Tensor) -> torch.Tensor:
@@ -59,13 +61,14 @@ def _held(call: AttentionCall) -> str:
     return dtype
 
 
-def _reach(call: AttentionCall, shown: torch.Tensor | None) -> tuple[int, int] | None:
-    rows, keys = call.workload.q_len, call.workload.kv_len
-    if shown is None or rows != keys:
-        return None
-    shown = shown.expand(-1, -1, rows, keys)
-    counts = shown.any(-1) & ~shown.all(-1)  # rows of padding may show nothing, or all
-    at = torch.arange(rows, device=shown.device)
+def _counting(shown: torch.Tensor) -> torch.Tensor:
+    """Return which rows count: those of padding may show nothing, or all."""
+    return shown.any(-1) & ~shown.all(-1)
+
+
+def _reach(shown: torch.Tensor) -> tuple[int, int] | None:
+    keys, counts = shown.shape[-1], _counting(shown)
+    at = torch.arange(keys, device=shown.device)
     seen = shown.to(torch.uint8)
     first, last = seen.argmax(-1), keys - 1 - seen.flip(-1).argmax(-1)
     scattered = (shown.sum(-1) != last - first + 1) & counts  # rows of padding may see themselves and a part of a window
@@ -74,6 +77,20 @@ def _reach(call: AttentionCall, shown: torch.Tensor | None) -> tuple[int, int] |
     back, ahead = (int(torch.where(counts, reach, -1).max()) for reach in (at - first, last - at))
     whole = torch.where(counts, at, -1).amax(-1) - torch.where(counts, first, keys).amin(-1)
     return (back, ahead) if 0 <= back < int(whole.max()) and ahead in (0, back) else None
+
+
+#: rows that tell what a diagonal is, at least
+_FEW_ROWS = 4
+
+
+def _last(shown: torch.Tensor) -> int | None:
+    keys = shown.shape[-1]
+    last = keys - 1 - shown.to(torch.uint8).flip(-1).argmax(-1)
+    beyond = (last - torch.arange(keys, device=shown.device))[_counting(shown)].cpu()
+    if len(beyond) < _FEW_ROWS:
+        return None
+    usual = int(beyond.mode().values)
+    return usual if abs(usual) <= 1 and 2 * int((beyond == usual).sum()) > len(beyond) else None
 
 
 def _shares(tensor: torch.Tensor, of: int) -> tuple[int, ...] | None:
@@ -197,6 +214,24 @@ def _other_windows(group: Siblings) -> Iterator[Oddity]:
             yield at, f"its window is {own_keys} keys, and {keys}", sibling
 
 
+def _other_diagonals(group: Siblings) -> Iterator[Oddity]:
+    """Yield calls whose causal mask is one key off, where those of other modules are not.
+
+    A module that makes calls of several kinds means that. So may a first layer that sees no token's own key, and says so.
+    """
+    last, settings = [call.traits.last for call in group], list(map(_settings, group.modules))
+    odd = [at for at, keys in enumerate(last) if keys]
+    by_module = {(call.module, keys) for call, keys in zip(group, last, strict=True) if keys is not None}
+    if not odd or 0 not in last or len(by_module) > len({module for module, _ in by_module}):
+        return
+    if len(odd) > 1 and 2 * len(odd) > last.count(0):
+        return
+    right = last.index(0)
+    for at in odd:
+        if last[at] == 1 or at or settings[at] == settings[right]:
+            yield at, f"its causal mask shows one key {'too many' if last[at] == 1 else 'too few'}, and the right ones", right
+
+
 def _other_heads(group: Siblings) -> Iterator[Oddity]:
     """Yield calls whose heads share keys in another order, or whose heads share fewer keys than all others'."""
     orders, modules = [call.traits.keys for call in group], group.modules
@@ -215,7 +250,7 @@ def _other_scales(group: Siblings) -> Iterator[Oddity]:
         yield at, f"its scale is {group[at].workload.softmax_scale:.6g}, and {scale:.6g}", sibling
 
 
-OF_BUILD = (_other_gradients, _other_roundings, _other_masks, _other_windows, _other_heads, _other_scales)
+OF_BUILD = (_other_gradients, _other_roundings, _other_diagonals, _other_masks, _other_windows, _other_heads, _other_scales)
 
 
 # -- of modules at the same position of their layers, whatever parameters they have ------------------------------------------

@@ -12,7 +12,7 @@ import pytest_attn
 from pytest_attn import Workload, check_model
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.judge import RERUN, compare_all
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.guests.models import call_judge as judge
 from pytest_attn.guests.models.call_to_workload import DropoutError
@@ -284,6 +284,29 @@ def test_dropout_is_refused():
 
     with pytest.raises(DropoutError, match=r"dropout 0.1 has no right result; set the model's attention dropout to 0"):
         check_model(model, step)
+    with pytest.raises(DropoutError, match=r"dropout 0.1 has no right result, and the model is in evaluation: pass it only"):
+        check_model(model.eval(), step)
+
+
+def dropping_always(q, k, v):
+    return F.dropout((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1), 0.1) @ v
+
+
+def cubed(q, k, v):
+    return full(q, k[:, :, ::2], v[:, :, ::2]) ** 3
+
+
+@pytest.mark.parametrize("name", ["dropping_always", "cubed"])
+def test_two_equal_calls_that_differ_are_told_as_that(name):
+    plain, differs = stack(full), name == "dropping_always"
+    plain.blocks[1].attn.attend = lambda *qkv: globals()[name](*qkv)
+    before = torch.get_rng_state()
+    found = judge_model(*case_of(plain), functions=f"{__name__}.{name}", scatter=0)
+
+    said = found.calls[1].comparison.mismatch.hints
+    assert [call.passed for call in found.calls] == [True, False]
+    assert (said == (RERUN,)) == differs
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_gradients_that_never_arrive_fail_unless_none_are_asked_for():

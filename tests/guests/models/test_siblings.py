@@ -86,6 +86,40 @@ def test_a_window_to_both_sides_is_held_to_those_of_others(windows, said, is_pad
     assert wrong(*({"window": window, "ahead": window - 1, "is_padded": is_padded} for window in windows)) == said
 
 
+OFF = "its causal mask shows one key {}, and the right ones in blocks.{}.attn, which is the same kind of module"
+DIAGONALS = [
+    ((0, 1, 0), {1: OFF.format("too many", 0)}),
+    ((0, -1, 0), {1: OFF.format("too few", 0)}),
+    ((1, 0), {0: OFF.format("too many", 1)}),
+    ((0, 0, -1), {2: OFF.format("too few", 0)}),
+    ((-1, 0, 0), {0: OFF.format("too few", 1)}),
+    ((0, 1, 0, 1), {}),
+    ((1, 1, 1), {}),
+    ((0, 2, 0), {}),
+    ((0, TOKENS, 0), {}),
+]
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(("ahead", "said"), DIAGONALS, ids=str)
+def test_a_causal_mask_that_is_one_key_off_in_one_layer_is_wrong(ahead, said, is_padded):
+    sees_own = is_padded and -1 in ahead  # where rows of padding see themselves, all do
+    assert wrong(*({"ahead": keys, "is_padded": is_padded} for keys in ahead)) == ({} if sees_own else said)
+
+
+def test_a_first_layer_that_says_that_it_sees_no_own_key_means_it():
+    model = Model(*(Block(Attention(partial(attend, ahead=keys, is_padded=False), kv_heads=2)) for keys in (-1, 0, 0)))
+    model.blocks[0].attn.is_strict = True
+    assert not [call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled]
+
+
+def test_calls_of_one_module_with_a_mask_of_each_kind_are_meant():
+    model = Model(*(Block(Attention(lambda q, k, v: q, kv_heads=2)) for _ in range(2)))
+    for block in model.blocks:  # the two streams of XLNet
+        block.attn.attend = lambda q, k, v: attend(q, k, v, is_padded=False) + attend(q, k, v, is_padded=False, ahead=-1)
+    assert not [call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled]
+
+
 def test_how_far_keys_lie_that_are_chosen_one_by_one_is_no_window():
     assert not wrong(*({"window": window, "hole": 3} for window in (8, 9, 8)))
     assert not wrong(*({"window": window, "ahead": window - 2} for window in (8, 9, 8)))
