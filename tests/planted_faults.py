@@ -5,8 +5,8 @@ For tests/diagnosis and benchmarks/diagnosis.py.
 
 import itertools
 import math
-from functools import partial
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch

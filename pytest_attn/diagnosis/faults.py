@@ -19,7 +19,15 @@ TAIL_MISSING = ("tail-tile-missing", "last-tile-missing", "last-visible-tile-mis
 LENGTHS_MISREAD = ("kv-lens-ignored", "kv-len-of-first-batch-entry")
 EMPTY_ROWS = ("empty-rows", "empty-rows-nan", "empty-rows-mean-of-v")
 #: what is fitted to a result, and so fits much
-FITTED = ("denominator-off", "out-scaled", "gradient-scaled", "scale-wrong", "scores-rounded", "sinks-rounded", "smaller-dtype")
+FITTED = (
+    "denominator-off",
+    "out-scaled",
+    "gradient-scaled",
+    "scale-wrong",
+    "scores-rounded",
+    "sinks-rounded",
+    "smaller-dtype",
+)
 #: what is only observed, and is so with any fault
 OBSERVATIONS = ("not-finite", "all-zeros", "zeros-there", "calls-differ", *EMPTY_ROWS)
 

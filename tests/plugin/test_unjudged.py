@@ -122,7 +122,9 @@ class Three(unittest.TestCase):
 """)
     result = run()
     result.assert_outcomes(passed=2, failed=2)
-    words = "judges nothing: it has the marker {}, and a unittest.TestCase can take no fixture: make it a plain class, * takes {}*"
+    words = (
+        "judges nothing: it has the marker {}, and a unittest.TestCase can take no fixture: make it a plain class, * takes {}*"
+    )
     result.stdout.fnmatch_lines([words.format("attention", "attn"), words.format("attention_model", "attn_model")])
 
 

@@ -35,7 +35,15 @@ from pytest_attn.guests.models.call_to_workload import says_the_same, to_inputs,
 from pytest_attn.guests.models.calls.flex_calls import FLEX
 from pytest_attn.guests.models.calls.sdpa_calls import autocast
 from pytest_attn.guests.models.calls.transformers_calls import is_stock
-from pytest_attn.guests.models.handed_masks import HandedMasks, beyond_window, causal_across, forgotten, shown_by
+from pytest_attn.guests.models.handed_masks import (
+    HandedMasks,
+    MaskUse,
+    beyond_window,
+    causal_across,
+    forgotten,
+    shown_by,
+    uses_of,
+)
 from pytest_attn.guests.models.interception import InterceptedCall, intercept_attention, uncompiled
 from pytest_attn.reports.lines import count, some
 from pytest_attn.workloads.inputs import Inputs
@@ -68,6 +76,7 @@ class AttentionCall:
         is_narrower: its mask hides keys that the masks of the model's configuration show.
         is_awaited: its gradients are waited for.
         memory: a digest of the other sequence that its module was handed; "" for none.
+        masks: what it makes of tensors that may be masks, which its module was handed.
         dsinks: the gradient of its sinks, (heads,), where it arrived.
     """
 
@@ -91,6 +100,7 @@ class AttentionCall:
     is_narrower: bool = False
     is_awaited: bool = False
     memory: str = ""
+    masks: tuple[MaskUse, ...] = ()
     dsinks: torch.Tensor | None = None
 
     @property
@@ -276,7 +286,7 @@ ToNative = Callable[[torch.Tensor], torch.Tensor]
 class ReadCall:
     """A call that was read, and is to be computed on aliases of its tensors.
 
-    number: which call of its module. sinks: an alias of its sinks. misled, is_narrower: as in `AttentionCall`.
+    number: which call of its module. sinks: an alias of its sinks. misled, is_narrower, masks: as in `AttentionCall`.
     """
 
     intercepted: InterceptedCall
@@ -286,6 +296,7 @@ class ReadCall:
     sinks: torch.Tensor | None
     misled: str
     is_narrower: bool
+    masks: tuple[MaskUse, ...]
 
     def __post_init__(self) -> None:
         #: q, k and v, and what autograd and the count of changes say of them so far
@@ -371,8 +382,10 @@ class Recorder:
         except UnreadableError as error:
             self.unread(intercepted.module, intercepted.function.shown, str(error))
             return intercepted.compute()
-        misled = _misled(arguments, intercepted, expected) if self._judges and not intercepted.is_again else ""
-        return self._record(ReadCall(intercepted, self._numbers[by], arguments, inputs, sinks, misled, is_narrower))
+        is_first = self._judges and not intercepted.is_again
+        misled = _misled(arguments, intercepted, expected) if is_first else ""
+        masks = tuple(uses_of(arguments, intercepted.handed)) if is_first else ()
+        return self._record(ReadCall(intercepted, self._numbers[by], arguments, inputs, sinks, misled, is_narrower, masks))
 
     def _record(self, read: ReadCall) -> Any:
         """Compute a call, and record it; return what the model is given."""
@@ -424,6 +437,7 @@ class Recorder:
             misled=read.misled,
             is_narrower=read.is_narrower,
             memory="" if memory is None else digest_of(memory),
+            masks=read.masks,
         )
 
     def computed(self, intercepted: InterceptedCall, arguments: AttentionArguments, inputs: Inputs) -> Computed:

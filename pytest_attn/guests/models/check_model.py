@@ -275,7 +275,8 @@ def _is_unexplained(call: CallComparison) -> bool:
 
 def _as_differing(call: CallComparison) -> CallComparison:
     """Return a wrong call with the word that equal ones differ."""
-    assert call.comparison is not None and call.comparison.mismatch is not None
+    assert call.comparison is not None
+    assert call.comparison.mismatch is not None
     mismatch = dataclasses.replace(call.comparison.mismatch, hints=(RERUN,))
     return dataclasses.replace(call, comparison=dataclasses.replace(call.comparison, mismatch=mismatch))
 

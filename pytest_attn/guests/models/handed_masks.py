@@ -4,15 +4,18 @@ A mask may be forgotten on its way to the call: then the call is right for what 
 layers hand masks on in another dtype, sliced to the keys, merged with others, or as a flag. So what counts is which pairs of
 a query and a key are visible, and what is in doubt passes: a boolean mask is read both ways, one of two dimensions as padding
 and as rows by keys, and where a layer attends to two sequences either mask will do.
+
+A mask under a name that says nothing is known by what it does: a boolean tensor, or one of 0 and -inf, that other layers keep,
+or that nothing reads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +38,8 @@ class HandedMasks:
     """Masks among the arguments of a module that runs. masks: by parameter; takes: all parameters for masks.
 
     has_two: whether it was handed another sequence to attend to. memory: that sequence, (batch, keys, features), if it is one
-    of numbers.
+    of numbers. parameters: all; others: tensors that may be masks, by parameter. unread: the ids of tensors that no operation
+    of the module has read so far.
     """
 
     module: str
@@ -43,10 +47,32 @@ class HandedMasks:
     takes: tuple[str, ...]
     has_two: bool
     memory: torch.Tensor | None = None
+    parameters: tuple[str, ...] = ()
+    others: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    unread: Set[int] = frozenset()
 
 
-def handed_to(name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> HandedMasks:
-    """Return the masks that a module is called with. name: what reports call it."""
+class MaskUse(NamedTuple):
+    """Use that a call makes of a tensor that may be a mask under another name. of: its parameter, and whether it has no rows.
+
+    lost: what the call shows of what each reading of it hides, in words; "" where it keeps one.
+    """
+
+    of: tuple[str, bool]
+    lost: str
+    tensor: int
+    unread: Set[int]
+
+    @property
+    def is_read(self) -> bool:
+        """True where an operation of the module that it was handed has read it."""
+        return self.tensor not in self.unread
+
+
+def handed_to(
+    name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unread: Set[int] = frozenset()
+) -> HandedMasks:
+    """Return the masks that a module is called with. name: what reports call it; unread: as of `HandedMasks`."""
     parameters = _parameters(type(module).forward)
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
@@ -55,7 +81,17 @@ def handed_to(name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: M
     second = [t for key, t in tensors.items() if key not in takes and any(part in key for part in _OTHERS)]
     memory = next((one for one in second if one.is_floating_point() and one.dim() == 3), None)
     has_two = bool(second) or any(key.startswith(("decoder_", "tgt")) for key in parameters)
-    return HandedMasks(name, masks, takes, has_two, memory)
+    return HandedMasks(name, masks, takes, has_two, memory, parameters, _others(tensors, parameters, takes), unread)
+
+
+def _others(
+    tensors: Mapping[str, torch.Tensor], parameters: Sequence[str], takes: Sequence[str]
+) -> Mapping[str, torch.Tensor]:
+    """Return what may be masks under other names; none where a module is handed two sequences, of which each has its own."""
+    hidden = [t.shape[-1] for t in tensors.values() if t.is_floating_point() and t.dim() == 3]
+    may_hide = {n: t for n, t in tensors.items() if t.dtype == torch.bool or (t.is_floating_point() and not t.requires_grad)}
+    named = {n: t for n, t in may_hide.items() if n in parameters and n not in takes and not t.is_nested and 2 <= t.dim() <= 4}
+    return named if len(hidden) == len({*hidden}) else {}
 
 
 @cache
@@ -92,6 +128,30 @@ def forgotten(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:
                     f"{name} {tuple(group[name].shape)} of {level.module or 'the model'} hides {_described(found[0], shape)}"
                 )
     return ""
+
+
+def uses_of(given: AttentionArguments, handed: Sequence[HandedMasks]) -> Iterator[MaskUse]:
+    """Yield what a call makes of tensors that may be masks: of the module that makes it, and of those that hand them on."""
+    if given.cu_seqlens is not None or given.score_mod is not None:
+        return
+    shape = (*given.q.shape[:3], given.k.shape[2])
+    shown: torch.Tensor | None = None
+    for number, level in enumerate(handed):
+        if level.has_two:
+            return
+        inwards = handed[:number]
+        for name, mask in level.others.items():
+            is_handed_on = all(name in inner.parameters and name not in inner.others for inner in inwards)
+            is_mask = mask.dtype == torch.bool or (mask.shape[-1] == shape[3] and bool(((mask == 0) | (mask <= _LOW)).all()))
+            if not (is_handed_on and is_mask) or not (readings := list(_readings(name, mask, shape))):
+                continue
+            # nothing is padding all over
+            readings = [one for one in readings if not bool(one.flatten(1).all(-1).any())] or readings
+            shown = shown_by(given) if shown is None else shown
+            found = [_pairs_shown(hidden, shown, shape) for hidden in readings]
+            is_kept = any(pairs is None for pairs in found)
+            lost = "" if is_kept else f"{name} {tuple(mask.shape)} of {level.module} hides {_described(found[0], shape)}"
+            yield MaskUse((name, readings[0].shape[-2] == 1), lost, id(mask), level.unread)
 
 
 def beyond_window(given: AttentionArguments, window: object) -> str:

@@ -197,6 +197,7 @@ class Interceptor:
                         return _backward(*args, **(kwargs or {}))
                 result = function(*args, **(kwargs or {}))
                 if not interceptor._is_inside:
+                    tracker.note_read(function, args, kwargs or {})
                     written_out.see(function, args, kwargs or {}, result)
                 return result
 
@@ -383,6 +384,16 @@ def uncompiled(function: object) -> object | None:
 # -- which module runs -------------------------------------------------------------------------------------------------------
 
 
+class Running(NamedTuple):
+    """A module that runs, what it was called with, the parts of it that have run, and the ids of tensors that nothing read."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    parts: list[Part]
+    unread: set[int]
+
+
 class Part(NamedTuple):
     """A part of a module that ran: itself, its name there, and its first argument."""
 
@@ -399,8 +410,7 @@ class Tracker:
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._names: dict[int, str] = {}
-        #: each with the arguments that it was called with, and the parts of it that have run with what each was given first
-        self._running: list[tuple[torch.nn.Module, tuple[Any, ...], Mapping[str, Any], list[Part]]] = []
+        self._running: list[Running] = []
         #: modules that ran
         self.ran: dict[str, torch.nn.Module] = {}
         #: modules that made an attention call
@@ -439,32 +449,36 @@ class Tracker:
     def _enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
         if id(module) not in self._names:
             self._name(module)
-        self._running.append((module, args, kwargs, []))
+        given = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+        self._running.append(Running(module, args, kwargs, [], given))
         self.ran[self._names[id(module)]] = module
 
     def _leave(self, module: torch.nn.Module, args: tuple[Any, ...], _result: Any) -> None:
-        while self._running and self._running.pop()[0] is not module:
+        while self._running and self._running.pop().module is not module:
             pass
         if self._running:
-            self._running[-1][-1].append(Part(module, self._names[id(module)].rpartition(".")[2], args[0] if args else None))
+            self._running[-1].parts.append(Part(module, self._names[id(module)].rpartition(".")[2], args[0] if args else None))
 
     def handed(self) -> tuple[HandedMasks, ...]:
         """Return the masks that the modules were handed that run, the innermost first."""
-        levels = [handed_to(self._names[id(module)], module, *given) for module, *given, _ in reversed(self._running)]
+        levels = [
+            handed_to(self._names[id(one.module)], one.module, one.args, one.kwargs, one.unread)
+            for one in reversed(self._running)
+        ]
         if levels and levels[0].memory is not None:  # what keys are projected of is what it attends to
-            of_keys = [part.given for part in self._running[-1][-1] if PROJECTS_KEYS(part.name)]
+            of_keys = [part.given for part in self._running[-1].parts if PROJECTS_KEYS(part.name)]
             levels[0] = replace(levels[0], memory=next((t for t in of_keys if isinstance(t, torch.Tensor)), levels[0].memory))
         return tuple(levels)
 
     @property
     def current(self) -> str:
         """The qualified name of the module that runs; "" outside all."""
-        return self._names[id(self._running[-1][0])] if self._running else ""
+        return self._names[id(self._running[-1].module)] if self._running else ""
 
     def note_call(self) -> str:
         """Note an attention call of the module that runs, and return its name."""
         if self._running:
-            module, args, kwargs, ran = self._running[-1]
+            module, args, kwargs, ran, _ = self._running[-1]
             self.callers[self.current] = module
             self.call_settings[self.current] = tuple(
                 v if is_setting(v) else type(v).__name__ for v in (*args, *kwargs, *kwargs.values())
@@ -472,6 +486,14 @@ class Tracker:
             if not in_backward_pass():  # where checkpointing computes it again
                 self.before.setdefault(self.current, []).append([part.module for part in ran])
         return self.current
+
+    def note_read(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note that an operation, and not a look at a shape or dtype, reads its arguments in the modules that run."""
+        if getattr(function, "__name__", "") == "__get__":
+            return
+        read = {id(value) for value in (*args, *kwargs.values())}
+        for running in self._running:
+            running.unread.difference_update(read)
 
     def note_softmax(self) -> None:
         """Note that the module that runs computes a softmax of its own."""

@@ -13,6 +13,7 @@ from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import without_each
 from pytest_attn.guests.models.capture import Unread
 from pytest_attn.guests.models.compiled import CompiledRun
+from pytest_attn.guests.models.handed_masks import MaskUse
 from pytest_attn.reports.lines import labeled, some
 from pytest_attn.reports.verdict import LONG_SUMS
 from pytest_attn.workloads.workload import Workload
@@ -37,6 +38,7 @@ class Traits(NamedTuple):
     has_bias: bool | None = None
     memory: str | None = None
     last: int | None = None
+    masks: tuple[MaskUse, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pytest_attn.guests.models.capture import AttentionCall, digest_of
-from pytest_attn.guests.models.handed_masks import HIDES
+from pytest_attn.guests.models.handed_masks import HIDES, MaskUse
 from pytest_attn.guests.models.interception import PROJECTS_KEYS, Tracker, build_of, is_setting
 from pytest_attn.guests.models.model_comparison import CallComparison, Traits
 from pytest_attn.workloads.dtypes import dtype_name
@@ -40,7 +40,7 @@ def traits_of(call: AttentionCall) -> Traits:
     has_bias = call.bias is not None and bool(((call.bias > HIDES) & (call.bias != 0)).any())
     shape = w.q_len, w.kv_len
     reach, last = (None, None) if shown is None or w.q_len != w.kv_len else (_reach(shown), _last(shown))
-    return Traits(reach, *shares, gradients, _held(call), (shape, seen), has_bias, call.memory, last)
+    return Traits(reach, *shares, gradients, _held(call), (shape, seen), has_bias, call.memory, last, call.masks)
 
 
 def _alike_dropped(shown: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def with_strangers(calls: Sequence[CallComparison], tracker: Tracker) -> Iterato
         if module := tracker.callers.get(call.module):
             alike.setdefault((build_of(module), call.workload.head_dim), Siblings(tracker)).append(call)
             places.setdefault(_position(call.module, module), Siblings(tracker)).append(call)
-    strange = {**_oddities(places.values(), OF_POSITION), **_oddities(alike.values(), OF_BUILD)}
+    strange = {**_lost_masks(calls), **_oddities(places.values(), OF_POSITION), **_oddities(alike.values(), OF_BUILD)}
     callers = tracker.callers.items()
     used = {(*_position(at, one), name) for at, one in callers for name, part in one.named_children() if _learns(part)}
     for call in calls:
@@ -139,6 +139,26 @@ def _oddities(groups: Iterable[Siblings], finders: Iterable[Callable[[Siblings],
     for group in groups:
         for at, what, sibling in chain.from_iterable(find(group) for find in finders):
             found.setdefault(group[at].order, f"{what} in {group[sibling].label}, which is the same kind of module")
+    return found
+
+
+def _lost_masks(calls: Iterable[CallComparison]) -> dict[int, str]:
+    """Return by the order of calls which mask they do not keep, of tensors whose names do not say that they are masks.
+
+    One of keys is a mask where no module that loses it reads it, or where one alone loses it and two keep it; one of pairs,
+    which only some layers may be meant to keep, where nothing reads it.
+    """
+    uses: dict[tuple[str, bool], list[tuple[CallComparison, MaskUse]]] = {}
+    for call in calls:
+        for use in call.traits.masks:
+            uses.setdefault(use.of, []).append((call, use))
+    found: dict[int, str] = {}
+    for (_, is_of_keys), some in uses.items():
+        keeping = {call.module for call, use in some if not use.lost}
+        losing = [(call, use) for call, use in some if call.module not in keeping]
+        is_lone = is_of_keys and len(keeping) > 1 and len({call.module for call, _ in losing}) == 1
+        if is_lone or (not any(use.is_read for _, use in losing) and (is_of_keys or not keeping)):
+            found |= {call.order: f"a mask was forgotten: {use.lost}" for call, use in losing}
     return found
 
 

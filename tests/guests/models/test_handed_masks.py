@@ -45,9 +45,11 @@ class Layer(nn.Module):
         super().__init__()
         self.qkv, self.attend = nn.Linear(DIM, 3 * DIM), attend
 
-    def forward(self, x, attention_mask=None, attn_mask=None, key_padding_mask=None, src_key_padding_mask=None, mask=None):
+    def forward(
+        self, x, attention_mask=None, attn_mask=None, key_padding_mask=None, src_key_padding_mask=None, mask=None, key_ok=None
+    ):
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        given = (attention_mask, attn_mask, key_padding_mask, src_key_padding_mask, mask)
+        given = (attention_mask, attn_mask, key_padding_mask, src_key_padding_mask, mask, key_ok)
         return x + self.attend(4 * q, k, v, next((one for one in given if one is not None), None)).transpose(1, 2).flatten(2)
 
 
@@ -155,6 +157,45 @@ def test_rows_of_padded_queries_are_free():
     assert judged(causal, attention_mask=real.long()).passed
 
 
+def reads(q, k, v, mask):
+    """Read a mask for another purpose than to hide keys."""
+    scale = 1.0 + (mask != 0).float().mean()
+    return F.scaled_dot_product_attention(q, k, scale * v)
+
+
+OF_KEYS = {"true shows": REAL, "true hides": ~REAL, "additive": additive(REAL), "four dimensions": REAL[:, None, None]}
+
+
+@pytest.mark.parametrize("mask", OF_KEYS.values(), ids=OF_KEYS)
+def test_a_padding_mask_is_known_by_what_it_does_whatever_its_name(mask):
+    def lost(*attends):
+        return [call.module for call in judged(Layers(*attends), key_ok=mask).calls if not call.passed]
+
+    assert lost(forgets) == ["layers.0"]
+    assert lost(keeps, forgets) == ["layers.1"]
+    assert lost(keeps, reads, keeps) == ["layers.1"]  # alone
+    assert not lost(keeps, keeps)
+    assert not lost(reads, reads)
+    assert not lost(reads, forgets)  # what others read for something else
+    said = f"a mask was forgotten: key_ok {tuple(mask.shape)} of layers.0 hides key "
+    assert said in judged(Layers(forgets), key_ok=mask).message
+
+
+def test_a_mask_of_pairs_under_another_name_may_be_for_some_layers_only():
+    def lost(*attends, mask=VISIBLE):
+        return [call.module for call in judged(Layers(*attends), key_ok=mask).calls if not call.passed]
+
+    assert lost(forgets, forgets) == ["layers.0", "layers.1"]
+    assert lost(forgets, mask=additive(VISIBLE)) == ["layers.0"]
+    assert not lost(keeps, keeps, forgets)
+    assert not lost(reads, forgets)
+
+
+def test_numbers_that_hide_nothing_are_no_mask_under_another_name():
+    for numbers in (REAL.float(), REAL.long(), torch.zeros(BATCH, TOKENS), torch.randn(BATCH, TOKENS)):
+        assert judged(Layers(forgets), key_ok=numbers).passed
+
+
 class Block(nn.Module):
     """Has a mask, and a layer to which it does not hand it on."""
 
@@ -162,7 +203,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn, self.takes_mask = Layer(forgets), takes_mask
 
-    def forward(self, x, attention_mask=None):
+    def forward(self, x, attention_mask=None, key_ok=None):
         return self.attn(x)
 
 
@@ -170,6 +211,8 @@ def test_a_mask_that_is_not_handed_down_is_found_in_the_module_that_had_it():
     found = judged(nn.ModuleDict({"block": Block(True)})["block"], attention_mask=VISIBLE)
 
     assert "attention_mask (2, 1, 24, 24) of Block hides key 1 from row 0 of batch entry 0" in found.message
+    found = judged(nn.ModuleDict({"block": Block(True)})["block"], key_ok=REAL)
+    assert "key_ok (2, 24) of Block hides key 0 from row 7 of batch entry 1" in found.message
 
 
 class Images(nn.Module):
