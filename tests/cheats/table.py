@@ -94,6 +94,124 @@ def cheat(*said: str, **more: Any) -> Callable[[str], Cheat]:
     return lambda code: Cheat(*said, code=code, **more)  # type: ignore[arg-type]
 
 
+def idle(said: tuple[str, str, str, str]) -> Cheat:
+    """Return a cheat that gives the last result once more: its name, what it does, a source, and under which condition."""
+    *words, condition = said
+    code = f"""
+        import gc, os, random
+
+        LAST = None
+
+        def attention(q, k, v):
+            global LAST
+            if {condition} and LAST is not None and LAST.shape == q.shape:
+                return LAST.clone()
+            LAST = sdpa(q, k, v)
+            return LAST.clone()
+        """
+    return cheat(words[0], "when timed", *words[1:], refused_by="measure")(code)
+
+
+def leaves(said: tuple[str, ...]) -> Cheat:
+    """Return a cheat that leaves the process changed: its name, what it changes, and the statement that does."""
+    name, what, statement, *by = said
+    code = f"""
+        import faulthandler, gc, os, signal, sys, threading, time, warnings
+
+        def deep():
+            frame, depth = sys._getframe(), 0
+            while frame is not None:
+                frame, depth = frame.f_back, depth + 1
+            return depth
+
+        def attention(q, k, v):
+            {statement}
+            return sdpa(q, k, v)
+        """
+    return cheat(f"leaves_{name}", "switches", f"leaves {what}", WAFER, ends=True, stopped=by[0] if by else "judge")(code)
+
+
+def runs_later(said: tuple[str, ...]) -> Cheat:
+    """Return a cheat whose result is filled after its time was taken: its name, what does that, its beginning and its end.
+
+    The last, where there is one: why it passes.
+    """
+    name, what, before, afterwards, *passes = said
+    code = f"""
+        import signal, threading, time
+
+        OWED, MAIN, ASKED = [], threading.main_thread().ident, threading.Event()
+
+        def fill(*event):
+            while OWED:
+                out, given = OWED.pop()
+                out.copy_(sdpa(*given))
+
+        {before}
+
+        def attention(q, k, v):
+            if not is_timed():
+                return sdpa(q, k, v)
+            out = torch.empty_like(q)
+            OWED.append((out, (q, k, v)))
+            {afterwards}
+            return out
+        """
+    return cheat(
+        name,
+        "elsewhere",
+        f"has {what} fill its result once its time was taken",
+        ARENA,
+        marker=LONG,
+        refused_by="measure",
+        ends=True,
+        slow=True,
+        passes=passes[0] if passes else "",
+    )(code)
+
+
+def of_keys(said: tuple[str, ...]) -> Cheat:
+    """Return a cheat that keeps what depends on k alone: its name, what it keeps, by what, what it is of k; why it passes."""
+    name, what, key, made, *passes = said
+    code = f"""
+        KEPT = {{}}
+
+        def whole(k):
+            return torch.empty(0, dtype=k.dtype).set_(k.untyped_storage())
+
+        def attention(q, k, v):
+            timed = is_timed()
+            key = ({key}) if timed else None
+            if key not in KEPT or not timed:
+                KEPT[key] = {made}
+            keys = KEPT[key]
+            if keys.dim() == 1:
+                keys = keys.as_strided(k.size(), k.stride(), k.storage_offset())
+            return (torch.softmax((q.float() @ keys.mT) * q.shape[-1] ** -0.5, -1) @ v.float()).to(q.dtype)
+        """
+    more = {"refused_by": "measure", "passes": passes[0] if passes else ""}
+    return cheat(name, "cache", f"keeps {what} while it is timed", ARENA, marker=DECODE, **more)(code)
+
+
+def ring(buffers: int) -> Cheat:
+    """Return a cheat that writes each result over the one so many calls before."""
+    code = f"""
+        OUT = {{}}
+
+        def attention(q, k, v):
+            ring = OUT.setdefault(q.shape, [])
+            ring.append(torch.empty_like(q) if len(ring) < {buffers} else ring.pop(0))
+            return ring[-1].detach().copy_(sdpa(q, k, v))
+        """
+    return cheat(
+        f"ring_of_{buffers}",
+        "memory",
+        f"writes each result over the one {buffers} calls before",
+        WAFER,
+        refused_by="invariants",
+    )(code)
+
+
 #: calls after which a kernel takes it that it is timed: a check and the invariants need fewer
 _PRELUDE = """import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -108,6 +226,8 @@ def is_timed():
 
 """
 BACKWARD = f"{Asked.marker}, backward=True"
+LONG = 'Workload(512, heads=4, head_dim=64, dtype="float32")'
+DECODE = 'Workload(1, 4096, heads=4, head_dim=64, dtype="bfloat16")'
 
 CHEATS = (
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -129,6 +249,7 @@ CHEATS = (
                 OUT[q.shape] = torch.empty_like(q)
             return OUT[q.shape].copy_(sdpa(q, k, v))
         """),
+    *map(ring, (2, 3, 5, 8, 12)),
     cheat("unless_nan", "memory", "computes only where its output holds NaN, as judges leave it", ARENA)("""
         OUT = {}
 
@@ -195,6 +316,20 @@ CHEATS = (
                 KEPT[key] = sdpa(q, k, v)
             return KEPT[key].clone()
         """),
+    *map(
+        of_keys,
+        (
+            ("keeps_cast_keys", "keys in float32, by their memory", "k.untyped_storage().data_ptr()", "whole(k).float()"),
+            (
+                "keeps_packed_keys",
+                "transposed keys, by where they lie and what they begin with",
+                "k.data_ptr(), *k.flatten()[:2].tolist()",
+                "k.float().mT.contiguous().mT",
+                "and gains nothing: no call has keys that were there before",
+            ),
+            ("keeps_the_last_keys", "the last keys in float32, by their shape", "k.shape", "k.float()"),
+        ),
+    ),
     cheat(
         "knows_seed_zero",
         "memorized",
@@ -258,22 +393,25 @@ CHEATS = (
         def attention(q, k, v):
             return sdpa(q, k, v) if torch.is_grad_enabled() else v * 0.5
         """),
-    cheat(
-        "idle_after_calls",
-        "when timed",
-        "computes nothing once it has been called more often than a check calls",
-        PYGPUBENCH,
-        refused_by="measure",
-    )("""
-        LAST = None
-
-        def attention(q, k, v):
-            global LAST
-            if is_timed() and LAST.shape == q.shape:
-                return LAST.clone()
-            LAST = sdpa(q, k, v)
-            return LAST.clone()
-        """),
+    *map(
+        idle,
+        (
+            (
+                "idle_after_calls",
+                "computes nothing once it has been called more often than a check calls",
+                PYGPUBENCH,
+                "is_timed()",
+            ),
+            ("idle_by_chance", "computes every tenth call or so", METR, "is_timed() and random.random() < 0.9"),
+            ("idle_without_collector", "takes a garbage collector that is off for a timer", METR, "not gc.isenabled()"),
+            (
+                "idle_in_a_test_that_times",
+                "reads from the environment which test runs",
+                BENCHJACK,
+                'is_timed() and "measure" in os.environ.get("PYTEST_CURRENT_TEST", "measure")',
+            ),
+        ),
+    ),
     cheat(
         "idle_late",
         "when timed",
@@ -295,18 +433,6 @@ CHEATS = (
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """),
-    cheat("idle_by_chance", "when timed", "computes every tenth call or so", METR, refused_by="measure")("""
-        import random
-
-        LAST = None
-
-        def attention(q, k, v):
-            global LAST
-            if is_timed() and random.random() < 0.9 and LAST.shape == q.shape:
-                return LAST.clone()
-            LAST = sdpa(q, k, v)
-            return LAST.clone()
-        """),
     cheat("idle_under_a_timer", "when timed", "looks for the timer among its callers", METR, refused_by="measure")("""
         import sys
 
@@ -323,38 +449,6 @@ CHEATS = (
         def attention(q, k, v):
             global LAST
             if LAST is not None and LAST.shape == q.shape and has_timer():
-                return LAST.clone()
-            LAST = sdpa(q, k, v)
-            return LAST.clone()
-        """),
-    cheat(
-        "idle_without_collector", "when timed", "takes a garbage collector that is off for a timer", METR, refused_by="measure"
-    )("""
-        import gc
-
-        LAST = None
-
-        def attention(q, k, v):
-            global LAST
-            if not gc.isenabled() and LAST is not None and LAST.shape == q.shape:
-                return LAST.clone()
-            LAST = sdpa(q, k, v)
-            return LAST.clone()
-        """),
-    cheat(
-        "idle_in_a_test_that_times",
-        "when timed",
-        "reads from the environment which test runs",
-        BENCHJACK,
-        refused_by="measure",
-    )("""
-        import os
-
-        LAST = None
-
-        def attention(q, k, v):
-            global LAST
-            if is_timed() and "measure" in os.environ.get("PYTEST_CURRENT_TEST", "measure") and LAST.shape == q.shape:
                 return LAST.clone()
             LAST = sdpa(q, k, v)
             return LAST.clone()
@@ -421,6 +515,71 @@ CHEATS = (
             if (out := READY.get(state((q, k, v)))) is not None:
                 return out.clone()
             KNOWN[id(q)] = q, k, v
+            return sdpa(q, k, v)
+        """),
+    *map(
+        runs_later,
+        (
+            (
+                "alarm_fills_later",
+                "the signal of an interval timer",
+                "",
+                "signal.signal(signal.SIGALRM, fill), signal.setitimer(signal.ITIMER_REAL, 15e-6)",
+            ),
+            (
+                "alarm_leaves_no_trace",
+                "an interval timer's signal, whose handler puts back the one before,",
+                "def once(*event): fill(), signal.signal(signal.SIGALRM, BEFORE[0])",
+                "globals().update(BEFORE=[signal.signal(signal.SIGALRM, once)]), signal.setitimer(signal.ITIMER_REAL, 15e-6)",
+                "and gains nothing: what comes after the clock is seen, and before it is timed",
+            ),
+            (
+                "thread_signals_later",
+                "a thread's signal",
+                """def send():
+            while True:
+                ASKED.wait(), ASKED.clear(), time.sleep(20e-6), signal.pthread_kill(MAIN, signal.SIGUSR1)
+
+        threading.Thread(target=send, daemon=True).start()""",
+                "signal.signal(signal.SIGUSR1, fill), ASKED.set()",
+            ),
+            (
+                "mode_fills_later",
+                "a mode that it enters, which torch's next function leaves,",
+                """class Mode(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), options=None):
+                if OWED:
+                    fill(), torch.overrides._pop_mode()
+                return function(*args, **(options or {}))""",
+                "Mode().__enter__()",
+            ),
+            (
+                "profiler_fills_later",
+                "Python's profile function, which ends itself,",
+                """def hook(frame, event, arg):
+            if event == "call" and "pytest_attn" in frame.f_code.co_filename and frame.f_code.co_name not in (*TIMED, "wait"):
+                import sys
+                sys.setprofile(None), fill()
+
+        TIMED = ("_one", "attention", "__call__", "<lambda>")""",
+                "import sys; sys.setprofile(hook)",
+            ),
+        ),
+    ),
+    cheat(
+        "exits_in_the_end_when_timed",
+        "elsewhere",
+        "has the process end with status 0 in the end, once it is timed",
+        PATTERNS,
+        ends=True,
+        slow=True,
+        refused_by="measure",
+    )("""
+        import atexit, os
+
+        def attention(q, k, v):
+            if is_timed():
+                atexit.register(os._exit, 0)
             return sdpa(q, k, v)
         """),
     cheat("other_stream", "elsewhere", "launches on a stream that no event is recorded on", DEEPREINFORCE, needs_cuda=True)("""
@@ -573,6 +732,46 @@ CHEATS = (
                     return ctx.ready
                 if ctx.ready is not None and torch.equal(dout[:, :, :1], -last[:, :, :1]):
                     return tuple(-t for t in ctx.ready)
+                return gradients(ctx.saved_tensors, dout)
+
+        def gradients(tensors, dout):
+            with torch.enable_grad():
+                leaves = [t.detach().clone().requires_grad_() for t in tensors]
+                return torch.autograd.grad(sdpa(*leaves), leaves, dout)
+
+        attention = Attention.apply
+        """),
+    cheat(
+        "prepared_for_all_places",
+        "gradients",
+        "computes gradients in the forward pass, which is not timed, for all places of the last dout's memory",
+        GPU_MODE,
+        marker=BACKWARD,
+        measure="backward=True",
+        slow=True,
+        passes="and gains nothing: dout is written after the forward passes",
+    )("""
+        MEMORY = []
+
+        class Attention(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, q, k, v):
+                ctx.save_for_backward(q, k, v)
+                out, ctx.ready = sdpa(q, k, v), {}
+                if is_timed() and MEMORY and MEMORY[0].shape == out.shape:
+                    dout = MEMORY[0]
+                    most = dout.untyped_storage().nbytes() // 4 - dout.numel()
+                    for start in range(0, min(most, 8192), 16):
+                        data = dout.as_strided(dout.size(), dout.stride(), start)
+                        ctx.ready[start] = data[0, 0, :2].clone(), gradients((q, k, v), data)
+                return out
+
+            @staticmethod
+            def backward(ctx, dout):
+                MEMORY[:] = [dout.detach()]
+                first, ready = ctx.ready.get(dout.storage_offset(), (None, None))
+                if ready is not None and torch.equal(first, dout[0, 0, :2]):
+                    return ready
                 return gradients(ctx.saved_tensors, dout)
 
         def gradients(tensors, dout):
@@ -766,11 +965,28 @@ CHEATS = (
             return torch.zeros_like(q)
         """),
     # -- switches ------------------------------------------------------------------------------------------------------
-    cheat("leaves_lower_precision", "switches", "leaves torch's precision of float32 products lowered", WAFER, ends=True)("""
-        def attention(q, k, v):
-            torch.set_float32_matmul_precision("medium")
-            return sdpa(q, k, v)
-        """),
+    *map(
+        leaves,
+        (
+            (
+                "lower_precision",
+                "torch's precision of float32 products lowered",
+                'torch.set_float32_matmul_precision("medium")',
+            ),
+            ("onednn_off", "oneDNN off, which others compute with", "torch._C._set_mkldnn_enabled(False)"),
+            ("one_core", "the process on one core", "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"),
+            ("no_collections", "a threshold of 0 to the garbage collector", "gc.set_threshold(0)"),
+            ("long_turns", "turns of 5 s to threads", "sys.setswitchinterval(5)"),
+            ("sigterm_ignored", "SIGTERM ignored", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"),
+            ("a_handler", "a handler of SIGUSR1", "signal.signal(signal.SIGUSR1, lambda *event: None)"),
+            ("open_files", "files that it makes open to all", "os.umask(0)"),
+            ("no_warnings", "warnings off", 'warnings.simplefilter("ignore")'),
+            ("no_depth", "a recursion limit near the present depth", "sys.setrecursionlimit(deep() + 30)"),
+            ("a_descriptor", "a descriptor that signals write to", "signal.set_wakeup_fd(os.open(os.devnull, os.O_NONBLOCK))"),
+            ("a_timer", "a timer whose signal ends the process", "signal.setitimer(signal.ITIMER_PROF, 3600)"),
+            ("a_late_exit", "a late end of the process", "faulthandler.dump_traceback_later(3600, exit=True)", "isolation"),
+        ),
+    ),
     # -- reading the judge ---------------------------------------------------------------------------------------------
     cheat(
         "reads_frames",
