@@ -98,10 +98,11 @@ def functions_kept(where: str = "") -> Iterator[None]:
     spaces, operators = _spaces(), _operators(len(torch.library._impls))
     before, modules = [one.names.copy() for one in spaces], len(sys.modules)
     python = vars(builtins)
-    of_python = {name: python[name] for name in _OF_PYTHON}
+    of_python, depth = {name: python[name] for name in _OF_PYTHON}, sys.getrecursionlimit()
     try:
         yield
     finally:
+        sys.setrecursionlimit(depth)  # which may be too low for whatever looks at what was left
         others = [(name, python[name]) for name, value in of_python.items() if python[name] is not value]
         python.update(of_python)  # before anything here calls them
         replaced = [f"{name} by {_described(now)}" for name, now in others]

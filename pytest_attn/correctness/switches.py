@@ -1,6 +1,7 @@
-"""Switches that a callable leaves turned, of torch, Python and the process, meet whoever computes next: they are put back.
+"""What a callable leaves turned, of torch, Python and the process, meets whoever computes next: it is put back.
 
-The case fails. What runs in the same process can undo all of that: it stops no attack that is meant.
+So is what can run code of its own later, such as the handler of a signal. The case fails. What runs in the same process can
+undo all of that: it stops no attack that is meant.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import functools
 import gc
 import locale
+import operator
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,35 +33,81 @@ from pytest_attn.correctness.contract import ContractError
 
 
 class Switch(NamedTuple):
-    """Functions that read a switch, and turn it."""
+    """Functions that read a switch, and turn it.
+
+    differs: of what it is now and what it was, whether the callable has to put it back. part: names one of several parts.
+    """
 
     read: Callable[[], Any]
     turn: Callable[[Any], object]
+    differs: Callable[[Any, Any], bool] = operator.ne
+    part: Callable[[int], str] | None = None
+
+    def said(self, name: str, now: Any, was: Any) -> str:
+        """Say what it was left at."""
+        if self.part is not None:
+            at = next(
+                (at for at, pair in enumerate(zip(now, was, strict=False)) if operator.ne(*pair)), min(len(now), len(was))
+            )
+            name, (now, was) = self.part(at), (_named(one[at]) if at < len(one) else "none" for one in (now, was))
+        return f"the callable left {name} at {now}; it was {was}: restore what it changes"
 
 
-@contextmanager
-def switches_kept(kind: str) -> Iterator[None]:
-    """Put torch's switches back after a call on a kind of device. Raises ContractError where the callable left one turned."""
-    switches = _switches(kind)
-    before = {name: one.read() for name, one in switches.items()}
-    turned: dict[str, Any] = {}
-    try:
-        yield
-    finally:
-        for name, one in switches.items():
-            if (now := one.read()) != before[name]:
+class KeptSwitches:
+    """Switches as they were when this was made. Around a call it puts them back, and the recursion limit.
+
+    Raises ContractError where the callable left one turned.
+    """
+
+    def __init__(self, switches: Mapping[str, Switch]) -> None:
+        self._switches, self._modules, self._limit = switches, len(sys.modules), sys.getrecursionlimit()
+        self._before = {name: one.read() for name, one in switches.items()}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(self._limit)  # here: near it nothing else runs
+        left = self.put_back()
+        if limit != self._limit:
+            left = Switch(int, int).said("Python's recursion limit", limit, self._limit)
+        if left and error is None:
+            raise ContractError(left)
+
+    def put_back(self) -> str:
+        """Put back all that differ; say which a callable has left turned that none of its libraries did, "" for none."""
+        turned: dict[str, Any] = {}
+        for name, one in self._switches.items():
+            if one.differs(now := one.read(), self._before[name]):
                 turned[name] = now
-                one.turn(before[name])
-        if _FLUSHING in turned and _has_loaded_libraries():
-            del turned[_FLUSHING]
-        if _DETERMINISTIC in turned and turned[_DETERMINISTIC][0] == before[_DETERMINISTIC][0]:
+                one.turn(self._before[name])
+        if not _OF_LIBRARIES.isdisjoint(turned) and self._has_loaded_libraries():
+            turned = {name: now for name, now in turned.items() if name not in _OF_LIBRARIES}
+        if _DETERMINISTIC in turned and turned[_DETERMINISTIC][0] == self._before[_DETERMINISTIC][0]:
             del turned[_DETERMINISTIC]
-    for name, now in turned.items():
-        raise ContractError(f"the callable left {name} at {now}; it was {before[name]}: restore what it changes")
+        return next((self._switches[name].said(name, now, self._before[name]) for name, now in turned.items()), "")
+
+    def _has_loaded_libraries(self) -> bool:
+        imported, self._modules = len(sys.modules) != self._modules, len(sys.modules)
+        return _has_loaded_libraries() or imported
+
+
+def switches_kept(kind: str) -> KeptSwitches:
+    """Return what puts switches back after a call on a kind of device."""
+    return KeptSwitches(_switches(kind))
+
+
+def kept_from_running_later() -> KeptSwitches:
+    """Return what can run a callable's own code between two calls, as it is now."""
+    return KeptSwitches({name: _switches("cpu")[name] for name in (*_LATER, "torch's modes")})
 
 
 #: denormal numbers: a library that was compiled with -ffast-math turns it as it is loaded, and no kernel can help that
 _FLUSHING = "torch's flushing of denormal numbers"
+#: what a library turns as it is loaded or imported, which may be at the first call of a kernel
+_HANDLERS, _FILTERS, _CORES = "handlers of signals", "Python's filters of warnings", "the cores of the process"
+_OF_LIBRARIES = {_FLUSHING, _HANDLERS, _FILTERS, _CORES}
 #: what a kernel that turns them on puts back by the one word that torch has for that, which forgets that they only warn
 _DETERMINISTIC = "torch's deterministic algorithms"
 _libraries: set[str] = set()
@@ -103,15 +154,112 @@ def _switches(kind: str) -> dict[str, Switch]:
             for name in ("flash", "mem_efficient", "math", "cudnn")
         },
     }
+    if hasattr(torch._C, "_set_mkldnn_enabled"):
+        switches["oneDNN"] = Switch(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
     named = {f"torch's {name}": one for name, one in switches.items()}
-    return named | {
+    return named | _LATER | _of_process()
+
+
+def _of_process() -> dict[str, Switch]:
+    """Return switches of Python and of the process."""
+    switches = {
         "the working directory": Switch(_working_directory, os.chdir),
         "the locale": Switch(lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
         "Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-        "Python's profile function": Switch(sys.getprofile, _set_profile),
-        "Python's trace function": Switch(_trace_function, sys.settrace),
-        "Python's monitoring tools": Switch(_monitoring_tools, _free_monitoring_tools),
+        "Python's thresholds of garbage collection": Switch(gc.get_threshold, lambda before: gc.set_threshold(*before)),
+        "Python's interval between threads": Switch(sys.getswitchinterval, sys.setswitchinterval),
+        _FILTERS: Switch(
+            lambda: tuple(warnings.filters), _set_filters, part=lambda at: f"Python's filter {at + 1} of warnings"
+        ),
+        "the mask of new files": Switch(_umask, os.umask),
     }
+    if hasattr(os, "sched_setaffinity"):
+        switches[_CORES] = Switch(partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
+    return switches
+
+
+def _umask() -> int:
+    os.umask(mask := os.umask(0o077))
+    return mask
+
+
+def _set_filters(filters: tuple[Any, ...]) -> None:
+    warnings.filters[:] = filters  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+# -- what can run later -------------------------------------------------------------------------------------------------
+
+
+def _handlers() -> tuple[Any, ...]:
+    return tuple(map(_getsignal, _SIGNALS))
+
+
+def _set_handlers(before: tuple[Any, ...]) -> None:
+    time.sleep(_UNDER_WAY)
+    for number, now, was in zip(_SIGNALS, _handlers(), before, strict=True):
+        if now is not was and was is not None:  # None: code of C handles it
+            with suppress(ValueError):  # from another thread than the first
+                signal.signal(number, was)
+
+
+def _is_handler_left(now: tuple[Any, ...], was: tuple[Any, ...]) -> bool:
+    """Return whether one differs that is not a debugger's, which a person may have started in a kernel."""
+    return now != was and any(one is not other and not _is_of_debugger(one) for one, other in zip(now, was, strict=True))
+
+
+def _handler_at(at: int) -> str:
+    known = {int(one): one.name for one in signal.Signals}
+    return f"the handler of {known.get(_SIGNALS[at], f'signal {_SIGNALS[at]}')}"
+
+
+def _named(value: Any) -> str:
+    """Name a handler of a signal, or anything else as it names itself."""
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return f"{code.co_name} of {Path(code.co_filename).name}" if code else _OF_SIGNALS.get(value, str(value))
+
+
+#: seconds in which a signal that was sent comes, by which the process would end without its handler
+_UNDER_WAY = 0.01
+#: without an enumeration of what it returns, which takes longer
+_getsignal: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_SIGNALS = tuple(sorted(map(int, signal.valid_signals())))
+_OF_SIGNALS: dict[Any, str] = {0: "SIG_DFL", 1: "SIG_IGN"}
+#: by the names of what they count
+_TIMERS = {one: getattr(signal, one) for one in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF") if hasattr(signal, one)}
+
+
+def _armed() -> set[str]:
+    """Return the interval timers that are armed."""
+    return {name for name, which in _TIMERS.items() if any(signal.getitimer(which))}
+
+
+def _disarm(before: set[str]) -> None:
+    for name in _armed() - before:
+        signal.setitimer(_TIMERS[name], 0)
+
+
+def _wakeup_descriptor() -> int:
+    """Return the descriptor that signals write to, -1 for none."""
+    with suppress(ValueError):  # from another thread than the first
+        if (descriptor := signal.set_wakeup_fd(-1)) < 0:
+            return -1
+        signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)  # as asyncio sets it
+        return descriptor
+    return -1
+
+
+#: a timer that was armed before may have come to its end, or have been disarmed
+_LATER = {
+    "interval timers": Switch(_armed, _disarm, lambda now, was: bool(now - was)),
+    _HANDLERS: Switch(_handlers, _set_handlers, _is_handler_left, _handler_at),
+    "the descriptor that signals write to": Switch(
+        _wakeup_descriptor, lambda before: signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+    ),
+    "Python's profile function": Switch(sys.getprofile, lambda before: _set_profile(before)),
+    "Python's trace function": Switch(lambda: _trace_function(), sys.settrace),
+    "Python's monitoring tools": Switch(lambda: _monitoring_tools(), lambda before: _free_monitoring_tools(before)),
+}
 
 
 def _working_directory() -> str:
@@ -197,10 +345,29 @@ def _leave_saved_tensors_hooks(before: Any) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def watchers() -> tuple[Any, ...]:
+    """Return what Python tells of each line or function."""
+    return sys.getprofile(), sys.gettrace(), _monitoring_tools()
+
+
+def unwatch(before: tuple[Any, ...]) -> None:
+    """Have Python tell nobody who has not been among its watchers before."""
+    profile, trace, tools = before
+    if profile is None:
+        sys.setprofile(None)
+    if trace is None:
+        sys.settrace(None)
+    if tools != _monitoring_tools():
+        _free_monitoring_tools(tools)
+
+
 def _trace_function() -> Any:
-    """Return it, None where it is a debugger's, which a person may have started in a kernel."""
-    found, debugger = sys.gettrace(), getattr(sys.modules.get("bdb"), "Bdb", ())
-    return None if isinstance(getattr(found, "__self__", None), debugger) else found
+    """Return it, None where it is a debugger's."""
+    return None if _is_of_debugger(found := sys.gettrace()) else found
+
+
+def _is_of_debugger(function: Any) -> bool:
+    return isinstance(getattr(function, "__self__", None), getattr(sys.modules.get("bdb"), "Bdb", ()))
 
 
 def _monitoring_tools() -> tuple[Any, ...]:

@@ -3,7 +3,12 @@
 import bdb
 import cProfile
 import gc
+import os
+import signal
 import sys
+import types
+import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,9 +38,50 @@ def in_mode():
     return bool(_get_current_function_mode_stack())
 
 
+FILTERS = tuple(warnings.filters)
+CORES, DESCRIPTOR = os.sched_getaffinity(0), os.open(os.devnull, os.O_NONBLOCK)
+#: of Python and of the process: how each is turned and turned back, and whether it is
+OF_PROCESS = {
+    "Python's thresholds of garbage collection": (
+        lambda on: gc.set_threshold(*((0, 10, 10) if on else (700, 10, 10))),
+        lambda: not gc.get_threshold()[0],
+    ),
+    "Python's interval between threads": (
+        lambda on: sys.setswitchinterval(5 if on else 0.005),
+        lambda: sys.getswitchinterval() == 5,
+    ),
+    "Python's recursion limit": (
+        lambda on: sys.setrecursionlimit(9999 if on else 1000),
+        lambda: sys.getrecursionlimit() == 9999,
+    ),
+    "Python's filter 1 of warnings": (
+        lambda on: warnings.simplefilter("ignore") if on else FILTERS and switches._set_filters(FILTERS),
+        lambda: warnings.filters[0] == ("ignore", None, Warning, None, 0),
+    ),
+    "the mask of new files": (lambda on: os.umask(0o123 if on else 0o022), lambda: os.umask(os.umask(0o022)) == 0o123),
+    "the handler of SIGTERM": (
+        lambda on: signal.signal(signal.SIGTERM, signal.SIG_IGN if on else signal.SIG_DFL),
+        lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
+    ),
+    "interval timers": (
+        lambda on: signal.setitimer(signal.ITIMER_PROF, 3600 * on),
+        lambda: signal.getitimer(signal.ITIMER_PROF)[0] > 0,
+    ),
+    "the descriptor that signals write to": (
+        lambda on: signal.set_wakeup_fd(DESCRIPTOR if on else -1),
+        lambda: signal.set_wakeup_fd(-1) != -1,
+    ),
+    "the cores of the process": (
+        lambda on: os.sched_setaffinity(0, {min(CORES)} if on else CORES),
+        lambda: os.sched_getaffinity(0) != CORES,
+    ),
+}
+if len(CORES) == 1:
+    del OF_PROCESS["the cores of the process"]
 GUARDS, SAVED = [], torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone)
 SWITCHES = {
     "autocast on cpu": (lambda on: torch.set_autocast_enabled("cpu", on), lambda: torch.is_autocast_enabled("cpu")),
+    "oneDNN": (lambda on: torch._C._set_mkldnn_enabled(not on), lambda: not torch._C._get_mkldnn_enabled()),
     "default dtype": (
         lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32),
         lambda: torch.get_default_dtype() == torch.float64,
@@ -81,6 +127,12 @@ SWITCHES = {
 }
 
 
+SWITCHES = {
+    f"{'Python' if name in ('garbage collection', 'profile function', 'trace function') else 'torch'}'s {name}": one
+    for name, one in SWITCHES.items()
+} | OF_PROCESS
+
+
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
     turn, is_on = SWITCHES[name]
@@ -91,11 +143,53 @@ def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
         return out
 
     try:
-        owner = "Python" if name in ("garbage collection", "profile function", "trace function") else "torch"
-        assert f"the callable left {owner}'s {name} at" in failure(leaves_it, CAUSAL, backward=True)
+        assert f"the callable left {name} at" in failure(leaves_it, CAUSAL, backward=name not in OF_PROCESS)
         assert not is_on()
     finally:
         turn(False)
+
+
+def test_a_recursion_limit_near_the_present_depth_is_named():
+    def leaves_it(q, k, v):
+        out = causal(q, k, v)
+        for limit in range(20, before):
+            with suppress(RecursionError):
+                sys.setrecursionlimit(limit)
+                return out
+
+    before = sys.getrecursionlimit()
+    try:
+        assert "the callable left Python's recursion limit at " in failure(leaves_it, CAUSAL)
+        assert sys.getrecursionlimit() == before
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@pytest.mark.parametrize("name", ["Python's filter 1 of warnings", "the handler of SIGTERM"])
+def test_what_a_library_turns_as_it_is_imported_is_no_fault_and_put_back(name, monkeypatch):
+    turn, is_on = SWITCHES[name]
+
+    def imports_a_library(q, k, v):
+        if "library" not in sys.modules:
+            monkeypatch.setitem(sys.modules, "library", types.ModuleType("library"))
+            turn(True)
+        return causal(q, k, v)
+
+    assert pytest_attn.check(imports_a_library, CAUSAL, precision="torch_cpu", device="cpu").passed
+    assert not is_on()
+
+
+def test_a_kernel_may_use_an_alarm_of_its_own():
+    def waits_for_an_alarm(q, k, v):
+        before = signal.signal(signal.SIGALRM, lambda *event: rung.append(event))
+        signal.setitimer(signal.ITIMER_REAL, 1e-4)
+        signal.sigtimedwait([], 0.01)
+        signal.signal(signal.SIGALRM, before)
+        return causal(q, k, v)
+
+    rung = []
+    assert pytest_attn.check(waits_for_an_alarm, CAUSAL, precision="torch_cpu", device="cpu").passed
+    assert rung
 
 
 def test_cprofile_goes_on_where_a_kernel_has_taken_its_place():
@@ -148,7 +242,7 @@ def test_a_monitoring_tool_that_is_left_is_freed():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("judged", ["check_invariants", "measure"])
 def test_a_switch_is_turned_back_by_whatever_is_asked(judged):
-    turn, is_on = SWITCHES["flash SDPA"]
+    turn, is_on = SWITCHES["torch's flash SDPA"]
     calls = []
 
     def leaves_it(q, k, v):
