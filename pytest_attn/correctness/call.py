@@ -4,9 +4,12 @@ Tensors lie in memory as models, and awkward callers, hand them over. What a ker
 are the switches of torch that it may turn and has to turn back, and earlier results that it may overwrite.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
+from random import SystemRandom
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from pytest_attn.correctness.contract import ContractError, EmptyRows, check_con
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.switches import switches_kept
-from pytest_attn.workloads.dtypes import beside
+from pytest_attn.workloads.dtypes import beside, movable
 from pytest_attn.workloads.kv_layout import WatchedCache, watching_caches
 from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
@@ -196,6 +199,47 @@ class KeptResult:
         if self._copy is None:
             return torch.tensor(fingerprint(tensor) != self._print, device=tensor.device)
         return (tensor != self._copy).any()
+
+
+#: elements of a result of which a glimpse is taken
+_SPOTS = 64
+
+
+@lru_cache
+def _spots(size: int, device: torch.device) -> Tensor:
+    """Return where to look at results of so many elements, which no kernel knows."""
+    chance = SystemRandom()
+    return torch.tensor([chance.randrange(size) for _ in range(_SPOTS if size else 0)], dtype=torch.int64, device=device)
+
+
+def glimpse(result: Tensor) -> Tensor:
+    """Return the bytes of some elements of a result, as they are now."""
+    seen = movable(result.detach()).take(_spots(result.numel(), result.device))
+    return seen.view(torch.uint8)
+
+
+#: results of one shape that are held, and their bytes at most
+_HELD, _HELD_BYTES = 16, 1 << 26
+
+
+class HeldResults:
+    """Results of the last calls, by shape: memory that is still held is handed out once more only by a callable's doing."""
+
+    def __init__(self) -> None:
+        self._held: dict[object, deque[tuple[Tensor, Tensor]]] = defaultdict(lambda: deque(maxlen=_HELD))
+
+    def add(self, out: Tensor) -> None:
+        """Hold a result. Raises ContractError where it lies in the memory of an earlier one, and has changed that."""
+        held = self._held[out.shape, out.dtype]
+        for calls, (earlier, seen) in enumerate(reversed(held), 1):
+            if earlier.data_ptr() == out.data_ptr() and out.numel() and not torch.equal(glimpse(earlier), seen):
+                ring = "in its one buffer" if calls == 1 else f"in a ring of {calls} buffers"
+                raise ContractError(
+                    f"an earlier result has changed since it was returned: the callable writes each out {ring}, over that of"
+                    f" {calls} call{'s' * (calls > 1)} ago; return memory that no later call writes to"
+                )
+        if out.nbytes * _HELD <= _HELD_BYTES:
+            held.append((out.detach(), glimpse(out)))
 
 
 def set_among(flags: Mapping[str, Tensor]) -> list[str]:

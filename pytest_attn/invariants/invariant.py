@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +20,7 @@ from pytest_attn.backends.raised import EndsTestError, message_of
 from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.backends.variants import compilation_of
-from pytest_attn.correctness.call import is_cuda_error, late_refusals_of, seeded, set_among
+from pytest_attn.correctness.call import HeldResults, is_cuda_error, late_refusals_of, seeded, set_among
 from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
 from pytest_attn.correctness.judge import apart, compare_all
@@ -167,9 +167,10 @@ _SLACK = 2.0
 
 @dataclass
 class Count:
-    """Calls of one kernel, by all probes of it."""
+    """Calls of one kernel, by all probes of it, and results of the last ones."""
 
     calls: int = 0
+    results: HeldResults = field(default_factory=HeldResults)
 
 
 class Probe:
@@ -278,6 +279,7 @@ class Probe:
         if "keep" in names:
             self._keep = handed_out[names.index("keep")].clone()
         by_name = {name: t for name, t in zip(names, handed_out, strict=True) if name in ("out", "lse")}
+        self.count.results.add(by_name["out"])
         return StartedCall(self, leaves, by_name, tensors.dout)
 
     # -- other workloads -----------------------------------------------------------------------------------------------

@@ -152,7 +152,8 @@ def state(probe: Probe) -> str:
     if changed := first_difference(held.outputs, first):
         return f"a result that is held while the kernel is called again, on other inputs: {changed}"
     if changed := probe.change(held.finish()):
-        return f"the backward pass of a call, run after another call: {changed}"
+        which = "the backward pass of a call, run" if probe.backward else "a result that is held, looked at"
+        return f"{which} after another call: {changed}"
     with_others = probe.handed(other)
     for name in ("q", "k") if probe.workload.v_in_k else ("q", "v"):
         getattr(tensors, name).detach().copy_(getattr(with_others, name))
