@@ -61,9 +61,9 @@ class Attention:
         self._limits = limits_named(spec.limits)
         self.chosen = random.Random(os.urandom(16))
 
-    def sets_of(self, pool: RandomPool, number: int, keeps: bool) -> TensorSets:
-        """Return so many sets of what a kernel is given of q, k and v: all of it. keeps: see `TensorSets`."""
-        return WholeSets(pool, number, keeps)
+    def sets_of(self, pool: RandomPool, number: int) -> TensorSets:
+        """Return so many sets of what a kernel is given of q, k and v: all of it."""
+        return WholeSets(pool, number)
 
     def dout(self, drawn: Tensor) -> Tensor:
         """Return dout without what belongs to rows that see nothing, where these are the kernel's own affair."""

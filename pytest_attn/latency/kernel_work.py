@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import math
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,8 +17,10 @@ from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.gradients import Gradients
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, Subject
-from pytest_attn.correctness.contract import elements, plain
+from pytest_attn.correctness.call import glimpse
+from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.spec import CheckSpec, quantized_by
+from pytest_attn.correctness.switches import KeptSwitches, kept_from_running_later
 from pytest_attn.latency.exact_results import Attention
 from pytest_attn.latency.fresh_data import Places, RandomPool
 from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, WrongResultError, first_of, names_of
@@ -63,6 +68,18 @@ class Call:
         return CallResults(self.given, self._work.results(value))
 
 
+_AT_EXIT = "the callable had a function of its own called when the process ends"
+
+
+class _Begun(NamedTuple):
+    """A call without dout: q, k and v, their set, their places where they have none, and out where that is not timed."""
+
+    tensors: list[torch.Tensor]
+    at: int
+    places: Places | None
+    out: torch.Tensor | None
+
+
 #: results that are looked at together
 _TURNS = (("out",), ("lse",), ("weights",), ("max",), ("dq",), ("dk", "dv"))
 #: seconds of looking at kept results, as a share of all, beyond which, after the fewest, one of so many blocks is looked at
@@ -101,7 +118,9 @@ class KernelWork(Work):
         self._room: torch.Tensor | None = None  # for what is kept
         self._turns, self._turn_to_look = [turn for turn in _TURNS if {*turn} & {*attention.names}], 0
         self._told = self._looks = self._unseen = 0
-        self._looking, self._begun = 0.0, time.perf_counter()
+        self._looking, self._made = 0.0, time.perf_counter()
+        self._later: KeptSwitches | None = None  # until it is timed
+        self._threads, self._exits = set[threading.Thread](), math.inf
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +135,7 @@ class KernelWork(Work):
         self._captured.clear()
         number = max(self._fewest_sets, number)
         if number != len(self.sets):
-            self._sets = self._attention.sets_of(self._pool, number, keeps=not self._fewest_sets)
+            self._sets = self._attention.sets_of(self._pool, number)
             self._own_tensors()
 
     def move(self) -> None:
@@ -129,8 +148,22 @@ class KernelWork(Work):
         return Given(self._sets.places(at), self._places_of_dout)
 
     def stage(self, replayed: bool = False) -> Call:
+        (call,) = self._staged(1, replayed)
+        return call
+
+    def stage_several(self, number: int) -> list[Call]:
+        return self._staged(number, replayed=False)
+
+    def _staged(self, number: int, replayed: bool) -> list[Call]:
+        begun = [self._begun(replayed) for _ in range(number)]
+        if not replayed:
+            self._pool_of_dout.move()  # after all forward passes that are not timed, which could prepare gradients
+        return [self._finished(one, replayed) for one in begun]
+
+    def _begun(self, replayed: bool) -> _Begun:
+        """Do what is not timed of a call, but for dout."""
         self.on_call()
-        given = None
+        at, places = 0, None
         if self.sets:
             at = self._turn % len(self.sets)
             tensors = self.sets[at]
@@ -139,26 +172,31 @@ class KernelWork(Work):
                 self._sets.renew([at])
             elif self.direction == "backward":
                 self._captured.add(at)
-            call = Call(self, tensors, at, None)
         else:
-            given = Given(self._pool.draw_handed(), self._pool_of_dout.draw_handed())
-            tensors = [t.requires_grad_(self.direction != "forward") for t in self._pool.handed(given.qkv)]
-            call = Call(self, tensors, 0, given)
+            places = self._pool.draw_handed()
+            tensors = [t.requires_grad_(self.direction != "forward") for t in self._pool.handed(places)]
+        return _Begun(tensors, at, places, self._out(tensors) if self.direction == "backward" else None)
+
+    def _finished(self, begun: _Begun, replayed: bool) -> Call:
+        """Return the call, with a dout that the forward pass cannot have known."""
+        tensors, at, places, out = begun
         if self.direction == "forward":
+            call = Call(self, tensors, at, Given(places, self._places_of_dout) if places else None)
             call.make = lambda: self.kernel(*tensors)
-        elif self.direction == "forward+backward":
-            dout = self._next_dout(given)
+            return call
+        given = Given(places, self._pool_of_dout.draw_handed()) if places else None
+        call = Call(self, tensors, at, given)
+        dout = self._next_dout(given)
+        if out is None:
             call.make = lambda: self._both(tensors, dout)
         else:
-            out = self._out(tensors)
-            dout = self._next_dout(given)  # which the forward pass cannot know
             call.make = lambda: self._gradients([out], tensors, [dout], retain_graph=replayed)
         return call
 
     def moved(self, call: Call) -> tuple[Call, tuple[int, ...]]:
         """Return a call, which has no set, as one on other q, k and v, and by how many elements these begin further on."""
         qkv, began = self._pool.draw_handed(), call.given.qkv
-        return self.with_qkv_at(call, qkv), tuple(qkv[memory] - began[memory] for memory in self._pool.memories)
+        return self.with_qkv_at(call, qkv), tuple(qkv[memory].first - began[memory].first for memory in self._pool.memories)
 
     def with_qkv_at(self, call: Call, qkv: Places) -> Call:
         """Return a call, which has no set, as one on q, k and v that begin there."""
@@ -191,6 +229,7 @@ class KernelWork(Work):
 
         All of it is looked at the first time; then one result, or dk and dv, in turn.
         """
+        self._require_nothing_later(is_warm=False)
         given, results = call.seen(value)
         if self._room is not None:
             self._verify(what, given, self._next_of(results))
@@ -202,13 +241,42 @@ class KernelWork(Work):
             self._verify(what, given, turn)
         self._room = next(iter(results.values())).new_empty(max(sizes), dtype=torch.uint8)  # before anything is timed
 
+    def begin(self) -> None:
+        self._later, self._threads, self._exits = kept_from_running_later(), {*threading.enumerate()}, math.inf
+
+    def glance(self, value: Any) -> Callable[[], object]:
+        self._require_nothing_later()
+        seen = self._some_of(value)
+        return lambda: self._require_same(seen, self._some_of(value))
+
+    def _require_nothing_later(self, is_warm: bool = True) -> None:
+        """Raise ContractError where calls have left behind what runs their code later."""
+        if self._later is None:
+            return
+        exits = atexit._ncallbacks()
+        if left := self._later.put_back() or (f"{_AT_EXIT}: restore what it changes" if exits > self._exits else ""):
+            raise ContractError(f"while it was timed, {left}")
+        if not is_warm:
+            self._exits = exits
+
+    def _some_of(self, value: Any) -> dict[str, torch.Tensor]:
+        return {name: glimpse(one) for name, one in self._next_of(self.results(value)).items()}
+
+    def _require_same(self, seen: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> None:
+        for name, one in seen.items():
+            if not torch.equal(one, now[name]):
+                new = ", ".join(one.name for one in threading.enumerate() if one not in self._threads)
+                raise WrongResultError(
+                    f"timed: {name} was written after the call had returned, and its time was taken"
+                    f"{f' (threads that came since: {new})' if new else ''}; a call has to wait for what it starts"
+                )
+
     def keep(self, call: Any, value: Any) -> None:
         """Keep a copy of what has its turn: of one of the calls that come here, each as likely as the others."""
         self._told += 1
         if not self._attention.chosen.randrange(self._told):
             self._copy_results(call, value)
         self._pool.move()
-        self._pool_of_dout.move()
 
     def _copy_results(self, call: Any, value: Any) -> None:
         given, results = call.seen(value)
@@ -227,7 +295,7 @@ class KernelWork(Work):
         Where looking takes long, it stays for a few blocks as one of all calls since, and is looked at if that is the last.
         """
         begun = time.perf_counter()
-        is_costly = self._looking > _SHARE_OF_LOOKS * (begun - self._begun) and self._looks >= _FEWEST_LOOKS
+        is_costly = self._looking > _SHARE_OF_LOOKS * (begun - self._made) and self._looks >= _FEWEST_LOOKS
         self._unseen += 1
         if self._kept is None or (is_costly and self._unseen < _BLOCKS_OF_A_LOOK and not is_last):
             return

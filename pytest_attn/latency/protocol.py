@@ -173,6 +173,7 @@ class Stopwatch:
         """
         begun = time.perf_counter()
         self.monitor.begin_all(SUBJECT)
+        work.begin()
         memory = self.timer.peak_memory(work)  # before graphs keep parts of what autograd would make anew
         plan, blocks, disturbances = self._plan_and_blocks(work, mode, seconds)
         disturbances += [lasting] if (lasting := self.monitor.lasting_disturbance()) else []
@@ -293,7 +294,7 @@ def _items_of(plan: Plan, anchors: Mapping[str, Anchor], work: Work) -> list[Ite
     """Put the anchors between the samples, first and last."""
     of_sample = plan.seconds * plan.calls
     samples = next((number for limit, number in _SAMPLES_BELOW if of_sample < limit), 1)
-    op = Item(SUBJECT, plan.stage, plan.calls, work.keep)
+    op = Item(SUBJECT, plan.stage, plan.calls, work.keep, work.glance)
     compute, memory = (anchor_item(name, anchors[name]) for name in (COMPUTE, MEMORY))
     if samples >= 4:
         half = [op] * (samples // 2)

@@ -11,6 +11,7 @@ import torch
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.streams import wait
+from pytest_attn.correctness.switches import unwatch, watchers
 from pytest_attn.latency.disturbance import ContentionMonitor
 from pytest_attn.latency.work import Work, verified
 
@@ -32,13 +33,14 @@ SHORTEST_HOST_SAMPLE = 1e-3
 class Item(NamedTuple):
     """One sample of a block: do what `stage` does, untimed, then time what it returns, which is `calls` calls.
 
-    keep: told, untimed again, what was staged, and what it has returned.
+    keep: told, untimed again, what was staged, and what it has returned. glance: as `Work.glance`.
     """
 
     name: str
     stage: Stage
     calls: int = 1
     keep: Callable[[Callable[[], Any], Any], object] = lambda call, value: None
+    glance: Callable[[Any], Callable[[], object]] = lambda value: lambda: None
 
 
 class Plan(NamedTuple):
@@ -92,7 +94,7 @@ class HostTimer(Timer):
             work.rotate_over(0)
             seconds = min(self._one(work.stage())[0] for _ in range(3))
             calls = max(1, math.ceil(SHORTEST_HOST_SAMPLE / max(seconds, 1e-9)))
-        return Plan("host", calls, seconds, seconds, repeated(work.stage, calls))
+        return Plan("host", calls, seconds, seconds, several(work, calls))
 
     def block(self, items: Sequence[Item]) -> list[float]:
         with no_collection():
@@ -103,7 +105,9 @@ class HostTimer(Timer):
 
         def keep() -> None:
             if last:
-                item.keep(*last)
+                call, value, look_again = last
+                look_again()
+                item.keep(call, value)
                 last.clear()  # before another is made
 
         def stage() -> Callable[[], Any]:
@@ -112,7 +116,7 @@ class HostTimer(Timer):
 
         def sample(call: Callable[[], Any]) -> float:
             seconds, value = self._one(call)
-            last[:] = call, value
+            last[:] = call, value, item.glance(value)
             return seconds
 
         seconds = sample(stage()) if self._contention is None else self._contention.undisturbed(item.name, stage, sample)
@@ -121,9 +125,11 @@ class HostTimer(Timer):
 
     def _one(self, call: Callable[[], Any]) -> tuple[float, Any]:
         wait(self.device)
+        before = watchers()
         start = time.perf_counter_ns()
         value = call()
         wait(self.device)
+        unwatch(before)  # by the clock: what a call has had Python tell would compute as soon as it stands still
         return (time.perf_counter_ns() - start) * 1e-9, value
 
 
@@ -151,6 +157,11 @@ class Calls:
         """Return what the call says that was chosen."""
         chosen: Any = self._chosen
         return chosen.seen(value)
+
+
+def several(work: Work, calls: int) -> Stage:
+    """Return the stage of several calls of a work."""
+    return work.stage if calls == 1 else lambda: Calls(work.stage_several(calls))
 
 
 def repeated(stage: Stage, calls: int) -> Stage:

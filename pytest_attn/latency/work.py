@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -79,6 +79,10 @@ class Work:
         """
         raise NotImplementedError
 
+    def stage_several(self, number: int) -> Sequence[Callable[[], Any]]:
+        """Do what is not timed of several calls, and return these."""
+        return [self.stage() for _ in range(number)]
+
     def result(self, value: Any) -> torch.Tensor:
         """Return what is looked at of what a call has returned, or of the first of it."""
         raise NotImplementedError
@@ -86,6 +90,16 @@ class Work:
     def verify_call(self, what: str, call: Callable[[], Any], value: Any) -> None:
         """Raise StaleError unless what a call returned is the result of its data."""
         raise NotImplementedError
+
+    def begin(self) -> None:
+        """Begin to be timed: what is left behind from now on to run later is its own."""
+
+    def glance(self, value: Any) -> Callable[[], object]:
+        """Look at what a call has just returned, once its time was taken; return what sees, later, that it is the same still.
+
+        Raises ContractError where something can run later, which may be what computes.
+        """
+        return lambda: None
 
     def keep(self, call: Callable[[], Any], value: Any) -> None:
         """Keep what a timed call has returned, for `verify_kept`, or do not, as chance has it."""

@@ -30,6 +30,14 @@ HONEST = {
     "without_collector": BACKWARD,
     "under_a_mode": BACKWARD,
     "custom_operator": BACKWARD,
+    "operator_with_scratch": SMALL,
+    "static_buffers": SMALL,
+    "forked": BACKWARD,
+    "replayed_steps": SMALL,
+    "cached_on_disk": BACKWARD,
+    "with_an_alarm": BACKWARD,
+    "in_an_event_loop": BACKWARD,
+    "process_restored": BACKWARD,
 }
 ON_CUDA = {
     **{name: marker for name, marker in HONEST.items() if name != "lazy_import"},

@@ -185,8 +185,8 @@ class AttentionOfShard(Attention):
         self._held = _held(heads, sharding.rows[rank])
         self._held_keys = _held(range(spec.workload.kv_heads), sharding.keys[rank])
 
-    def sets_of(self, pool: RandomPool, number: int, keeps: bool) -> TensorSets:
-        """Return sets of the rank's shards, which keep nothing."""
+    def sets_of(self, pool: RandomPool, number: int) -> TensorSets:
+        """Return sets of the rank's shards."""
         return PartSets(pool, number, self.given)
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
