@@ -76,17 +76,23 @@ class KeptSwitches:
             raise ContractError(left)
 
     def put_back(self) -> str:
-        """Put back all that differ; say which a callable has left turned that none of its libraries did, "" for none."""
-        turned: dict[str, Any] = {}
-        for name, one in self._switches.items():
-            if one.differs(now := one.read(), self._before[name]):
-                turned[name] = now
-                one.turn(self._before[name])
-        if not _OF_LIBRARIES.isdisjoint(turned) and self._has_loaded_libraries():
-            turned = {name: now for name, now in turned.items() if name not in _OF_LIBRARIES}
+        """Put back what differs; say which a callable has left turned that none of its libraries did, "" for none."""
+        read = ((name, one, one.read()) for name, one in self._switches.items())
+        turned = {name: now for name, one, now in read if one.differs(now, self._before[name])}
+        excused = _OF_LIBRARIES & turned.keys()
+        if excused and not self._has_loaded_libraries():
+            excused = set()
+        for name, now in turned.items():
+            if name in excused & _STAYS:
+                self._before[name] = now
+            else:
+                self._switches[name].turn(self._before[name])
         if _DETERMINISTIC in turned and turned[_DETERMINISTIC][0] == self._before[_DETERMINISTIC][0]:
-            del turned[_DETERMINISTIC]
-        return next((self._switches[name].said(name, now, self._before[name]) for name, now in turned.items()), "")
+            excused = {*excused, _DETERMINISTIC}
+        left = (
+            self._switches[name].said(name, now, self._before[name]) for name, now in turned.items() if name not in excused
+        )
+        return next(left, "")
 
     def _has_loaded_libraries(self) -> bool:
         imported, self._modules = len(sys.modules) != self._modules, len(sys.modules)
@@ -108,6 +114,8 @@ _FLUSHING = "torch's flushing of denormal numbers"
 #: what a library turns as it is loaded or imported, which may be at the first call of a kernel
 _HANDLERS, _FILTERS, _CORES = "handlers of signals", "Python's filters of warnings", "the cores of the process"
 _OF_LIBRARIES = {_FLUSHING, _HANDLERS, _FILTERS, _CORES}
+#: of these what it may need
+_STAYS = {_HANDLERS, _FILTERS}
 #: what a kernel that turns them on puts back by the one word that torch has for that, which forgets that they only warn
 _DETERMINISTIC = "torch's deterministic algorithms"
 _libraries: set[str] = set()

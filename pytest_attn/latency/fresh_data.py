@@ -116,6 +116,8 @@ class RandomPool:
             self._handed_at = [Place(self._chosen.randrange(_SHIFTS), self._lag(which, 1)) for which in range(len(self._own))]
             for which, (room, place) in enumerate(zip(self._handed, self._handed_at, strict=True)):
                 self._add(which, place, room[None])
+            for room in self._handed:
+                movable(room).sum()  # so that it lies in caches as a call leaves it there
 
     def rooms(self, number: int, apart: int) -> list[Tensor]:
         """Return memory for so many sets: for each that the tensors lie in, (number, words), a row longer than a set.

@@ -563,6 +563,7 @@ CHEATS = (
 
         TIMED = ("_one", "attention", "__call__", "<lambda>")""",
                 "import sys; sys.setprofile(hook)",
+                "and gains nothing: it ends by the clock, which it makes compute",
             ),
         ),
     ),

@@ -166,7 +166,7 @@ def test_a_recursion_limit_near_the_present_depth_is_named():
 
 
 @pytest.mark.parametrize("name", ["Python's filter 1 of warnings", "the handler of SIGTERM"])
-def test_what_a_library_turns_as_it_is_imported_is_no_fault_and_put_back(name, monkeypatch):
+def test_what_a_library_turns_as_it_is_imported_is_no_fault_and_stays(name, monkeypatch):
     turn, is_on = SWITCHES[name]
 
     def imports_a_library(q, k, v):
@@ -175,8 +175,11 @@ def test_what_a_library_turns_as_it_is_imported_is_no_fault_and_put_back(name, m
             turn(True)
         return causal(q, k, v)
 
-    assert pytest_attn.check(imports_a_library, CAUSAL, precision="torch_cpu", device="cpu").passed
-    assert not is_on()
+    try:
+        assert pytest_attn.check(imports_a_library, CAUSAL, precision="torch_cpu", device="cpu").passed
+        assert is_on()
+    finally:
+        turn(False)
 
 
 def test_a_kernel_may_use_an_alarm_of_its_own():

@@ -197,3 +197,18 @@ def test_two_equal_values_that_differ_are_a_defect_of_ours(monkeypatch):
 def test_values_that_differ_are_printed_so(dtype, one, other, text):
     was, now = (torch.tensor([x], dtype=getattr(torch, dtype)) for x in (one, other))
     assert difference("out", now, was) == text + "(1 of 1 elements differ)" * bool(text)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "words"), [(1, "in its one buffer"), (2, "in a ring of 2"), (12, "in a ring of 12 buffers")]
+)
+def test_a_ring_of_output_buffers_is_told_as_that(buffers, words):
+    rings = {}
+
+    def kernel(q, k, v):
+        ring = rings.setdefault(q.shape, [])
+        ring.append(torch.empty_like(q) if len(ring) < buffers else ring.pop(0))
+        return ring[-1].copy_(attention(q, k, v))
+
+    with pytest.raises(AssertionError, match=f"an earlier result has changed .* writes each out {words}"):
+        pytest_attn.check_invariants(kernel, Workload(64, heads=2, head_dim=32, dtype="float32"), device="cpu")

@@ -3,16 +3,21 @@
 Those that idle, or compute something else, once they are timed: tests/cheats.
 """
 
+import atexit
+import signal
+import sys
 import threading
 import time
 
 import pytest
 import torch
-from judging import attention, measure, with_gradients
+from judging import attention, measure, timed, with_gradients
 
 from pytest_attn import Workload
+from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.exact_results import Attention
+from pytest_attn.latency.timer import HostTimer
 from pytest_attn.latency.work import StaleError
 from pytest_attn.workloads.inputs import draw_inputs
 
@@ -152,3 +157,52 @@ def test_gradients_of_keys_of_another_call(at, direction, known):
         return (*found[:at], kept[-1], *found[at + 1 :])
 
     refused(with_gradients(keeping), direction, ("timed: " if known else "") + "its result is not")
+
+
+@pytest.fixture
+def warm_call():
+    """A work that has been looked at, and what a call of it returned."""
+    work = timed(attention, WORKLOAD, CPU, "forward")
+    work.begin()
+    call = work.stage()
+    value = call()
+    work.verify_call("called on new data", call, value)
+    return work, value
+
+
+def test_a_result_that_is_written_once_its_time_was_taken_is_refused(warm_call):
+    work, value = warm_call
+    look_again = work.glance(value)
+    look_again()
+    value.neg_()
+    with pytest.raises(StaleError, match="out was written after the call had returned, and its time was taken"):
+        look_again()
+
+
+def test_a_handler_that_a_timed_call_leaves_is_named_and_put_back(warm_call):
+    work, value = warm_call
+    before = signal.signal(signal.SIGUSR1, lambda *event: None)
+    try:
+        with pytest.raises(ContractError, match="while it was timed, the callable left the handler of SIGUSR1 at <lambda> of"):
+            work.glance(value)
+        assert signal.getsignal(signal.SIGUSR1) is before
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    work.glance(value)()
+
+
+def test_what_a_timed_call_has_called_at_the_end_of_the_process_is_refused_once_it_is_warm(warm_call):
+    work, value = warm_call
+    atexit.register(later := lambda: None)
+    try:
+        with pytest.raises(ContractError, match="had a function of its own called when the process ends"):
+            work.glance(value)
+    finally:
+        atexit.unregister(later)
+
+
+def test_what_a_call_has_python_tell_ends_with_its_clock():
+    told = []
+    HostTimer(CPU)._one(lambda: sys.setprofile(lambda frame, event, arg: told.append(frame.f_code.co_name)))
+    assert sys.getprofile() is None
+    assert "_one" not in told[told.index("unwatch") + 1 :]
