@@ -23,6 +23,7 @@ from pytest_attn.backends.raised import declined_because, refused_by_torch
 from pytest_attn.workloads.catalog import is_for_gpu
 from pytest_attn.workloads.functions import describe, function_name, printable
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.positions import has_long_sequences
 from pytest_attn.workloads.workload import Workload
 
@@ -68,6 +69,8 @@ class Subject(ABC):
     returns_lse: bool = False
     #: whether it quantizes its inputs; then `dequantized` says to what
     is_approximate: bool = False
+    #: makes the bias of q, (batch, heads, q_len, head_dim) in float64, where the kernel does; None where it is given one
+    bias_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     #: whether it compiles a kernel for each workload, which takes seconds; where compilers.py says so, the registry sets it
     compiles: bool = False
     #: whether its library makes a plan for other strides and options, which takes a part of a second
@@ -187,6 +190,11 @@ class Subject(ABC):
             )
         return reasons if isinstance(reasons, str) else "; ".join(reasons) or None
 
+    @property
+    def has_own_inputs(self) -> bool:
+        """True where it quantizes its inputs, or makes one of them, so that exact results are of those that it has."""
+        return self.is_approximate or self.bias_of is not None
+
     # -- what is known of it -------------------------------------------------------------------------------------------
 
     def dequantized(self, inputs: Inputs) -> Inputs:
@@ -228,6 +236,7 @@ class CallableSubject(Subject):
         self.given_name = printable(name or "")
         self.name = self.given_name or called_name(fn, within)
         self.layout, self.precision, self.returns_lse = declared.inner_layout, declared.precision, declared.has_lse
+        self.bias_of = getattr(fn, "bias_of", None)
         self.compiles = "_torchdynamo_orig_callable" in getattr(fn, "__dict__", ())  # torch.compile has made it
 
     def declares(self, asked: Declaration, kind: str) -> Declaration:
@@ -244,7 +253,16 @@ class CallableSubject(Subject):
         return self
 
     def dequantized(self, inputs: Inputs) -> Inputs:
-        """Return what the test says that the callable makes of q, k and v. Raises ValueError for other than three tensors."""
+        """Return what the test says that the callable makes of q, k and v, and of q its bias.
+
+        Raises ValueError for other than three tensors, and for a bias of another shape than the workload's.
+        """
+        if self.bias_of is not None:
+            bias = self.bias_of(inputs.q.detach().double()).detach()
+            if bias.shape != (shape := PARAMETERS["bias"].shape(inputs.workload)):
+                found = f"{tuple(bias.shape)} of q {tuple(inputs.q.shape)}; the bias of {inputs.workload.id} is {shape}"
+                raise ValueError(f"{self.name} makes a bias of shape {found}")
+            inputs = dataclasses.replace(inputs, bias=bias, bias_of=self.bias_of)
         if self._dequantizer is None:
             return inputs
         w, declared = inputs.workload, self.declared

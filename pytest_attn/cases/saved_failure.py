@@ -54,7 +54,7 @@ def decode_precision(encoded: str | dict[str, Any]) -> str | Precision:
 
 
 _INPUTS = tuple(
-    one.name for one in dataclasses.fields(Inputs) if one.name not in ("workload", "device", "descales", "applied")
+    one.name for one in dataclasses.fields(Inputs) if one.name not in ("workload", "device", "descales", "applied", "bias_of")
 )
 _LARGEST_MASK = 1 << 30
 

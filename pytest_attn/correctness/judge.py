@@ -237,6 +237,8 @@ class _Judgment:
         spec = self.spec
         asked = self.named or (PARAMETERS if spec.leaves == LEAVES else ())
         names = [name for name in parameters_of(spec.workload, asked) if name not in spec.parameters]
+        if self.subject.bias_of is not None and "bias" in names:
+            names.remove("bias")  # whose gradient goes to q
         if self.failed or self.first is None or not spec.backward or not names:
             return
         if why := self._unasked_because():
@@ -282,7 +284,7 @@ class _Judgment:
         if not found:
             return
         asked = replace(self.spec, parameters={name[1:]: tensor for name, tensor in found.items()})
-        exact = self.references.reference_of(asked, distribution)
+        exact = self.references.reference_of(asked, distribution, self.subject)
         if self.keep is not None:
             exact = with_mask(exact, self.keep, backward=True)
         for row in compare_all(distribution, found, exact, self.spec.workload, limits_named(self.spec.limits)):

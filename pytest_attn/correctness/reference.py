@@ -220,6 +220,8 @@ class Reference:
         self.precision, self.given, self.parameters = precision, given, parameters
         self.tensors = {} if tensors is None else tensors
         self.redraw: Callable[[], Inputs] | None = None
+        #: what dq has through a bias that is made of q
+        self.path_of_bias: torch.Tensor | None = None
         #: option, and tensors that were judged -> whether they show it
         self.shown: dict[tuple[str, ...], bool] = {}
 
@@ -330,11 +332,14 @@ def compute_reference(
     inputs = given.dequantized()
     reference = Reference(inputs, precision, given=None if inputs is given else given, parameters=parameters)
     rows, keys = _computed_positions(w, device, rows, keys, positions)
+    has_path = backward and inputs.bias_of is not None and w.bias is not None
+    if has_path and rows is not None:
+        raise ValueError(f"{w.id}: a bias that is made of q has exact gradients where all rows are computed; use fewer")
     if rows is not None and not backward:
         keys = None
     with torch.no_grad(), few_threads(w):
         _allocate(reference, w, device, rows, keys, backward, extra)
-        sums = sums_of(parameters, w, device)
+        sums = sums_of((*parameters, *(["bias"] if has_path and "bias" not in parameters else [])), w, device)
         for segment in segments_of(inputs, w, device, rows, keys):
             for batches, kv_heads in head_blocks(segment):
                 _BlockPasses(Block(segment, batches, kv_heads), precision, reference.tensors, sums).run()
@@ -342,7 +347,38 @@ def compute_reference(
             reference.tensors[name] = Expected(value, variance.sqrt_().float())
         if is_interleaved(w):
             _restore_order(reference.tensors, w)
+        if has_path:
+            _add_path_of_bias(reference, keeps="bias" in parameters)
     return reference
+
+
+#: draws of signs by which the variance of a sum is estimated
+_SIGNS = 16
+
+
+def _add_path_of_bias(reference: Reference, keeps: bool) -> None:
+    """Add to dq what comes through a bias that is made of q, with its variance. keeps: the gradient of the bias, too.
+
+    Errors of one row of the bias are as likely independent as the same: of D, which moves all of its row.
+    """
+    inputs, dq = reference.inputs, reference.tensors["dq"]
+    dbias = reference.tensors["dbias"] if keeps else reference.tensors.pop("dbias")
+    assert inputs.bias_of is not None
+    q = inputs.q.detach().to(dq.value.device).double().requires_grad_()
+    with torch.enable_grad():
+        bias = inputs.bias_of(q)
+    if not bias.requires_grad:
+        return
+
+    def through(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(bias, q, gradient, retain_graph=True)[0]
+
+    generator, tau = torch.Generator().manual_seed(0), dbias.tau.double()
+    signs = (torch.randint(2, tau.shape, generator=generator).to(tau) * 2 - 1 for _ in range(_SIGNS))
+    variance = sum((through(tau * sign).square_() for sign in signs), through(tau).square_() * _SIGNS) / _SIGNS
+    reference.path_of_bias = through(dbias.value)
+    dq.value += reference.path_of_bias
+    dq.tau = variance.add_(dq.tau.double().square()).sqrt_().float()
 
 
 def _device_of(inputs: Inputs) -> torch.device:
@@ -414,8 +450,10 @@ def exact_rows(
     """Compute results at up to `most` rows, or keys, of one key head of one sequence, chosen at random; of more if cheap.
 
     names: "out", "lse", "max", "weights" or "dq"; or "dk", "dv" or both. held: which rows and heads can be chosen, None for
-    all. None is returned where there is no row.
+    all. None is returned where there is no row, and of the dq of a kernel that makes its bias of q.
     """
+    if inputs.bias_of is not None and "dq" in names:
+        return None
     with torch.no_grad():
         patch = _Patch.draw(inputs, not {"dk", "dv"}.isdisjoint(names), most, chosen, held)
         return None if patch is None else patch.placed(patch.computed(names, precision), held)

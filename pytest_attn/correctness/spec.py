@@ -182,14 +182,15 @@ class ReferenceCache:
     def reference_of(self, spec: CheckSpec, distribution: str | None = None, subject: Subject | None = None) -> Reference:
         """Return the reference of one distribution, by default the first.
 
-        For a subject that quantizes its inputs it is exact attention on the quantized values, computed for this one only.
+        For a subject that quantizes its inputs, or makes its bias of q, it is exact attention on these, for this one only.
         """
         distribution = distribution or spec.inputs[0]
         with quiet():  # the arithmetic is ours, its warnings are not the test's
-            if subject is None or not subject.is_approximate:
+            if subject is None or not subject.has_own_inputs:
                 return self._shared(spec, distribution)
             given = self.inputs_of(spec, distribution)
-            reference = compute_reference(quantized_by(subject, given), spec.profile, spec.backward, positions=self.rows)
+            asked: dict[str, Any] = {"parameters": tuple(spec.parameters), "extra": spec.extra, "positions": self.rows}
+            reference = compute_reference(quantized_by(subject, given), spec.profile, spec.backward, **asked)
             reference.given = given
             return reference
 

@@ -977,7 +977,7 @@ def _misread_sinks(w: Workload) -> Iterator[AttentionFault]:
         words = f"that counts each sink {times} times, as if once for every split of the keys"
         yield AttentionFault("sink-in-every-split", words, _with(w, "sinks", partial(_counted, times)))
     for dtype in ("bfloat16", "float16"):
-        if dtype != (w.out_dtype if w.sinks is True else w.sinks):
+        if dtype != w.sinks_dtype:
             words = f"with sinks rounded to {dtype}"
             yield AttentionFault("sinks-rounded", words, _with(w, "sinks", partial(_rounded, getattr(torch, dtype))))
     yield from _of_another_head(w, "sinks", "the sink", "sink-of-another-head", "sink-of-key-head")

@@ -76,7 +76,10 @@ def _multiple(factor: float, seen: WholeGradient) -> Prediction:
 
 
 def swapped_gradients(name: str) -> Iterator[FaultHypothesis[WholeGradient]]:
-    """Yield other gradients that this one may hold."""
+    """Yield other gradients that this one may hold: dq, too, without its part that goes through a bias made of q."""
+    if name == "dq":
+        words = "dq lacks what comes through the bias, which is made of q"
+        yield FaultHypothesis("bias-path-missing", words, _without_path_of_bias, OF_STEPS)
     for other in sorted({"dq", "dk", "dv"} - {name}):
         yield FaultHypothesis("gradients-swapped", f"{name} holds {other}", partial(_other_gradient, other), OF_STEPS)
 
@@ -86,6 +89,12 @@ def _other_gradient(other: str, seen: WholeGradient) -> Prediction:
     if not bool(seen.view.exact.any()):
         raise ValueError
     return Prediction(expected.value, lambda: expected.tau)
+
+
+def _without_path_of_bias(seen: WholeGradient) -> Prediction:
+    if (path := seen.reference.path_of_bias) is None:
+        raise ValueError
+    return Prediction(seen.view.exact - path, lambda: seen.view.std)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------------

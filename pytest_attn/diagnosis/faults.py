@@ -248,6 +248,7 @@ FAULTS = {
     "gradient-scale-missing": "softmax_scale is missing in a gradient",
     "gradient-scale-applied-twice": "softmax_scale is applied twice to a gradient",
     "gradient-averaged-over-group": "a gradient is the mean over the query heads of a group, not their sum",
+    "bias-path-missing": "dq lacks what comes through a bias that is made of q",
     "gradient-sign-flipped": "a gradient has the wrong sign",
     "gradient-ln-2-too-much": "a gradient has a factor of ln 2 too much",
     "gradient-ln-2-missing": "a factor of ln 2 is missing in a gradient",

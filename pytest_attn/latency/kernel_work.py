@@ -357,7 +357,7 @@ def work_of(
     inputs = draw_inputs(spec.workload, DISTRIBUTION, spec.seed, spec.device)
     kernel = subject.prepare_timed(inputs, backward=is_backward)
     known = of_timed(subject.defects_on(spec.workload, machine, is_backward)) if machine else []
-    quantized = partial(quantized_by, subject) if subject.is_approximate else None
+    quantized = partial(quantized_by, subject) if subject.has_own_inputs else None
     tensors, dout = list(spec.handed(inputs)), spec.in_layout(inputs.dout)
     returned = () if subject.is_backend else spec.declared.timed_results[1:]
     wanted = attention(spec, inputs, direction, quantized, known, ("out", *returned))

@@ -7,11 +7,12 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
-from pytest_attn.workloads.dtypes import QUANTIZED_DTYPES, known_dtype
+from pytest_attn.workloads.dtypes import DTYPES, QUANTIZED_DTYPES, known_dtype
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -115,6 +116,17 @@ def settled_quantization(dtype: str, kv_dtype: object, descales: object) -> tupl
     if not isinstance(descales, str) or descales not in DESCALES:
         raise ValueError(f"Workload: descales must be one of {', '.join(DESCALES)}, got {descales!r}")
     return None if dtype in QUANTIZED_DTYPES else str(kv_dtype), descales
+
+
+def settled_sinks(sinks: Any) -> bool | str:
+    """Return whether there are sinks, their dtype, or the number that all are, as text: 0.0 equals False, and is none."""
+    if isinstance(sinks, str) and sinks not in DTYPES:
+        with suppress(ValueError):
+            sinks = float(sinks)
+    if isinstance(sinks, float) and math.isfinite(sinks):
+        return repr(sinks)
+    require_one_of("sinks", sinks, (False, True, *DTYPES, 0.0))
+    return bool(sinks) if isinstance(sinks, bool) else str(sinks)
 
 
 def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:

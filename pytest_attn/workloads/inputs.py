@@ -14,6 +14,8 @@ from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.workload import Workload, pages_in_use
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
@@ -58,6 +60,7 @@ class Inputs:
         keep: what dropout leaves, boolean (batch, heads, q_len, kv_len), once a kernel has said it.
         descales: what q, k and v are still to be multiplied by.
         applied: what they have been multiplied by already.
+        bias_of: makes the bias of q, where a kernel does; then a gradient of q goes through it.
     """
 
     workload: Workload
@@ -76,6 +79,7 @@ class Inputs:
     keep: torch.Tensor | None = None
     descales: Descales | None = None
     applied: Descales | None = None
+    bias_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def dequantized(self) -> Inputs:
         """Return the inputs with the values of q, k and v, exactly, and without descales; as they are where there are none."""
@@ -172,8 +176,10 @@ def _score_tensors(draw: Draw, w: Workload) -> dict[str, Any]:
         own = Draw(draw.key, getattr(torch, w.bias_dtype), draw.device) if w.bias_dtype else draw
         made["bias"] = own.normal("bias", tuple(sizes[d] if d in w.bias else 1 for d in "bhqk"))
     if w.sinks:
-        own = draw if w.sinks is True else Draw(draw.key, getattr(torch, str(w.sinks)), draw.device)
+        own = Draw(draw.key, getattr(torch, w.sinks_dtype), draw.device)
         made["sinks"] = own.normal("sinks", (w.heads,)) + math.log(w.kv_len + 1)  # as heavy as all keys of a flat row
+        if w.fixed_sink is not None:
+            made["sinks"] = torch.full_like(made["sinks"], w.fixed_sink)
     if w.alibi:
         made["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / w.heads) for h in range(w.heads)], device=draw.device)
     if w.alibi == "batch":

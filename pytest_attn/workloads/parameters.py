@@ -34,7 +34,7 @@ PARAMETERS = {
             "sinks",
             "sinks",
             dims=lambda w: "h",
-            dtype=lambda w: w.out_dtype if w.sinks is True else str(w.sinks),
+            dtype=lambda w: w.sinks_dtype,
             is_in_scores=False,
         ),
         Parameter("bias", "bias", lambda w: str(w.bias), lambda w: w.bias_dtype or w.out_dtype, is_of_heads=False),
@@ -44,8 +44,10 @@ PARAMETERS = {
 
 
 def parameters_of(workload: Workload, among: Iterable[str] = tuple(PARAMETERS)) -> list[str]:
-    """Return which of these parameters a workload has whose gradient is known: not before a score_mod."""
+    """Return which of these parameters a workload has whose gradient is known: not before a score_mod, nor of a number."""
     known = [one.name for one in PARAMETERS.values() if workload.score_mod is None or not one.is_in_scores]
+    if workload.fixed_sink is not None:
+        known.remove("sinks")
     return [name for name in among if name in known and getattr(workload, name)]
 
 

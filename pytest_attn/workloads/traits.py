@@ -67,7 +67,7 @@ def _traits(w: Workload) -> dict[str, bool]:
         "alibi": bool(w.alibi),
         "ALiBi per batch entry": w.alibi == "batch",
         "sinks": bool(w.sinks),
-        "sinks of another dtype": isinstance(w.sinks, str) and w.sinks != w.dtype,
+        "sinks of another dtype": bool(w.sinks) and w.sinks_dtype != w.out_dtype,
         "score_mod": w.score_mod is not None,
         "scale": w.scale is not None,
         "dropout": bool(w.dropout),

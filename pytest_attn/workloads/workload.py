@@ -20,6 +20,7 @@ from pytest_attn.workloads.fields import (
     require_one_of,
     require_positive_or_none,
     settled_quantization,
+    settled_sinks,
     short_lengths,
     suggests_fields,
 )
@@ -48,7 +49,8 @@ class Workload:
     ALiBi is -slope_h * |i + kv_len - q_len - j| with slope_h = 2 ** (-8 (h + 1) / heads). A sink is one more logit per head
     in the softmax's denominator, without a value. lse is the natural logarithm of that denominator.
     `bias_before_softcap` puts the bias before the softcap. `alibi="batch"` has slopes (batch, heads), `sinks="float32"` and
-    `bias_dtype="float32"` have sinks and a bias of that dtype, whatever the workload's.
+    `bias_dtype="float32"` have sinks and a bias of that dtype, whatever the workload's. `sinks=0.0` is one more key of score
+    0 and value 0, as of add_zero_attn.
 
     Shapes (layout "bhsd"): q (batch, heads, q_len, head_dim), k (batch, kv_heads, kv_len, head_dim),
     v (batch, kv_heads, kv_len, v_head_dim), out (batch, heads, q_len, v_head_dim), lse (batch, heads, q_len).
@@ -70,7 +72,7 @@ class Workload:
         bias: the dimensions over which an additive bias varies, letters of "bhqk" in this order; the others are 1: "hqk" is
             (1, heads, q_len, kv_len).
         alibi: whether ALiBi is added: True with slopes (heads,), "batch" with slopes (batch, heads).
-        sinks: whether each head has a sink: True in the workload's dtype, or the dtype of the sinks.
+        sinks: whether each head has a sink: True in the workload's dtype, or the dtype of the sinks; a number is that of all.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) as FlexAttention's.
         q_lens: packs sequences of these lengths end to end ("thd": q (sum(q_lens), heads, head_dim)).
         kv_lens: keys of each sequence; those beyond are padding.
@@ -104,7 +106,7 @@ class Workload:
     scale: float | None = None
     bias: str | None = None
     alibi: bool | str = False
-    sinks: bool | str = False
+    sinks: bool | str | float = False
     score_mod: ScoreMod | None = None
     q_lens: tuple[int, ...] | None = None
     kv_lens: tuple[int, ...] | None = None
@@ -136,7 +138,7 @@ class Workload:
         object.__setattr__(self, "kv_dtype", kv_dtype)
         object.__setattr__(self, "descales", descales)
         require_one_of("alibi", self.alibi, (False, True, "batch"))
-        require_one_of("sinks", self.sinks, (False, True, *DTYPES))
+        object.__setattr__(self, "sinks", settled_sinks(self.sinks))
         require_one_of("head_groups", self.head_groups, HEAD_GROUPS)
         for field in ("bias_before_softcap", "v_in_k"):
             require_flag(field, getattr(self, field))
@@ -240,6 +242,16 @@ class Workload:
     def group(self) -> int:
         """The number of query heads that share one key head."""
         return self.heads // self.kv_heads
+
+    @property
+    def fixed_sink(self) -> float | None:
+        """The number that all sinks are, None where they are drawn, or there are none."""
+        return None if isinstance(self.sinks, bool) or self.sinks in DTYPES else float(self.sinks)
+
+    @property
+    def sinks_dtype(self) -> str:
+        """The dtype of the sinks."""
+        return str(self.sinks) if self.sinks in DTYPES else self.out_dtype
 
     @property
     def is_packed(self) -> bool:
@@ -526,7 +538,9 @@ _SHOWN: dict[str, Callable[[Any], str]] = {
     "bias": lambda w: f"bias.{w.bias}.{w.bias_dtype}" if w.bias_dtype else f"bias.{w.bias}",
     "bias_before_softcap": lambda w: "biasfirst",
     "alibi": lambda w: "alibi.b" if w.alibi == "batch" else "alibi",
-    "sinks": lambda w: "sinks" if w.sinks is True else f"sinks.{w.sinks}",
+    "sinks": lambda w: (
+        "sinks" if w.sinks is True else f"sinks.{w.sinks}" if w.fixed_sink is None else f"sinks{w.fixed_sink:g}"
+    ),
     "dropout": lambda w: f"dropout{w.dropout:g}",
     "score_mod": lambda w: f"mod.{function_label(w.score_mod)}",
     "kv_pages": lambda w: w.kv_pages.label,

@@ -12,6 +12,7 @@ from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
+from pytest_attn.workloads.source import decode_workload, encode_workload
 
 CPU = torch.device("cpu")
 REFERENCES = ReferenceCache()
@@ -28,6 +29,21 @@ WORKLOADS = [
     Workload(20, heads=4, kv_heads=2, head_dim=16, sinks="float32", head_groups="interleaved"),
     Workload(12, 20, batch=3, heads=4, kv_heads=2, head_dim=16, alibi="batch", head_groups="interleaved"),
 ]
+
+
+def with_a_key_of_zeros(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, *(torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v)))
+
+
+def test_sinks_of_a_number_are_one_more_key_of_zeros():
+    workload = Workload(40, batch=2, heads=2, head_dim=16, sinks=0.0, dtype="float32")
+    comparison = judged(with_a_key_of_zeros, CheckSpec(workload, CPU, True), REFERENCES)
+    assert comparison.passed
+    assert not comparison.unjudged  # they have no gradient
+    forgotten = judged(torch.nn.functional.scaled_dot_product_attention, CheckSpec(workload, CPU, True), REFERENCES)
+    assert forgotten.faults == ("sinks-ignored",)
+    assert workload != workload.replace(sinks=False)
+    assert decode_workload(encode_workload(workload)) == workload
 
 
 def leaves_of(workload, seed=0):

@@ -29,6 +29,10 @@ def make_prefix(length):
             Workload(64, mask=Window(127, 0), softcap=50.0, scale=0.1, sinks=True),
             "s64-d64-window127.0-softcap50-scale0.1-sinks",
         ),
+        (
+            Workload(64, sinks=0.0),
+            "s64-d64-sinks0",
+        ),
         (Workload(64, bias="hqk", alibi=True), "s64-d64-bias.hqk-alibi"),
         (Workload(64, score_mod=own_mod), "s64-d64-mod.own_mod"),
         (Workload(q_lens=(3, 5), heads=2), "h2-packed3.5-d64"),
@@ -103,7 +107,8 @@ REFUSED = [
     ({"bias_before_softcap": True, "bias": "hqk"}, "bias_before_softcap needs a bias and a softcap"),
     ({"bias_before_softcap": 1, "bias": "hqk", "softcap": 2.0}, "bias_before_softcap must be True or False"),
     ({"head_groups": "tiled"}, "head_groups must be one of 'contiguous', 'interleaved', got 'tiled'"),
-    ({"sinks": "fp8"}, "sinks must be one of False, True, 'bfloat16', 'float16', 'float32', got 'fp8'"),
+    ({"sinks": "fp8"}, "sinks must be one of False, True, 'bfloat16', 'float16', 'float32', 0.0, got 'fp8'"),
+    ({"sinks": float("inf")}, "sinks must be one of False, True, 'bfloat16', 'float16', 'float32', 0.0, got inf"),
     ({"alibi": "heads"}, "alibi must be one of False, True, 'batch'"),
     # lengths
     ({"kv_len": 8, "kv_lens": (8, 9)}, "kv_lens must not exceed 8, got (8, 9)"),

@@ -26,6 +26,7 @@ def through(
     out: str = "to_out",
     *,
     call: Callable[[torch.Tensor], Any] | None = None,
+    bias: Callable[[torch.Tensor], torch.Tensor] | None = None,
     replace: Mapping[str, Callable[..., Any]] | None = None,
     **arguments: Any,
 ) -> Between:
@@ -39,18 +40,24 @@ def through(
         q, k, v: names of its projections, as "attn.to_q"; one that makes several, in this order, has its name for each.
         out: name of its output projection.
         call: calls the layer with hidden states (batch, tokens, features), where module(hidden, **arguments) does not.
+        bias: what the layer's bias should be, of q (batch, heads, tokens, head_dim) in float64, as decomposed positions
+            are; the workload says along which dimensions, bias="bhqk".
         replace: by names of other submodules or methods, what is called in their place: rotary embeddings that return what
             they get, a bias that is attn.bias, a gate of ones.
         arguments: of the layer's forward pass, beside hidden states.
 
     Raises:
-        ValueError: the layer has no such part.
+        ValueError: the layer has no such part, or the workload has no bias.
     """
     context = context_of(case)
+    if bias is not None and not context.workload.bias:
+        raise ValueError(
+            f"attn.through: bias= makes a bias, and {context.workload.id} has none; say Workload(..., bias='bhqk')"
+        )
     has_rows_apart = not context.workload.is_packed and context.workload.kv_pages is None
     has_heads_first = context.mark.declared.inner_layout != "bshd"
     call = call or partial(module, **arguments)
-    between = Between(module, (q, k, v), out, call, dict(replace or {}), has_rows_apart, has_heads_first)
+    between = Between(module, (q, k, v), out, call, dict(replace or {}), has_rows_apart, has_heads_first, bias)
     try:
         attrgetter(q, k, v, out, *between.replaced)(module)
     except AttributeError as error:
@@ -69,6 +76,7 @@ class Between:
     replaced: Mapping[str, Callable[..., Any]]
     has_rows_apart: bool
     has_heads_first: bool
+    bias_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def __name__(self) -> str:

@@ -30,19 +30,24 @@ class EsmLike(nn.Module):
 
 
 class SamLike(nn.Module):
-    """Images of (batch, height, width, features), one projection, and a bias that is made of q."""
+    """Images of (batch, height, width, features), one projection, and a bias that is made of q: decomposed positions."""
 
-    def __init__(self, of_v=2):
+    def __init__(self, of_v=2, of_bias=lambda q: q):
         super().__init__()
-        self.qkv, self.proj, self.of_v = nn.Linear(64, 192), nn.Linear(64, 64), of_v
+        self.qkv, self.proj, self.of_v, self.of_bias = nn.Linear(64, 192), nn.Linear(64, 64), of_v, of_bias
+        self.rel_pos = nn.ParameterList(nn.Parameter(torch.randn(2 * size - 1, 16)) for size in (4, 6))
 
     def relative(self, q):
-        return q.sum(-1, keepdim=True).expand(-1, -1, -1, q.shape[2])
+        at = [torch.arange(size)[:, None] - torch.arange(size) + size - 1 for size in (4, 6)]
+        rel_h, rel_w = (table.to(q)[places] for table, places in zip(self.rel_pos, at, strict=True))
+        q = q.unflatten(2, (4, 6))
+        of_h, of_w = torch.einsum("bnhwc,hkc->bnhwk", q, rel_h), torch.einsum("bnhwc,wkc->bnhwk", q, rel_w)
+        return (of_h[..., None] + of_w[..., None, :]).flatten(4).flatten(2, 3)
 
     def forward(self, x):
         b, h, w, _ = x.shape
         parts = self.qkv(x).reshape(b, h * w, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        scores = parts[0] * 0.25 @ parts[1].mT + self.relative(parts[0])
+        scores = parts[0] * 0.25 @ parts[1].mT + self.relative(self.of_bias(parts[0]))
         return self.proj((scores.softmax(-1) @ parts[self.of_v]).transpose(1, 2).reshape(b, h, w, -1))
 
 
@@ -68,11 +73,11 @@ ESM = {"q": "self.query", "k": "self.key", "v": "self.value", "out": "output.den
 FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "proj"}
 
 
-def judge(attn, fn, cause):
+def judge(attn, fn, cause, wrong="out"):
     if not cause:
         attn.check(fn)
         return
-    with pytest.raises(AssertionError, match=rf"(?s)out of {type(fn.module).__name__}: .*suggests [^\n]*{cause}"):
+    with pytest.raises(AssertionError, match=rf"(?s){wrong} of {type(fn.module).__name__}: .*suggests [^\n]*{cause}"):
         attn.check(fn)
 
 
@@ -91,6 +96,35 @@ def test_an_esm_like_layer(attn, scale, is_padded, cause):
 def test_a_sam_like_layer_whose_bias_is_that_of_the_case(attn, of_v, cause):
     layer, bias = SamLike(of_v), {"relative": lambda q: attn.bias}
     judge(attn, attn.through(layer, **FUSED, replace=bias, call=lambda x: layer(x.unflatten(1, (4, 6)))), cause)
+
+
+MADE = Workload(24, bias="bhqk", **HEADS)
+OF_BIAS = [
+    (lambda q: q, "", "out"),
+    (lambda q: q * 0.25, "whose bias is scaled like the scores", "out"),
+    (lambda q: q.roll(1, 1), "the bias of", "out"),
+    (lambda q: q.detach(), "dq lacks what comes through the bias, which is made of q", "dq"),
+]
+
+
+@pytest.mark.parametrize(("of_bias", "cause", "wrong"), OF_BIAS, ids=["right", "scaled", "another head", "detached"])
+@pytest.mark.attention(MADE, backward=True)
+def test_a_bias_that_is_made_of_q(attn, of_bias, cause, wrong):
+    layer = SamLike(of_bias=of_bias)
+    through = attn.through(layer, **FUSED, bias=layer.relative, call=lambda x: layer(x.unflatten(1, (4, 6))))
+    judge(attn, through, cause, wrong)
+
+
+@pytest.mark.attention(MADE.replace(dtype="bfloat16"), layout="bshd", backward=True, precision="eager")
+def test_a_bias_that_is_made_of_q_in_low_precision_and_in_the_other_layout(attn):
+    layer = SamLike().bfloat16()
+    through = attn.through(layer, **FUSED, bias=layer.relative, call=lambda x: layer(x.unflatten(1, (4, 6))))
+    assert not attn.check(through).unjudged
+    attn.check_invariants(through)
+    with pytest.raises(
+        ValueError, match=r"makes a bias of shape \(2, 4, 24, 23\) of q .*; the bias of .* is \(2, 4, 24, 24\)"
+    ):
+        attn.check(attn.through(layer, **FUSED, bias=lambda q: layer.relative(q)[..., 1:]))
 
 
 @pytest.mark.parametrize(("diagonal", "cause"), [(1, ""), (2, "a causal mask that shows one key too many")])
@@ -127,6 +161,8 @@ def test_packed_rows_are_declined(attn):
 
 @pytest.mark.attention(GPT)
 def test_what_does_not_fit_is_said_in_a_line(attn):
+    with pytest.raises(ValueError, match=r"bias= makes a bias, and .* has none; say Workload\(..., bias='bhqk'\)"):
+        attn.through(GptLike(), bias=abs)
     for words, given in WORDS.items():
         with pytest.raises((ValueError, NotImplementedError), match=re.escape(words)):
             attn.through(GptLike(), **given)(*(t if given else t[0] for t in (attn.q, attn.k, attn.v)))
