@@ -1,13 +1,16 @@
 """How far a p50 can be trusted: many new processes time the same kernels, beside triton's do_bench and CUPTI.
 
     python benchmarks/noise.py --out FILE.json [--processes 30] [--device cuda|cpu] [--disturb process|heat]
+    python benchmarks/noise.py --out FILE.json --cpus 2 --minutes 60
 
 Each process measures every case with pytest_attn's protocol, the same case with extra work put behind each call (slowdowns
 of 3 and 5 %; on a CPU 25 %), and, on a GPU, behind all of these, with do_bench; every fifth process then asks CUPTI of the
 very launches that the protocol times.
 Adjusted: for the anchors, by the sensitivities that the gate would fit to all of the other processes.
 --disturb runs another process that computes on the same device, or heats the GPU for seconds before each measurement, and
-takes the plain cases only. FILE.json keeps every p50, anchor and block; benchmarks/power.py resamples it. Runs are
+takes the plain cases only. --cpus has so many cores to itself, and measures the plain cases there in one condition after the
+other until the minutes are over: quiet, beside one to eight processes that multiply, copy, attend or compile, or do each in
+bursts. FILE.json keeps every p50, anchor and block; benchmarks/power.py resamples it. Runs are
 appended, so that several calls make one series.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import os
@@ -23,7 +27,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +66,14 @@ CPU_CASES = (
     (Workload(128, heads=2, dtype="float32", name="s128-fp32"), "sdpa", "forward"),
     (Workload(512, heads=4, dtype="float32", name="s512-fp32"), "sdpa", "forward"),
     (Workload(128, heads=2, name="s128-eager"), "eager", "forward"),
+    (Workload(1024, heads=4, dtype="float32", name="s1024-eager"), "eager", "forward"),
 )
+#: kinds and numbers of other processes; between them nothing
+CONDITIONS = (
+    *("copies 1", "attention 1", "bursts 2", "products 1", "compiling 1", "copies 2", "bursts 1", "products 2"),
+    *("attention 2", "bursts 4", "compiling 2", "copies 4", "bursts 8"),
+)
+_IN_ONE_CONDITION = 17
 SLOWDOWNS = {"cuda": (0.03, 0.05), "cpu": (0.25,)}
 _HEAT_SECONDS = 1.5
 #: seconds of a call from which an extra few percent can be put behind it; no case comes near
@@ -206,14 +218,54 @@ def heat(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def compete(device: torch.device) -> None:
-    """Compute on the device until the parent ends this process."""
-    a = torch.randn(2048, 2048, device=device)
+def compete(device: torch.device, kind: str) -> None:
+    """Do one kind of work on the device, or each in bursts, until the parent ends this process."""
+    a = torch.randn(2048 if device.type == "cuda" else 1024, 2048, device=device)
+    source, q = torch.zeros(1 << 26, dtype=torch.uint8, device=device), torch.randn(1, 4, 512, 64, device=device)
+    target, text = torch.empty_like(source), Path(random.__file__).read_text(encoding="utf-8")
+    works: dict[str, Callable[[], object]] = {
+        "products": lambda: a @ a.T,
+        "copies": lambda: target.copy_(source),
+        "attention": lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q),
+        "compiling": lambda: compile(text, "random.py", "exec"),
+    }
     while True:
-        for _ in range(50):
-            a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        work = works.get(kind) or random.choice(list(works.values()))
+        end = time.monotonic() + random.expovariate(1.5)
+        while time.monotonic() < end:
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        if kind == "bursts":
+            time.sleep(random.expovariate(1.5))
+
+
+@contextmanager
+def beside(condition: str, command: list[str]) -> Iterator[None]:
+    """Have other processes compute meanwhile. condition: of which kind, and how many; "" for none."""
+    kind, _, number = condition.partition(" ")
+    others = [subprocess.Popen([*command, "--compete", kind]) for _ in range(int(number or 0))]
+    try:
+        time.sleep(8 if others else 0)
+        yield
+    finally:
+        for one in others:
+            one.kill()
+            one.wait()
+
+
+def new_processes(command: list[str], number: int) -> Iterator[dict[str, Any]]:
+    """Yield what new processes have measured, one after the other. number: of the first."""
+    failures = 0
+    while failures < _MOST_FAILURES:
+        child = [*command, "--child", str(number)]
+        number += 1
+        try:
+            done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True, timeout=_CHILD_SECONDS)
+            yield json.loads(done.stdout.splitlines()[-1])
+        except subprocess.SubprocessError as error:
+            failures += 1
+            print(f"process {number}: {error}", file=sys.stderr)
 
 
 def main() -> None:
@@ -224,14 +276,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument("--disturb", choices=("process", "heat"), default="")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no process after so long")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no process after so long")
+    parser.add_argument("--cpus", type=int, help="measure on so many cores, in one condition after the other")
     parser.add_argument("--plain", action="store_true", help="no slowdowns, and others in every fifth process only")
     parser.add_argument("--child", type=int)
-    parser.add_argument("--compete", action="store_true")
+    parser.add_argument("--compete", default="")
     options = parser.parse_args()
+    if options.cpus:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cpus])  # which all processes inherit
+        options.device, options.plain = "cpu", True
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
     if options.compete:
-        compete(device)
+        with threads(1):
+            compete(device, options.compete)
     if options.child is not None:
         with threads(options.threads if device.type == "cpu" else None):
             print(json.dumps(one_process(device, options.child, options.disturb, options.plain)))
@@ -243,35 +300,23 @@ def main() -> None:
         if series.get(what) != mine:
             sys.exit(f"{options.out} is of {what} {series.get(what)}, this is {mine}: name another file")
     series["torch"] = torch.__version__
-    failures = 0
-    begun = time.monotonic()
     command = [sys.executable, __file__, "--out", os.devnull, "--device", options.device, "--threads", str(options.threads)]
-    rival = subprocess.Popen([*command, "--compete"]) if options.disturb == "process" else None
-    try:
-        if rival:
-            time.sleep(8)
-        for _ in range(options.processes):
-            if time.monotonic() - begun > options.seconds:
-                break
-            number = len(series["runs"]) + failures
-            disturb = ["--disturb", options.disturb] if options.disturb else ["--plain"] if options.plain else []
-            child = [*command, "--child", str(number), *disturb]
-            try:
-                done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True, timeout=_CHILD_SECONDS)
-            except subprocess.SubprocessError as error:
-                failures += 1
-                print(f"process {number}: {error}", file=sys.stderr)
-                if failures == _MOST_FAILURES:
+    plain = ["--disturb", options.disturb] if options.disturb else ["--plain"] if options.plain else []
+    conditions = [one for other in CONDITIONS for one in ("", other)] if options.cpus else [""]
+    end = time.monotonic() + 60 * options.minutes
+    for number in range(len(conditions) if math.isinf(options.minutes) else sys.maxsize):
+        condition = conditions[number % len(conditions)] or ("products 1" if options.disturb == "process" else "")
+        with beside(condition, command):
+            processes = _IN_ONE_CONDITION if options.cpus else options.processes
+            for run in itertools.islice(new_processes([*command, *plain], len(series["runs"])), processes):
+                series["runs"].append({**run, "condition": condition or "quiet", "visit": number})
+                part = options.out.with_suffix(".part")
+                part.write_text(json.dumps(series))
+                part.replace(options.out)
+                if time.monotonic() > end:
                     break
-                continue
-            series["runs"].append(json.loads(done.stdout.splitlines()[-1]))
-            part = options.out.with_suffix(".part")
-            part.write_text(json.dumps(series))
-            part.replace(options.out)
-    finally:
-        if rival:
-            rival.kill()
-            rival.wait()
+        if time.monotonic() > end or not options.cpus:
+            break
     if not series["runs"]:
         sys.exit("no process has timed anything")
     report(series)

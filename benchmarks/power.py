@@ -1,11 +1,16 @@
 """How often the gate alarms falsely, and how often it finds a slowdown, by resampling the processes of benchmarks/noise.py.
 
     python benchmarks/power.py SERIES.json [--disturbed SERIES.json ...] [--cases 200] [--suites 400] [--peers]
+    python benchmarks/power.py SERIES.json --across [--suites 300]
 
 A suite draws, for each of its cases, ten processes for the baseline, one for the screen and the fresh ones that confirm, all
 different. A/A suites have no slowdown: the share with an alarm is the false-alarm rate, with its Clopper-Pearson bound.
 Slowdowns are the extra work that noise.py put behind each call, and scaled p50s. Disturbed series are held against baselines
 of the quiet one: they may be inconclusive, never regressed.
+
+--across: suites of a series of `noise.py --cpus`, each recorded in one of its conditions and run in another, or in the same
+one at another hour; processes follow one another as they were taken. The whole decision is made, with a second round of new
+processes. Where nothing is slower none may regress, and where all is 30 % slower none may pass.
 
 --peers: the rules of others on the same suites. fixed +5 %: one run against the median of ten. median:5%: pytest-benchmark's
 --benchmark-compare-fail, one run's samples against one saved run's. asv: Mann-Whitney U with p < 0.002 and a factor of 1.1,
@@ -20,14 +25,20 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, median, quantiles
 from typing import Any, NamedTuple
 
+from pytest_attn.latency.baseline_file import Baseline, BaselineFile, Identity
 from pytest_attn.latency.gate import FEWEST_RUNS, GateContext, Policy, decide, policy_for, screen, shared_prior
+from pytest_attn.latency.protocol import protocol_of
+from pytest_attn.latency.regression import DeviceBaselines, DisturbedError, Measured, SharedCpu, judge_latency
+from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Prior, Recording, Run, expected_sensitivity, fit
 from pytest_attn.reports.student import incomplete_beta
+from pytest_attn.session.worker_pool import MORE_PROCESSES, Runs, undisturbed
 
 Series = Mapping[str, Any]
 
@@ -52,7 +63,7 @@ class Suite(NamedTuple):
 Rule = Callable[[Series, Suite, int, str, float], bool]
 
 
-def undisturbed(path: Path) -> Series:
+def quiet(path: Path) -> Series:
     """Read a series, without the processes in which a case was disturbed: the gate has others in their place."""
     series: dict[str, Any] = json.loads(path.read_text())
     runs = [run for run in series["runs"] if not any(kind["disturbances"] for kind in _measured(run))]
@@ -301,6 +312,89 @@ def peers(series: Series, drawn: list[Suite], cases: int) -> None:
         print(f"{name:28} {alarms / len(drawn):>14.1%} (< {bound:6.1%})", *(f"{share:14.1%}" for share in found))
 
 
+# -- recorded in one condition, run in another ---------------------------------------------------------------------------
+
+
+def across(series: Series, number: int) -> None:
+    """Print what becomes of suites that are recorded in one condition and run in another."""
+    visits: dict[int, list[Any]] = {}
+    for run in series["runs"]:
+        visits.setdefault(run["visit"], []).append(run)
+    baselines = {at: found for at, visit in visits.items() if (found := baselines_of(visit))}
+    busy = [at for at in baselines if visits[at][0]["condition"] != "quiet"]
+    print(f"{len(visits)} conditions, one after the other; recorded in {len(baselines)}, of which {len(busy)} beside others")
+    generator = random.Random(0)
+    drawn = [pair for at in baselines for other in visits if other != at for pair in [(at, other)]]
+    drawn = [generator.choice(drawn) for _ in range(number)]
+    for factor in (1.0, 1.3):
+        verdicts: dict[str, Counter[str]] = {}
+        suites_with: Counter[str] = Counter()
+        for at, other in drawn:
+            runs, offset = visits[other], generator.randrange(len(visits[other]))
+            found = {
+                key: judged_across(baselines[at], [*runs[offset:], *runs[:offset]], key, factor)
+                for key in baselines[at].fits or ()
+            }
+            conditions = (visits[one][0]["condition"] == "quiet" for one in (at, other))
+            verdicts.setdefault(" -> ".join("quiet" if one else "busy" for one in conditions), Counter()).update(
+                found.values()
+            )
+            suites_with.update(set(found.values()))
+        regressed, passed = (suites_with[verdict] for verdict in ("regressed", "passed"))
+        print(f"x {factor}: of {number} suites {regressed} have a case that regresses, {passed} one that passes; of cases")
+        for which, counts in sorted(verdicts.items()):
+            total = sum(counts.values())
+            print(f"  {which:15} {total:6}: " + ", ".join(f"{n / total:.1%} {verdict}" for verdict, n in counts.most_common()))
+
+
+def as_runs(runs: Sequence[Any], key: str, factor: float = 1.0) -> Runs:
+    """Return what new processes would have returned of a case that is slower by a factor."""
+    found = []
+    for number, run in enumerate(runs):
+        plain = run["cases"][key]["plain"]
+        found.append({**plain, "key": key, "process": number, "p50": plain["p50"] * factor})
+    return found
+
+
+def baselines_of(runs: Sequence[Any]) -> DeviceBaselines | None:
+    """Return the recording that these processes make, without cases of which too few were undisturbed; None without any."""
+    cases = {}
+    for key, case in runs[0]["cases"].items():
+        mine = undisturbed(as_runs(runs, key), key, FEWEST_RUNS)
+        if len(mine) == FEWEST_RUNS:
+            p50, anchors = (
+                tuple(run["p50"] for run in mine),
+                {n: tuple(run["anchors"][n] for run in mine) for n in mine[0]["anchors"]},
+            )
+            cases[key] = Baseline(
+                *(key, "host", p50, (0.0,) * FEWEST_RUNS, anchors, case["flops"], case["bytes"], "", "", protocol_of("cpu"))
+            )
+    fits = {key: case.fit() for key, case in cases.items()}
+    file = BaselineFile(Path("cpu.json"), Identity("cpu", "", 0), {}, cases)
+    return DeviceBaselines(file, fits, shared_prior(list(fits.values()), "cpu")) if cases else None
+
+
+def judged_across(baselines: DeviceBaselines, runs: Sequence[Any], key: str, factor: float) -> str:
+    """Return the verdict on a case whose processes come one after the other, the first of which is not a new one."""
+    policy, (first, *others) = replace(policy_for("cpu"), pause=0.0), as_runs(runs, key, factor)
+
+    def fresh_runs() -> list[Run]:
+        taken = []
+        while len(undisturbed(taken, key, policy.runs)) < policy.runs:
+            if not others or len(taken) == policy.runs + MORE_PROCESSES:
+                raise DisturbedError("too few undisturbed processes")
+            taken.append(others.pop(0))
+        return [Run(run["p50"], run["anchors"]) for run in undisturbed(taken, key, policy.runs)]
+
+    none: Any = None
+    p50, disturbances = first["p50"], tuple(first["disturbances"])
+    latency = Latency(
+        key, "", "forward", p50, none, (), 0, "host", 1, "warm", p50, first["anchors"], disturbances=disturbances
+    )
+    measured = Measured(latency, key, key, "", "", None, {}, "", "cpu", Path())
+    return judge_latency(measured, baselines, policy, len(runs[0]["cases"]), fresh_runs, SharedCpu()).verdict
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -308,9 +402,13 @@ def main() -> None:
     parser.add_argument("--disturbed", type=Path, nargs="*", default=[])
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--suites", type=int, default=400)
+    parser.add_argument("--across", action="store_true", help="recorded in one condition, run in another")
     parser.add_argument("--peers", action="store_true", help="the rules of others too")
     options = parser.parse_args()
-    series = undisturbed(options.series)
+    if options.across:
+        across(json.loads(options.series.read_text()), options.suites)
+        return
+    series = quiet(options.series)
     policy = policy_for(kind_of(series))
     drawn = list(suites(series, options.suites, options.cases, policy))
     print(f"{series['device']}, {len(series['runs'])} processes, {options.suites} suites of {options.cases} cases")

@@ -75,7 +75,7 @@ def test_it_runs_on_its_smallest_input(script):
     assert printed(script, *SMALLEST[script].split())
 
 
-@pytest.mark.slow("times five kernels in a new process")
+@pytest.mark.slow("times six kernels in a new process")
 def test_the_series_of_a_process_is_resampled(tmp_path):
     file = tmp_path / "series.json"
     assert "1 new processes" in printed("noise", "--out", file, "--processes", 1, "--device", "cpu", "--plain")
@@ -86,3 +86,8 @@ def test_the_series_of_a_process_is_resampled(tmp_path):
     found = printed("power", file, "--cases", 5, "--suites", 2, "--peers")
     assert "A/A: 0 of 2 suites of 5 cases alarm" in found
     assert "nvbench" in found
+    again = [{**run, "condition": "quiet", "visit": visit} for run in series["runs"] * 17 for visit in range(2)]
+    file.write_text(json.dumps({**series, "runs": again}))
+    found = printed("power", file, "--across", "--suites", 3)
+    assert "x 1.0: of 3 suites 0 have a case that regresses, 3 one that passes" in found
+    assert "x 1.3: of 3 suites 3 have a case that regresses, 0 one that passes" in found
