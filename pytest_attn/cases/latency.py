@@ -326,7 +326,8 @@ class CompareToBaseline(LatencyMode):
             raise FreshError(f"{timing} of {processes} new processes timed it")
         mine = undisturbed(timed, key, wanted)
         if len(mine) < wanted:
-            raise DisturbedError(next(run["disturbances"][0] for run in timed if run["disturbances"]))
+            seen = (run["disturbances"][0] for run in timed if run["disturbances"])
+            raise DisturbedError(next(seen, "the attention control took other times in some new processes"))
         return [Run(run["p50"], run["anchors"], run["launch"]) for run in mine]
 
 
@@ -507,7 +508,7 @@ class LatencyEvaluator(Evaluator[Latency]):
         elif decision.verdict == Verdict.UNCONFIRMED:
             facts["text"] = describe_unconfirmed(name, decision)
         elif decision.cause == Cause.UNUSABLE_FILE or (self._requires_decision and decision.verdict in _UNDECIDED):
-            facts["text"] = describe_undecided(name, decision, command)
+            facts["text"] = describe_undecided(name, decision, latency, command)
             facts["says_command"] = False  # the text does
         return self._found(decision.verdict, reason, **facts)
 

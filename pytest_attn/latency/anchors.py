@@ -1,19 +1,28 @@
 """Anchors: two frozen operations that are timed beside every kernel, which separates a slow machine from a slow kernel.
 
-One is bound by arithmetic, one by memory; a CPU has a third, the reference loop of its core. What they do is written down as
-text, whose hash is kept with every baseline: times beside other anchors cannot be compared.
+One is bound by arithmetic, one by memory; a CPU has the reference loop of its core, too, and beside a kernel exact attention
+of its shape. What they do is written down as text, whose hash is kept with every baseline: times beside other anchors cannot
+be compared.
 """
 
 import hashlib
+import math
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from pytest_attn.latency.disturbance import REFERENCE_LOOP
-from pytest_attn.latency.timer import Item
+from pytest_attn.latency.timer import SHORTEST_HOST_SAMPLE, Item
+from pytest_attn.workloads.dtypes import QUANTIZED_DTYPES
+from pytest_attn.workloads.workload import Workload
 
-COMPUTE, MEMORY = "compute", "memory"
+COMPUTE, MEMORY, ATTENTION = "compute", "memory", "attention"
+#: of a CPU, those that not every case is timed beside
+NOT_BESIDE_ALL = frozenset((REFERENCE_LOOP, ATTENTION))
+#: scores of the attention control, at most: more would take the memory and the time of a long context
+_MOST_SCORES = 1 << 24
 
 
 class Anchor(NamedTuple):
@@ -33,6 +42,7 @@ DEFINITIONS = {
         COMPUTE: "torch.mm(a, b, out=c); a, b, c float32 (384, 384), randn, seed 0; v1",
         MEMORY: "target.copy_(source); uint8 (33554432,), zeros; v1",
         REFERENCE_LOOP: "sum(range(6000)), the fastest of a measurement; v1",
+        ATTENTION: "softmax(q k^T) v of the case's shape and dtype, into the same memory, up to 2^24 scores, randn; v1",
     },
 }
 
@@ -68,6 +78,41 @@ def make_anchors(device: torch.device) -> dict[str, Anchor]:
         COMPUTE: Anchor(definitions[COMPUTE], lambda: torch.mm(a, b, out=c), products),
         MEMORY: Anchor(definitions[MEMORY], lambda: target.copy_(source)),
     }
+
+
+def attention_like(workload: Workload) -> Anchor:
+    """Allocate exact attention of a workload's shape on a CPU: what slows its core, caches or memory slows both alike."""
+    w = workload
+    rows = max(1, min(w.q_len, _MOST_SCORES // w.kv_len))
+    heads = max(1, min(w.batch * w.heads, _MOST_SCORES // (rows * w.kv_len)))
+    dtype = torch.float32 if w.dtype in QUANTIZED_DTYPES else getattr(torch, w.dtype)  # torch multiplies no float8 on a CPU
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(heads, length, dim, generator=generator).to(dtype)
+        for length, dim in ((rows, w.head_dim), (w.kv_len, w.head_dim), (w.kv_len, w.v_head_dim))
+    )
+    scores, weights, out = (
+        q.new_empty(heads, rows, w.kv_len),
+        q.new_empty(heads, rows, w.kv_len),
+        v.new_empty(heads, rows, w.v_head_dim),
+    )
+
+    def call() -> None:
+        torch.bmm(q, k.mT, out=scores)
+        torch.softmax(scores, dim=-1, out=weights)
+        torch.bmm(weights, v, out=out)
+
+    return Anchor(DEFINITIONS["cpu"][ATTENTION], call, math.ceil(SHORTEST_HOST_SAMPLE / _shortest(call)))
+
+
+def _shortest(call: Callable[[], object], calls: int = 3) -> float:
+    """Return the seconds of the shortest of a few calls."""
+    found = []
+    for _ in range(calls):
+        begun = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begun)
+    return min(found)
 
 
 def anchor_item(name: str, anchor: Anchor) -> Item:

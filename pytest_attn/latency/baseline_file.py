@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 
 from pytest_attn.backends.machine import Machine, installed_version, usable_cores
-from pytest_attn.latency.disturbance import REFERENCE_LOOP
+from pytest_attn.latency.anchors import NOT_BESIDE_ALL
 from pytest_attn.latency.statistics import Recording, Run, expected_sensitivity, fit
 from pytest_attn.latency.timer import Mode
 from pytest_attn.reports.files import write_atomically, written_alone
@@ -136,8 +136,11 @@ class Baseline:
     def after(self, older: Baseline | None) -> Baseline:
         """Return this baseline with the history of the one it replaces."""
         what = attrgetter("shape", "protocol", "mode")
-        kept = older.history if older and what(older) == what(self) else ()
-        return replace(self, history=(*kept, (self.date, median(self.p50), self.reason)))
+        is_same = older is not None and what(older) == what(self)
+        kept, reason = older.history if older and is_same else (), self.reason
+        if kept:
+            reason += f" ({median(self.p50) / kept[-1][1] - 1:+.1%})"
+        return replace(self, reason=reason, history=(*kept, (self.date, median(self.p50), reason)))
 
 
 def case_key(workload: str, subject: str, direction: str, l2: str, layout: str = "bhsd", threads: int | None = None) -> str:
@@ -160,8 +163,8 @@ def recorded_elsewhere(key: str, shape: str, file: BaselineFile | None, folder: 
     cases = file.cases if file else {}
     direction = _parts(key)[0][-1:]
     alike = [one for one, case in cases.items() if case.shape == shape and _parts(one)[0][-1:] == direction]
-    if alike:
-        return f"; the same shape is recorded there as {some(alike, 2)}: renamed or moved?"
+    if file and alike:
+        return f"; the same shape is recorded there as {some(alike, 2)}: if it was renamed or moved, rename it in {file.path}"
     others = [path.name for path in sorted(folder.glob("*.json"))] if not cases and folder.is_dir() else []
     return f"; there {'are' if len(others) > 1 else 'is'} {some(others, 3)}, of other machines" if others else ""
 
@@ -298,8 +301,9 @@ def _inconsistent(data: Mapping[str, Any]) -> str:
     newest = max((case["protocol"] for case in data["cases"].values()), default=0)
     for key, case in data["cases"].items():
         field, number, anchors = f"cases.{key}", len(case["p50_ns"]), case["anchors_ns"]
-        # of the reference loop there is no time where several processes compute at once, or no core was free for it
-        is_whole = head - {REFERENCE_LOOP} <= anchors.keys() <= head
+        # of the reference loop there is no time where several processes compute at once, or no core was free for it; a model's
+        # step has no attention like it
+        is_whole = head - NOT_BESIDE_ALL <= anchors.keys() <= head
         if case["protocol"] == newest and not is_whole:
             expected = ", ".join(head)
             return (

@@ -24,6 +24,7 @@ from pytest_attn.latency.fresh_data import RandomPool, TensorSets, WholeSets
 from pytest_attn.latency.work import LatencyDirection, names_of
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import canonical
+from pytest_attn.workloads.workload import Workload
 
 #: rows that are looked at of one result, and where probabilities are dropped, which takes more to tell
 _ROWS, _ROWS_WITH_DROPOUT = 16, 64
@@ -64,6 +65,11 @@ class Attention:
     def sets_of(self, pool: RandomPool, number: int) -> TensorSets:
         """Return so many sets of what a kernel is given of q, k and v: all of it."""
         return WholeSets(pool, number)
+
+    @property
+    def workload(self) -> Workload:
+        """What is computed."""
+        return self._spec.workload
 
     def dout(self, drawn: Tensor) -> Tensor:
         """Return dout without what belongs to rows that see nothing, where these are the kernel's own affair."""

@@ -3,15 +3,17 @@
 One run is one process: samples within a process agree far better than processes do, so a process counts as one value.
 Values are logarithms of p50s, adjusted for what the anchors say of the machine; their variance is moderated across cases
 (latency/statistics.py). A case is regressed when its slowdown is certain at a suite-wide false-alarm rate, large enough to
-matter, and seen in nearly every run. docs/explanation/gate.md has the rule, docs/results/latency.md its measured rates.
+matter, and seen in nearly every run. On a device that others may share unseen, a CPU, the times as they are and those
+relative to attention like it must both say so. docs/explanation/gate.md has the rule, docs/results/latency.md its measured
+rates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, median, variance
 from typing import Any
 
 from pytest_attn.latency.disturbance import REFERENCE_LOOP
@@ -38,7 +40,9 @@ class Policy:
 
     slowdown: share below which no change fails. floor: the same in seconds. runs: new processes that confirm a suspect.
     anchors: by how much, as a share, anchors may have moved before nothing can be said. between: how far, as a share (a
-    standard deviation), two devices of one name differ in a kernel's time.
+    standard deviation), two devices of one name differ in a kernel's time, or two hours of a shared one. is_shared: whether
+    others may slow a kernel where no counter tells of them; then new processes must show a slowdown again, `pause` seconds
+    later.
     """
 
     slowdown: float
@@ -46,12 +50,17 @@ class Policy:
     runs: int
     anchors: float
     between: float = 0.0
+    is_shared: bool = False
+    pause: float = 0.0
     #: a case passes where a slowdown of this many times `slowdown` is excluded
     margin: float = 2.5
     alpha: float = SUITE_ALPHA
 
 
-POLICIES = {"cuda": Policy(0.02, 0.2e-6, 3, 0.10, between=0.01), "cpu": Policy(0.10, 5e-6, 4, 0.40)}
+POLICIES = {
+    "cuda": Policy(0.02, 0.2e-6, 3, 0.10, between=0.01),
+    "cpu": Policy(0.10, 5e-6, 3, 0.10, between=0.05, is_shared=True, pause=10.0),
+}
 
 
 def policy_for(kind: str) -> Policy:
@@ -112,7 +121,7 @@ class GateContext:
 
 def decide(runs: Sequence[Run], context: GateContext) -> Decision:
     """Decide over the runs of new processes."""
-    return _decision_from(_Figures(runs, context), context)
+    return _agreed([_decision_from(_Figures(runs, view), view) for view in _views(context)])
 
 
 def screen(run: Run, context: GateContext) -> tuple[Decision, bool]:
@@ -121,6 +130,30 @@ def screen(run: Run, context: GateContext) -> tuple[Decision, bool]:
     They must in three cases: the run is slower by what can fail; it is slower for sure, and may be by so much; it does
     not pass by itself.
     """
+    looks = [_screen(run, view) for view in _views(context)]
+    return _agreed([decision for decision, _ in looks]), any(is_suspect for _, is_suspect in looks)
+
+
+def _views(context: GateContext) -> list[GateContext]:
+    """Return how the recording is looked at: relative to its controls; on a shared device also as it was timed."""
+    as_timed = replace(context, recorded=context.recorded.as_timed())
+    return [context, as_timed] if context.policy.is_shared else [context]
+
+
+def _agreed(decisions: Sequence[Decision]) -> Decision:
+    """Return the decision on which all views agree; else the case is inconclusive."""
+    first = decisions[0]
+    undecided = next((one for one in decisions if one.verdict == Verdict.INCONCLUSIVE), None)
+    if undecided is None and any(one.verdict != first.verdict for one in decisions):
+        changes = " and ".join(f"{one.change:+.1%}" for one in decisions)
+        undecided = replace(
+            first, verdict=Verdict.INCONCLUSIVE, reason=f"relative to its control and as timed it changed by {changes}"
+        )
+    is_faster = all(one.is_faster for one in decisions)
+    return replace(undecided or first, is_faster=is_faster)
+
+
+def _screen(run: Run, context: GateContext) -> tuple[Decision, bool]:
     figures = _Figures([run], context)
     at_most = figures.change + t_quantile(_SCREEN_ALPHA, figures.degrees) * figures.scatter
     may_fail = at_most >= figures.can_fail
@@ -142,10 +175,11 @@ def _decision_from(figures: _Figures, context: GateContext) -> Decision:
         return figures.decision(slower, doubt or launches)
     # chance alone does not make such a change, nor one slow process
     slow_runs = sum(value > recorded.slow for value in figures.values)
-    is_certain = figures.tail < figures.level and slow_runs >= max(1, len(figures.runs) - 1)
+    may_stray = 0 if policy.is_shared else 1
+    is_certain = figures.tail < figures.level and slow_runs >= max(1, len(figures.runs) - may_stray)
     if figures.change >= figures.least and is_certain:
         return figures.decision(slower, doubt)
-    if doubt and math.expm1(figures.change) >= policy.slowdown:
+    if doubt and (policy.is_shared or math.expm1(figures.change) >= policy.slowdown):
         return figures.decision(Verdict.INCONCLUSIVE, doubt)
     if math.expm1(figures.upper) < _relevant(policy.margin * policy.slowdown, recorded, policy):
         return figures.decision(Verdict.PASSED)
@@ -171,17 +205,20 @@ class _Figures:
         if not runs:
             raise ValueError("nothing to decide over: no runs")
         self.recorded, self.runs, policy = context.recorded, runs, context.policy
-        variance, self.degrees = moderated(self.recorded.variance, self.recorded.degrees, context.prior)
+        scattered, self.degrees = moderated(self.recorded.variance, self.recorded.degrees, context.prior)
+        self.values = tuple(self.recorded.adjusted(run) for run in runs)
+        if policy.is_shared and len(runs) > 1:  # where processes differ by more than recorded ones did, that is the scatter
+            scattered = max(scattered, variance(self.values))
         self.drift = self.recorded.drift(runs)
-        doubtful = SENSITIVITY_SD**2 * sum(self.drift[name] ** 2 for name in self.recorded.sensitivity if name in self.drift)
+        unsure = 2 * SENSITIVITY_SD if policy.is_shared else SENSITIVITY_SD  # of how a case follows a control
+        doubtful = unsure**2 * sum(self.drift[name] ** 2 for name in self.recorded.sensitivity if name in self.drift)
 
         def scatter_of(processes: int) -> float:
-            return math.sqrt(variance * (1 / len(self.recorded.values) + 1 / processes) + doubtful)
+            return math.sqrt(scattered * (1 / len(self.recorded.values) + 1 / processes) + doubtful)
 
-        self.values = tuple(self.recorded.adjusted(run) for run in runs)
         self.change = fmean(self.values) - self.recorded.center
         self.level = policy.alpha / max(1, context.cases)
-        between = 0.0 if context.is_same_device else policy.between
+        between = policy.between if policy.is_shared or not context.is_same_device else 0.0
         self.scatter = scatter_of(len(runs))
         self.error, self.degrees_of_error = _with_known(self.scatter, self.degrees, between)
         later_error, degrees_of_later = _with_known(scatter_of(policy.runs), self.degrees, between)

@@ -105,7 +105,7 @@ class KernelWork(Work):
         chosen: random.Random | None = None,
     ) -> None:
         self.kernel, self.direction, self._attention = kernel, direction, attention
-        self._gradients = Gradients()
+        self._gradients, self.workload = Gradients(), attention.workload
         chosen = chosen or attention.chosen
         self._pool, self._pool_of_dout = RandomPool(tensors, chosen), RandomPool([dout], chosen)
         self.dout, (self._places_of_dout,) = attention.dout(dout).clone(), self._pool_of_dout.draw()

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from pytest_attn.latency.anchors import COMPUTE, MEMORY, Anchor, anchor_item, make_anchors
+from pytest_attn.latency.anchors import ATTENTION, COMPUTE, MEMORY, Anchor, anchor_item, attention_like, make_anchors
 from pytest_attn.latency.cuda_timer import SLOW_SECONDS, BacklogError, CudaTimer
 from pytest_attn.latency.disturbance import ContentionMonitor, CpuDisturbanceMonitor, DisturbanceMonitor
 from pytest_attn.latency.result import Latency
@@ -73,7 +73,7 @@ WANTED_HALF_WIDTH = {"cuda": 0.002, "cpu": 0.005}
 #: more blocks would cost time and tell nothing
 _SHORT_SECONDS, _WANTED_OF_SHORT = 100e-6, 0.004
 #: seconds of wall time, by kind of device, within which the blocks end, as far as the shortest of them tells
-SECONDS = {"cuda": 0.3, "cpu": 0.8}
+SECONDS = {"cuda": 0.3, "cpu": 1.2}
 #: seconds that a measurement on a GPU takes in all, but for compilers and waiting for the clock, and that its blocks may take
 #: in any case
 _ALL_SECONDS, _FEWEST_SECONDS = 0.45, 0.1
@@ -127,7 +127,7 @@ def seconds_for_blocks(kind: str, spent: float) -> float:
 
 #: by kind of device, kept with every baseline; bump one when a change of how blocks are taken shifts times by more than the
 #: gate can detect: times of another protocol cannot be compared. How long a measurement lasts only changes its scatter.
-PROTOCOLS = {"cuda": 3, "cpu": 2}
+PROTOCOLS = {"cuda": 3, "cpu": 3}
 #: what the samples of the kernel are called; the others are those of the anchors
 SUBJECT = "op"
 #: said of a kernel that was recorded in a graph: the gaps between its launches are part of its time now
@@ -160,7 +160,7 @@ class Stopwatch:
         self.monitor = CpuDisturbanceMonitor(contention) if contention else DisturbanceMonitor.of(device, own)
         self.anchors: dict[str, Anchor] = make_anchors(device)
         self.warmer = Warmer(self.timer, self.anchors, self.monitor)
-        self._rested = 0.0
+        self._rested, self._like = 0.0, dict[str, Anchor]()
         if device.type == "cuda":
             self.warmer.ramp_up(is_warm)
 
@@ -175,6 +175,7 @@ class Stopwatch:
         self.monitor.begin_all(SUBJECT)
         work.begin()
         memory = self.timer.peak_memory(work)  # before graphs keep parts of what autograd would make anew
+        self._like = {ATTENTION: attention_like(work.workload)} if self.device.type == "cpu" and work.workload else {}
         plan, blocks, disturbances = self._plan_and_blocks(work, mode, seconds)
         disturbances += [lasting] if (lasting := self.monitor.lasting_disturbance()) else []
         if mode in GRAPHS and plan.mode in ("batched", "events"):
@@ -182,7 +183,7 @@ class Stopwatch:
         elif mode == "graph" and plan.mode == "replay":
             disturbances.append(_NOT_ON_DEVICE)
         medians = [median(block[SUBJECT]) for block in blocks]
-        anchors = {name: median(median(block[name]) for block in blocks) for name in self.anchors}
+        anchors = {name: median(median(block[name]) for block in blocks) for name in (*self.anchors, *self._like)}
         return Latency(
             workload=workload,
             subject=subject,
@@ -229,7 +230,7 @@ class Stopwatch:
 
         But for a slow kernel on a GPU, whose calls while it was planned have done that.
         """
-        items = _items_of(plan, self.anchors, work)
+        items = _items_of(plan, self.anchors | self._like, work)
         blocks: list[Block] = []
         disturbances: list[str] = []
         with work.context():
@@ -291,15 +292,16 @@ def protocol_of(kind: str) -> int:
 
 
 def _items_of(plan: Plan, anchors: Mapping[str, Anchor], work: Work) -> list[Item]:
-    """Put the anchors between the samples, first and last."""
+    """Put the anchors between the samples, first and last, and before each sample the one that is like it."""
     of_sample = plan.seconds * plan.calls
     samples = next((number for limit, number in _SAMPLES_BELOW if of_sample < limit), 1)
-    op = Item(SUBJECT, plan.stage, plan.calls, work.keep, work.glance)
+    op = [Item(SUBJECT, plan.stage, plan.calls, work.keep, work.glance)]
+    op = [anchor_item(ATTENTION, anchors[ATTENTION]), *op] if ATTENTION in anchors else op
     compute, memory = (anchor_item(name, anchors[name]) for name in (COMPUTE, MEMORY))
     if samples >= 4:
-        half = [op] * (samples // 2)
+        half = op * (samples // 2)
         return [compute, *half, memory, *half, compute, memory]
-    return [compute, op, memory, op] if samples == 2 else [compute, op, memory]
+    return [compute, *op, memory, *op] if samples == 2 else [compute, *op, memory]
 
 
 @functools.cache

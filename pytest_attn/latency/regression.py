@@ -6,6 +6,7 @@ machine, in `SharedCpu`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +26,13 @@ from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, scre
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Prior, Recording, Run
-from pytest_attn.reports.lines import duration, labeled, said_by_guests, timed_as, z_figure
+from pytest_attn.reports.lines import COMPARE, duration, labeled, said_by_guests, timed_as, z_figure
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: what accepts a slowdown, and what records a case that has no baseline that can be used
 ACCEPT = '--attn-update-baselines "why it is slower"'
 RECORD = '--attn-update-baselines "first recording"'
+_RECORD_ANEW = '--attn-update-baselines "recorded while nothing else computes"'
 #: by how much a z may exceed the recorded one, and the peak memory the recorded bytes, before a case is a regression
 _Z_RATIO, _Z_MORE = 1.5, 0.25
 _MEMORY_RATIO, _MEMORY_MORE = 1.05, 1 << 20
@@ -179,12 +181,28 @@ def judge_latency(
     decision, needs_others = _first_look(measured, context, crowd)
     if needs_others:
         try:
-            decision = decide(fresh_runs(), context)
+            decision = _confirmed(fresh_runs, context)
         except FreshError as error:
             crowd.is_there |= isinstance(error, DisturbedError) and measured.kind == "cpu"
             decision = _unconfirmed(decision, error, policy)
     z = measured.z if baseline.check == measured.check else None
     return with_other_gates(decision, baseline, measured.latency, z, policy)
+
+
+def _confirmed(fresh_runs: Callable[[], Sequence[Run]], context: GateContext) -> Decision:
+    """Return what new processes say; on a shared device others must say so again some time later before a case fails."""
+    runs, pause = fresh_runs(), context.policy.pause
+    decision = decide(runs, context)
+    if decision.verdict != Verdict.REGRESSED or not context.policy.is_shared:
+        return decision
+    time.sleep(pause)
+    later = fresh_runs()
+    both = decide([*runs, *later], context)
+    if decide(later, context).verdict == Verdict.REGRESSED:
+        return both
+    return replace(
+        both, verdict=Verdict.INCONCLUSIVE, reason=f"new processes {pause:.0f} s later do not confirm that it is slower"
+    )
 
 
 def _first_look(measured: Measured, context: GateContext, crowd: SharedCpu) -> tuple[Decision, bool]:
@@ -255,16 +273,17 @@ def describe_unconfirmed(name: str, decision: Decision) -> str:
     return f"looks slower: {name}: {describe_change(decision)}\n{labeled('but', decision.reason)}"
 
 
-def describe_undecided(name: str, decision: Decision, command: str) -> str:
+def describe_undecided(name: str, decision: Decision, latency: Latency, command: str) -> str:
     """Return the text of a case over which nothing can be said, where that fails its test. command: what repeats the case."""
     is_inconclusive = decision.verdict == Verdict.INCONCLUSIVE
     is_disturbed = is_inconclusive and decision.change is None  # what was recorded is good, and not to be replaced
-    remedy = "" if is_disturbed else RECORD if is_inconclusive else decision.remedy
+    remedy = "" if is_disturbed else _RECORD_ANEW if is_inconclusive else decision.remedy
     otherwise = "auto, which only says so" if decision.cause != Cause.UNUSABLE_FILE else "off, which times nothing"
     lines = [
         f"{decision.verdict}: {name}: {decision.reason}",
         labeled("repeat", f"{command}, when nothing else computes on this machine") if is_inconclusive else "",
         labeled("record", f"{command} {remedy}") if remedy else "",
+        labeled("compare", COMPARE) if is_inconclusive and latency.threads else "",
         labeled("or", f"--attn-latency={otherwise}"),
     ]
     return "\n".join(line for line in lines if line)

@@ -1,14 +1,16 @@
 """The arithmetic of the gate: medians with exact intervals, and variances that cases lend one another."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
 
-from pytest_attn.latency.anchors import COMPUTE, MEMORY
+from pytest_attn.latency.anchors import ATTENTION, COMPUTE, MEMORY
 
 
 class Interval(NamedTuple):
@@ -135,6 +137,10 @@ class Recording:
         """Its degrees of freedom."""
         return max(1, len(self.values) - 1)
 
+    def as_timed(self) -> Recording:
+        """Return it without what the anchors say."""
+        return replace(self, sensitivity={}, values=tuple(math.log(run.p50) for run in self.runs))
+
     @property
     def slow(self) -> float:
         """The second slowest value: one slow process of ten does not make slow ones likely."""
@@ -156,13 +162,16 @@ class Recording:
 def fit(runs: Sequence[Run], prior: Mapping[str, float]) -> Recording:
     """Fit the sensitivities of a case to its anchors by ridge regression toward `prior`, each between 0 and 1.
 
+    Beside attention like it, a case is taken to follow that and nothing else.
+
     prior: the expected sensitivity per anchor; see `expected_sensitivity`. Raises ValueError for no runs.
     """
     if not runs:
         raise ValueError("a baseline without runs")
     everywhere = [name for name in runs[0].anchors if all(run.anchors.get(name) for run in runs)]
     centers = {name: fmean(math.log(run.anchors[name]) for run in runs) for name in everywhere}
-    sensitivity = _sensitivity(runs, centers, {name: slope for name, slope in prior.items() if name in centers})
+    prior = {name: slope for name, slope in prior.items() if name in centers}
+    sensitivity = {ATTENTION: 1.0} if ATTENTION in centers else _sensitivity(runs, centers, prior)
     return Recording(tuple(runs), sensitivity, centers, tuple(_adjusted(run, sensitivity, centers) for run in runs))
 
 

@@ -11,6 +11,7 @@ import torch
 
 from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.contract import elements
+from pytest_attn.workloads.workload import Workload
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -47,6 +48,8 @@ class Work:
 
     #: told, while nothing is timed, that another call comes: of a time limit that each call has
     on_call: Callable[[], object] = staticmethod(lambda: None)
+    #: whose exact attention is timed in turns with it on a CPU
+    workload: Workload | None = None
     direction: LatencyDirection
     sets: list[list[torch.Tensor]]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.reports.lines import duration_in_column, narrowed, said_by_guests, timed_as
+from pytest_attn.reports.lines import COMPARE, duration_in_column, narrowed, said_by_guests, timed_as
 from pytest_attn.reports.records import Record, gathered, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line, in_table
 from pytest_attn.reports.verdict import Cause, Tone, Verdict
@@ -118,5 +118,7 @@ def closing(records: Sequence[Record]) -> Line:
         text += f'; {len(faster)} faster, keep it with --attn-update-baselines "faster"'
     elif remedy := next((r["remedy"] for r in records if r["remedy"]), ""):
         text += f"; record with {remedy}"
+    elif any(r["verdict"] == Verdict.INCONCLUSIVE and latency_of(r).get("threads") for r in records):
+        text += f"; compare {COMPARE}"
     is_bad = any(v is not None and v.is_wrong for v in counts)
     return text, {"red": True} if is_bad else {"green": True} if counts[Verdict.FAST] else {}

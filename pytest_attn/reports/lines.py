@@ -15,6 +15,8 @@ from pytest_attn.workloads.functions import printable
 
 #: characters of the labels of a mismatch or a regression
 LABEL_WIDTH = 10
+#: what decides over times beside other work, which none of another hour can
+COMPARE = "A against B on this machine, here and now: docs/howto/ci.md"
 #: characters of what an exception says
 _LONGEST = 1000
 #: numbers from which on powers of ten are easier to read than digits

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 
 from pytest_attn.backends.raised import EndsTestError
+from pytest_attn.latency.anchors import ATTENTION
 from pytest_attn.latency.regression import FreshError, StartError
 from pytest_attn.processes.fork_server import Command, ServerError, modules_ahead
 from pytest_attn.processes.last_words import last_words
@@ -36,6 +38,8 @@ _SECONDS_PER_PROCESS = 1800
 _READY_SECONDS = 300
 #: seconds after the end of a process within which the next one finds the device as warm as it left it
 _COOLING_SECONDS = 1.0
+#: by what factor the attention control of a process may differ from that of most
+_OFF = 1.15
 #: further processes for what was disturbed in some of the first
 MORE_PROCESSES = 5
 
@@ -109,15 +113,20 @@ def prepare_fresh_runs(config: pytest.Config) -> None:
 
 
 def undisturbed(runs: Runs, key: str, processes: int) -> Runs:
-    """Return a case's undisturbed runs, at most so many, one of each process: a second run of one process adds no value."""
+    """Return a case's undisturbed runs, at most so many, one of each process: a second run of one process adds no value.
+
+    One beside whose others the attention control took another time was disturbed by what nobody saw.
+    """
     mine = {run["process"]: run for run in reversed(runs) if run["key"] == key and not run["disturbances"]}
-    return [mine[process] for process in sorted(mine)][:processes]
+    beside = {process: run.get("anchors", {}).get(ATTENTION, 1.0) for process, run in mine.items()}
+    usual = median(beside.values() or [1.0])
+    return [mine[one] for one in sorted(mine) if usual / _OFF < beside[one] < usual * _OFF][:processes]
 
 
 def is_lacking(runs: Runs, key: str, processes: int) -> bool:
     """Return whether some runs of a case were disturbed, and not all: then further processes may help."""
-    are_some_disturbed = any(run["disturbances"] for run in runs if run["key"] == key)
-    return are_some_disturbed and 0 < len(undisturbed(runs, key, processes)) < processes
+    timed = len({run["process"] for run in runs if run["key"] == key})
+    return 0 < len(undisturbed(runs, key, processes)) < min(processes, timed)
 
 
 class Isolated(NamedTuple):

@@ -89,5 +89,5 @@ class Fresh:
 def judged(one, fresh=None, baselines=None, crowd=None, cases=1, **policy):
     """Return the decision. Without `fresh`, nobody may be asked; policy: what differs from that of the device."""
     fresh = fresh or Fresh(error=AssertionError("new processes were asked"))
-    wanted = replace(POLICIES[one.kind], **policy)
+    wanted = replace(POLICIES[one.kind], **{"pause": 0.0, **policy})
     return judge_latency(one, baselines or recorded(one.kind), wanted, cases, fresh, crowd or SharedCpu())

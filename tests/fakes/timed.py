@@ -23,7 +23,7 @@ from pytest_attn.latency.statistics import median_interval
 from pytest_attn.session.session import WorkerContext
 
 recording.FEWEST_RUNS = 3
-gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)
+gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2, pause=0.0)
 
 def measure(self, work, workload, subject, mode=None, seconds=None):
     here, _, fresh = os.environ.get("TIMES", "100").partition(",")

@@ -264,3 +264,82 @@ def test_suites_without_a_slowdown_alarm_in_at_most_one_of_a_hundred(sd):
                 verdicts.append(decide(runs_of(3, generator.random(), sd=s), f, prior, GPU, 25).verdict)
         alarms += "regressed" in verdicts
     assert alarms <= 1
+
+
+# -- a CPU, on which others compute unseen -----------------------------------------------------------------------------
+
+CPU = POLICIES["cpu"]
+NOTED = Prior(0.02**2, 10)
+
+
+def beside(number, seed=0, slower=0.0, machine=0.0, follow=1.0, sd=0.02):
+    """Draw runs beside attention like the case, both slowed by others, which the case follows more or less."""
+    draw = random.Random(seed).gauss
+    return [
+        Run(
+            3e-3 * (1 + slower) * math.exp(follow * machine + draw(0, sd)),
+            {"attention": 2e-3 * math.exp(machine + draw(0, sd))},
+        )
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "verdict"),
+    [
+        ({}, {}, "passed"),
+        ({}, {"slower": 0.3}, "regressed"),
+        ({}, {"machine": 0.05}, "passed"),
+        ({}, {"machine": 0.3}, "inconclusive"),
+        ({}, {"machine": 0.3, "slower": 0.3}, "inconclusive"),
+        ({}, {"machine": 0.08, "follow": 2.5}, "inconclusive"),
+        ({"machine": 0.04, "follow": 0.0}, {}, "passed"),
+        ({"machine": 0.3}, {}, "inconclusive"),
+        ({"machine": 0.3}, {"slower": 0.3}, "inconclusive"),
+    ],
+    ids=[
+        "equal",
+        "slower",
+        "followed",
+        "busy",
+        "slower while busy",
+        "more than followed",
+        "not followed",
+        "was busy",
+        "slower",
+    ],
+)
+def test_on_a_cpu_the_times_and_their_ratio_to_attention_must_agree(then, now, verdict):
+    recording = fit(beside(FEWEST_RUNS, 1, **then), SENSITIVITY)
+    assert recording.sensitivity == {"attention": 1.0}
+    assert decide(beside(3, 2, **now), recording, NOTED, CPU, cases=2).verdict == verdict
+
+
+def test_new_processes_on_a_cpu_that_differ_more_than_recorded_ones_accuse_nobody():
+    """An unchanged kernel of 3 ms beside other work; the controls moved by at most 5 %."""
+    then, now = (2.71, 2.8, 2.84, 2.9, 2.93, 2.95, 3.0, 3.1, 3.3, 3.53), (5.34, 3.58, 3.6)
+    recording = fit([Run(p50 * 1e-3, {}) for p50 in then], SENSITIVITY)
+    found = decide([Run(p50 * 1e-3, {}) for p50 in now], recording, NOTED, CPU, cases=2)
+    assert (found.verdict, found.change > 0.3) == ("inconclusive", True)
+    assert decide([Run(p50 * 1e-3, {}) for p50 in (4.4, 4.5, 4.6)], recording, NOTED, CPU, cases=2).verdict == "regressed"
+
+
+def test_on_a_cpu_whose_hours_differ_nobody_is_accused_and_nearly_each_slowdown_is_found():
+    """Recorded in one hour, run in another; a case and the attention beside it are slowed by others, each its own way."""
+    found = {0.0: [], 0.3: []}
+    for seed in range(150):
+        generator = random.Random(seed)
+        hours = [
+            {"machine": generator.choice((0.0, abs(generator.gauss(0, 0.1)))), "follow": generator.uniform(0.7, 1.3)}
+            for _ in range(2)
+        ]
+        hours[1]["machine"] += generator.gauss(0, 0.03)
+        recording = fit(beside(FEWEST_RUNS, seed, **hours[0]), SENSITIVITY)
+        for slower, verdicts in found.items():
+            decision = decide(beside(3, seed + 1000, slower=slower, **hours[1]), recording, NOTED, CPU, cases=10)
+            verdicts.append((decision.verdict, hours))
+    assert all(verdict != "regressed" for verdict, _ in found[0.0])
+    assert all(verdict != "passed" for verdict, _ in found[0.3])
+    quiet = [verdict for verdict, hours in found[0.3] if max(hour["machine"] for hour in hours) < 0.03]
+    assert len(quiet) > 10
+    assert set(quiet) == {"regressed"}

@@ -8,13 +8,14 @@ import pytest
 import torch
 from judging import SMALL, attention, timed
 
-from pytest_attn.latency.anchors import Anchor, anchor_item
+from pytest_attn import Workload
+from pytest_attn.latency.anchors import Anchor, anchor_item, attention_like
 from pytest_attn.latency.cuda_timer import CudaTimer
 from pytest_attn.latency.gate import Decision
-from pytest_attn.latency.protocol import Stopwatch, Warmer, stopwatch_of
+from pytest_attn.latency.protocol import Stopwatch, Warmer, _items_of, stopwatch_of
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
-from pytest_attn.latency.timer import Item, Plan
+from pytest_attn.latency.timer import HostTimer, Item, Plan
 from pytest_attn.reports.verdict import Verdict
 
 CPU = torch.device("cpu")
@@ -176,3 +177,20 @@ def test_controls_made_in_inference_mode_serve_outside_of_it():
         stopwatch = stopwatch_of.__wrapped__(CPU)
     for anchor in stopwatch.anchors.values():
         anchor.call()
+
+
+def test_attention_like_a_kernel_is_timed_before_each_of_its_samples():
+    work = timed(attention, SMALL, CPU)
+    anchors = {name: Anchor(name, lambda: None) for name in ("compute", "memory", "attention")}
+    items = _items_of(HostTimer(CPU).plan(work)._replace(seconds=1.5e-3, calls=1), anchors, work)
+    assert [item.name for item in items] == [
+        *("compute", "attention", "op", "attention", "op"),
+        *("memory", "attention", "op", "attention", "op", "compute", "memory"),
+    ]
+
+
+@pytest.mark.parametrize("workload", [Workload(1, 70_000, heads=2), Workload(3, heads=5, head_dim=8, dtype="float8_e4m3fn")])
+def test_attention_of_any_shape_is_a_control(workload):
+    anchor = attention_like(workload)
+    anchor.call()
+    assert anchor.calls >= 1

@@ -159,3 +159,13 @@ def test_a_process_is_told_its_tests_its_modes_and_who_waits_for_it(starting, mo
     root = f"--rootdir={starting.config.rootpath}"
     own = ["-p", "pytest_attn.processes.worker", root]
     assert command.arguments == ["-k", "a", "-n", "4", *own, "--", "@names", "test_a.py"], "all that this one was given"
+
+
+def test_a_process_whose_attention_control_took_another_time_is_replaced():
+    def beside(number, attention):
+        return {"key": "a", "process": number, "disturbances": [], "anchors": {"attention": attention}}
+
+    runs = [beside(0, 1.0), beside(1, 1.05), beside(2, 1.64), beside(3, 0.97)]
+    assert [run["process"] for run in undisturbed(runs, "a", 4)] == [0, 1, 3]
+    assert is_lacking(runs, "a", 4)
+    assert not is_lacking(runs, "a", 3)

@@ -13,7 +13,7 @@ import torch
 
 from pytest_attn.backends.machine import usable_cores
 from pytest_attn.guests.ranks.communication import RankTimes, SharedSample
-from pytest_attn.latency.anchors import Anchor, anchor_hashes
+from pytest_attn.latency.anchors import NOT_BESIDE_ALL, Anchor, anchor_hashes
 from pytest_attn.latency.cuda_timer import (
     ATTEMPTS,
     OWN_EVENTS_SECONDS,
@@ -25,7 +25,7 @@ from pytest_attn.latency.cuda_timer import (
     too_slow,
     wanted_backlog,
 )
-from pytest_attn.latency.disturbance import REFERENCE_LOOP, DisturbanceMonitor
+from pytest_attn.latency.disturbance import DisturbanceMonitor
 from pytest_attn.latency.protocol import SUBJECT, Stopwatch
 from pytest_attn.latency.timer import SHORTEST_HOST_SAMPLE, Item, Mode, Plan, Timer
 from pytest_attn.latency.work import LatencyDirection, Work
@@ -212,8 +212,8 @@ def _shared_cores(steps: Steps, threads: int) -> str:
 
 
 def _anchors_of(kind: str) -> Mapping[str, str]:
-    """Return the anchors that ranks take: the reference loop tells of a core that one thread has to itself."""
-    return {name: text for name, text in anchor_hashes(kind).items() if name != REFERENCE_LOOP}
+    """Return the anchors that ranks take."""
+    return {name: text for name, text in anchor_hashes(kind).items() if name not in NOT_BESIDE_ALL}
 
 
 def _nothing() -> Callable[[], object]:
