@@ -292,7 +292,7 @@ def protocol_of(kind: str) -> int:
 
 
 def _items_of(plan: Plan, anchors: Mapping[str, Anchor], work: Work) -> list[Item]:
-    """Put the anchors between the samples, first and last, and before each sample the one that is like it."""
+    """Put the anchors between the samples, first and last, and attention like the kernel before each sample."""
     of_sample = plan.seconds * plan.calls
     samples = next((number for limit, number in _SAMPLES_BELOW if of_sample < limit), 1)
     op = [Item(SUBJECT, plan.stage, plan.calls, work.keep, work.glance)]
