@@ -301,8 +301,8 @@ def _inconsistent(data: Mapping[str, Any]) -> str:
     newest = max((case["protocol"] for case in data["cases"].values()), default=0)
     for key, case in data["cases"].items():
         field, number, anchors = f"cases.{key}", len(case["p50_ns"]), case["anchors_ns"]
-        # of the reference loop there is no time where several processes compute at once, or no core was free for it; a model's
-        # step has no attention like it
+        # of the reference loop there is no time where several processes compute at once, or no core was free for it; what is
+        # no attention has none like it
         is_whole = head - NOT_BESIDE_ALL <= anchors.keys() <= head
         if case["protocol"] == newest and not is_whole:
             expected = ", ".join(head)
