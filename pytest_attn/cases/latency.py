@@ -20,7 +20,7 @@ from pytest_attn.cases.evaluator import Evaluator
 from pytest_attn.cases.judgment import Judgment
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.pytest_benchmark import record_samples
-from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineFile, identify
+from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineFile, identify, orphans
 from pytest_attn.latency.gate import FEWEST_RUNS, Decision
 from pytest_attn.latency.profiler import profile_subject
 from pytest_attn.latency.regression import (
@@ -39,7 +39,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError, WrongResultError
-from pytest_attn.reports.lines import count, labeled, raised_words
+from pytest_attn.reports.lines import count, labeled, raised_words, some
 from pytest_attn.reports.records import gathered, latency_of
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.benchmark_traces import is_asked_for
@@ -133,6 +133,9 @@ class Recording:
                 files[device].write(found)
                 recorded |= found.keys()
                 say(f"baselines: {len(found)} of {len(cases)} cases recorded in {files[device].path}")
+                if gone := orphans(files[device].cases, self._config.rootpath):
+                    what = f"{count(len(gone), 'line')} of tests that are gone; delete or rename"
+                    say(f"baselines: {files[device].path} has {what}: {some(gone, 3)}", yellow=True)
         except (BaselineError, EndsTestError, FreshError, NoLockError, KeyboardInterrupt) as error:
             problem = str(error) or "interrupted"
             say(f"baselines: nothing recorded: {problem}", red=True)

@@ -169,6 +169,18 @@ def recorded_elsewhere(key: str, shape: str, file: BaselineFile | None, folder: 
     return f"; there {'are' if len(others) > 1 else 'is'} {some(others, 3)}, of other machines" if others else ""
 
 
+def orphans(keys: Iterable[str], root: Path) -> list[str]:
+    """Return keys of tests that are gone: their file is, or it has no function of that name. Methods may be inherited."""
+
+    def is_gone(key: str) -> bool:
+        if not (test := re.search(r" of ([^|]+?\.py)::(\w+)(::)?", key)):
+            return False  # a backend's
+        path, name, is_method = root / test[1], test[2], test[3]
+        return not path.is_file() or not (is_method or re.search(rf"\b{name}\b", path.read_text("utf-8", "replace")))
+
+    return list(filter(is_gone, keys))
+
+
 def _parts(key: str) -> tuple[tuple[str, ...], str]:
     """Return the workload, the subject and the direction of a key, and the rest of it."""
     parts = key.split(" | ")
@@ -301,8 +313,8 @@ def _inconsistent(data: Mapping[str, Any]) -> str:
     newest = max((case["protocol"] for case in data["cases"].values()), default=0)
     for key, case in data["cases"].items():
         field, number, anchors = f"cases.{key}", len(case["p50_ns"]), case["anchors_ns"]
-        # of the reference loop there is no time where several processes compute at once, or no core was free for it; what is
-        # no attention has none like it
+        # of the reference loop there is no time where several processes compute at once, or no core was free for it; only a
+        # kernel has attention like it
         is_whole = head - NOT_BESIDE_ALL <= anchors.keys() <= head
         if case["protocol"] == newest and not is_whole:
             expected = ", ".join(head)

@@ -22,6 +22,7 @@ from pytest_attn.latency.baseline_file import (
     conditions_of,
     gpu_of,
     identify,
+    orphans,
     read,
     recorded_otherwise,
 )
@@ -287,3 +288,21 @@ def test_the_same_shape_under_another_id_is_named(tmp_path):
     assert "recorded there as old.py::test_a | mine" in module.recorded_elsewhere(key, shape, file, tmp_path)
     assert module.recorded_elsewhere(key, "another", file, tmp_path) == ""
     assert f"there is {file.path.name}, of other machines" in module.recorded_elsewhere(key, shape, None, tmp_path)
+
+
+def test_lines_of_tests_that_are_gone_are_found(tmp_path):
+    (tmp_path / "test_mine.py").write_text("def test_mine(attn): ...\nclass TestIt(Inherited): ...\n")
+    here = ["tiny | mine of test_mine.py::test_mine[tiny] | forward", "tiny | mine of test_mine.py::TestIt::test_it | forward"]
+    gone = [
+        "tiny | mine of test_mine.py::test_min | forward",
+        "tiny | mine of test_old.py::TestIt::test_it | forward",
+    ]
+    assert orphans([*here, "tiny | sdpa | forward | warm", *gone], tmp_path) == gone
+
+
+def test_an_accepted_change_has_its_percentage_in_the_reason(tmp_path):
+    file = find(tmp_path, H200, ANCHORS)
+    file.write({"a": case()})
+    slower = case()
+    file.write({"a": replace(slower, p50=tuple(2 * time for time in slower.p50), reason="it does more")})
+    assert read(file.path).cases["a"].reason == read(file.path).cases["a"].history[-1][2] == "it does more (+100.0%)"
