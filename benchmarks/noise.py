@@ -68,10 +68,23 @@ CPU_CASES = (
     (Workload(128, heads=2, name="s128-eager"), "eager", "forward"),
     (Workload(1024, heads=4, dtype="float32", name="s1024-eager"), "eager", "forward"),
 )
-#: kinds and numbers of other processes; between them nothing
+#: kinds and numbers of other processes, "" for none
 CONDITIONS = (
-    *("copies 1", "attention 1", "bursts 2", "products 1", "compiling 1", "copies 2", "bursts 1", "products 2"),
-    *("attention 2", "bursts 4", "compiling 2", "copies 4", "bursts 8"),
+    *(
+        "",
+        "copies 1",
+        "attention 1",
+        "",
+        "bursts 2",
+        "products 1",
+        "",
+        "compiling 1",
+        "copies 2",
+        "",
+        "bursts 1",
+        "products 2",
+    ),
+    *("", "attention 2", "bursts 4", "", "compiling 2", "copies 4", "", "bursts 8"),
 )
 _IN_ONE_CONDITION = 17
 SLOWDOWNS = {"cuda": (0.03, 0.05), "cpu": (0.25,)}
@@ -302,7 +315,7 @@ def main() -> None:
     series["torch"] = torch.__version__
     command = [sys.executable, __file__, "--out", os.devnull, "--device", options.device, "--threads", str(options.threads)]
     plain = ["--disturb", options.disturb] if options.disturb else ["--plain"] if options.plain else []
-    conditions = [one for other in CONDITIONS for one in ("", other)] if options.cpus else [""]
+    conditions = CONDITIONS if options.cpus else ("",)
     end = time.monotonic() + 60 * options.minutes
     for number in range(len(conditions) if math.isinf(options.minutes) else sys.maxsize):
         condition = conditions[number % len(conditions)] or ("products 1" if options.disturb == "process" else "")
