@@ -39,6 +39,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError, WrongResultError
+from pytest_attn.reports.files import uninterrupted
 from pytest_attn.reports.lines import count, labeled, raised_words, some
 from pytest_attn.reports.records import gathered, latency_of
 from pytest_attn.reports.verdict import Cause, Verdict
@@ -130,20 +131,21 @@ class Recording:
             files = {device: self._writable_file(device) for device in {one.device for one in cases}}
             runs = self._time(cases)
             for device, found in _by_device(cases, runs).items():
-                files[device].write(found)
-                recorded |= found.keys()
-                say(f"baselines: {len(found)} of {len(cases)} cases recorded in {files[device].path}")
+                with uninterrupted():  # what is written is said
+                    files[device].write(found)
+                    recorded |= found.keys()
+                    say(f"baselines: {len(found)} of {len(cases)} cases recorded in {files[device].path}")
                 if gone := orphans(files[device].cases, self._config.rootpath):
                     what = f"{count(len(gone), 'line')} of tests that are gone; delete or rename"
                     say(f"baselines: {files[device].path} has {what}: {some(gone, 3)}", yellow=True)
         except (BaselineError, EndsTestError, FreshError, NoLockError, KeyboardInterrupt) as error:
             problem = str(error) or "interrupted"
-            say(f"baselines: nothing recorded: {problem}", red=True)
+            say(f"baselines: {'nothing more' if recorded else 'nothing'} recorded: {problem}", red=True)
         missed = {one.key: problem or _missing(one, runs) for one in cases if one.key not in recorded}
         self._name_the_missed(missed)
         if not problem:
             self._report_the_missed(missed)
-        return not missed
+        return not missed and not problem
 
     def _writable_file(self, device: torch.device) -> BaselineFile:
         """Return the file of a device, before anything is timed for it. Raises BaselineError where it cannot be written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import hashlib
 import json
@@ -13,7 +14,6 @@ import shlex
 import shutil
 import sys
 import sysconfig
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from pytest_attn.cases.saved_failure import (
     tensors_of,
     write_tensors,
 )
+from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.reports.lines import labeled
 from pytest_attn.reports.records import named_numbers
 from pytest_attn.reports.verdict import Verdict
@@ -222,33 +223,34 @@ def require_space(folder: Path, needed: int) -> None:
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a new folder beside `target`, then put it in the place of `target`, whole. Raises OSError."""
-    unfinished = _beside(target)
-    unfinished.mkdir(parents=True)
-    try:
+    with ProcessFolder(base=target.parent) as temporary:
+        unfinished = Path(temporary, target.name)
+        unfinished.mkdir()
         write(unfinished)
         _put_in_place(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _put_in_place(unfinished: Path, target: Path) -> None:
-    """Rename the new folder; where an older one is there, or another process puts one there, move that away first."""
-    for attempt in range(_ATTEMPTS):
-        older = _beside(target)
-        with contextlib.suppress(FileNotFoundError):
-            target.replace(older)
-        try:
+def _put_in_place(unfinished: Path, target: Path, attempts: int = _ATTEMPTS) -> None:
+    """Rename the new folder; where an older one is there, or another process puts one there, that one comes here."""
+    try:
+        if not _exchanged(unfinished, target):
+            with contextlib.suppress(FileNotFoundError):
+                target.replace(unfinished.with_name(f"older-{attempts}"))
             unfinished.rename(target)
-            return
-        except OSError:
-            if attempt + 1 == _ATTEMPTS or not target.exists():
-                raise
-        finally:
-            shutil.rmtree(older, ignore_errors=True)
+    except OSError:
+        if attempts == 1 or not target.exists():
+            raise
+        _put_in_place(unfinished, target, attempts - 1)
 
 
-def _beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+def _exchanged(one: Path, other: Path) -> bool:
+    """Have two folders take each other's place at once, so that neither is missing meanwhile; False where none can."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    return exchange is not None and exchange(_HERE, bytes(one), _HERE, bytes(other), _EXCHANGE) == 0
+
+
+#: AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+_HERE, _EXCHANGE = -100, 2
 
 
 def _size(count: int) -> str:

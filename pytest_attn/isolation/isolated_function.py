@@ -29,7 +29,7 @@ from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
 from pytest_attn.processes.last_words import ending, last_words
 from pytest_attn.processes.launcher import Launcher
-from pytest_attn.processes.lifetime import ProcessFolder
+from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.worker_pool import worker_environment
 from pytest_attn.workloads.inputs import Inputs

@@ -1,13 +1,8 @@
-"""How long a process lives: a worker no longer than the one that waits for it, a run until it has come to its own end.
-
-Its temporary folders live no longer.
-"""
+"""How long a process lives: a worker no longer than the one that waits for it, a run until it has come to its own end."""
 
 import functools
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -115,59 +110,3 @@ def _is_of_conftest(caller: FrameType) -> bool:
             return False
         frame = frame.f_back
     return False
-
-
-# -- folders of processes --------------------------------------------------------------------------------------------------
-
-_PREFIX, _HELD = "pytest-attn-", ".held"
-
-
-class ProcessFolder(tempfile.TemporaryDirectory[str]):
-    """A temporary folder; where its process is killed, the next one of the same user that makes one removes it.
-
-    It is held by a lock on a file in it, which the system releases with the process, and those that it has forked.
-    """
-
-    def __init__(self, name: str = "", base: str | None = None) -> None:
-        remove_left(Path(base or tempfile.gettempdir()))
-        super().__init__(prefix=f"{_PREFIX}{name}", dir=base, ignore_cleanup_errors=True)
-        unseen = Path(self.name, f"{_HELD}-soon")
-        self._held = os.open(unseen, os.O_CREAT | os.O_RDWR, 0o600)
-        _is_free(self._held)
-        unseen.rename(unseen.with_name(_HELD))  # by which a folder is found: held before that
-
-    def cleanup(self) -> None:
-        """Remove it."""
-        super().cleanup()
-        held, self._held = self._held, -1
-        if held >= 0:
-            os.close(held)
-
-
-def remove_left(base: Path) -> None:
-    """Remove the folders in a folder that processes of this user have left behind which were killed."""
-    if sys.platform == "win32":  # where folders in use and those left look alike
-        return
-    for held in base.glob(f"{_PREFIX}*/{_HELD}"):
-        with suppress(OSError):
-            if held.parent.lstat().st_uid != os.getuid() or held.parent.is_symlink():
-                continue
-            descriptor = os.open(held, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                if _is_free(descriptor):
-                    shutil.rmtree(held.parent, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-
-
-def _is_free(descriptor: int) -> bool:
-    """Lock a file, where no other process has; return whether none had."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

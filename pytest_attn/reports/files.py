@@ -1,10 +1,13 @@
-"""Files, written atomically and by one process at a time; knows nothing of this project."""
+"""Files, written atomically, by one process at a time, and to their end; temporary folders, which go with their process."""
 
 import errno
 import os
-import secrets
+import shutil
+import signal
 import stat
+import sys
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,8 +35,8 @@ def written_atomically(path: str | Path) -> Iterator[IO[str]]:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "is not a plain file", str(path))
-    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
+    with ProcessFolder(base=target.parent) as folder:
+        unfinished = Path(folder, target.name)
         with open(unfinished, "x", encoding="utf-8", errors=ESCAPED, newline="\n") as file:
             yield file
             file.flush()
@@ -42,10 +45,23 @@ def written_atomically(path: str | Path) -> Iterator[IO[str]]:
         if target.exists() and (mode := stat.S_IMODE(target.stat().st_mode)) != stat.S_IMODE(unfinished.stat().st_mode):
             os.chmod(unfinished, mode)
         os.replace(unfinished, target)
-    except BaseException:  # an interrupt as well
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let the block come to its end before an interrupt does what it does."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
@@ -62,3 +78,88 @@ def written_alone(folder: Path) -> Iterator[None]:
             yield
     except Timeout:
         raise TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s") from None
+
+
+# -- folders of processes --------------------------------------------------------------------------------------------------
+
+_PREFIX, _HELD = ".pytest-attn-", ".held"
+
+
+class ProcessFolder(tempfile.TemporaryDirectory[str]):
+    """A temporary folder; where its process is killed, the next one of the same user that makes one there removes it.
+
+    It is held by a lock on a file in it, which the system releases with the process, and those that it has forked.
+    """
+
+    def __init__(self, name: str = "", base: str | Path | None = None) -> None:
+        remove_left(Path(base or tempfile.gettempdir()))
+        self._held = -1
+        while self._held < 0:  # again where another process took it for one that was left
+            super().__init__(prefix=f"{_PREFIX}{name}", dir=base, ignore_cleanup_errors=True)
+            try:
+                self._held = _hold(Path(self.name, _HELD))
+            except FileNotFoundError:
+                self._finalizer.detach()  # type: ignore[attr-defined]
+            except BaseException:
+                self.cleanup()
+                raise
+
+    def cleanup(self) -> None:
+        """Remove it."""
+        held, self._held = self._held, -1
+        if held >= 0:
+            _empty(Path(self.name))
+            os.close(held)
+        super().cleanup()
+
+
+def remove_left(base: Path) -> None:
+    """Remove the folders in a folder that processes of this user have left behind which were killed."""
+    if sys.platform == "win32":  # where folders in use and those left look alike
+        return
+    for folder in base.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+                continue
+            if not (folder / _HELD).exists():
+                folder.rmdir()  # only just made, or removed but for itself
+                continue
+            descriptor = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if _is_free(descriptor):
+                    _empty(folder)
+                    shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    """Remove all from a folder but what holds it, without which nobody could tell that it is ours."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _HELD:
+                path.unlink()
+
+
+def _hold(path: Path) -> int:
+    """Make a file and lock it; return its descriptor. Raises FileNotFoundError where another process has removed it."""
+    held = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    if _is_free(held) and path.exists():
+        return held
+    os.close(held)
+    raise FileNotFoundError(path)
+
+
+def _is_free(descriptor: int) -> bool:
+    """Lock a file, where no other process has; return whether none had."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -274,7 +274,7 @@ def stem_of_files(text: str) -> str:
     is_stem = os.path.basename(text) and not os.path.isdir(path) and not path.endswith((".json", ".py"))
     if not is_stem or not os.path.isdir(os.path.dirname(path)):
         raise ValueError(f"must be a name without suffix in a folder that exists, got {text!r}")
-    return path
+    return _writable(path, os.path.dirname(path))
 
 
 def failures_folder(text: str) -> str:
@@ -287,7 +287,7 @@ def failures_folder(text: str) -> str:
     for name in ("safetensors", "numpy"):  # the one writes tensors by way of the other
         if find_spec(name) is None:
             raise ValueError(f'needs {name}, which is not installed: pip install "pytest-attn[failures]"')
-    folder = Path(text).expanduser().resolve()
+    folder = Path(os.path.realpath(os.path.expanduser(text)))
     probe = folder / f".{os.urandom(8).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -305,8 +305,12 @@ def output_file(text: str) -> str:
     is_file = os.path.isfile(path) if os.path.exists(path) else os.path.isdir(os.path.dirname(path))
     if not is_file:
         raise ValueError(f"must be a file NAME in a folder that exists, got {text!r}")
-    replaced = path if path.endswith(".jsonl") and os.path.exists(path) else os.path.dirname(path)
-    if not os.access(replaced, os.W_OK):
+    return _writable(path, path if path.endswith(".jsonl") and os.path.exists(path) else os.path.dirname(path))
+
+
+def _writable(path: str, changed: str) -> str:
+    """Return a path; changed: the file or folder that is written to for it."""
+    if not os.access(changed, os.W_OK):
         raise ValueError(f"cannot write {path}: permission denied")
     return path
 

@@ -3,9 +3,7 @@
 import contextlib
 import datetime
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -104,29 +102,19 @@ def finish_outputs(session: AttentionSession, run: pytest.Session) -> None:
     Where an interrupt has stopped it, only the records are finished.
     """
     reporter = run.config.pluginmanager.get_plugin("terminalreporter") or _Stderr(run.config)
-    with _uninterrupted():
-        if run.exitstatus != pytest.ExitCode.INTERRUPTED:
-            write_outputs(session, reporter)
-        if lines := session.results.close(int(run.exitstatus)):
-            if lines.problem:
-                session.unwritten.append(lines.path)
-            said = lines.problem or f"--attn-output: written to {lines.path}"
-            reporter.write_line(said, **({"red": True} if lines.problem else {}))
+    try:
+        with files.uninterrupted():
+            if run.exitstatus != pytest.ExitCode.INTERRUPTED:
+                write_outputs(session, reporter)
+            if lines := session.results.close(int(run.exitstatus)):
+                if lines.problem:
+                    session.unwritten.append(lines.path)
+                said = lines.problem or f"--attn-output: written to {lines.path}"
+                reporter.write_line(said, **({"red": True} if lines.problem else {}))
+    except KeyboardInterrupt:
+        run.exitstatus = pytest.ExitCode.INTERRUPTED
     if session.unwritten and run.exitstatus == pytest.ExitCode.OK:
         run.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Finish a file before an interrupt ends the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def place_of(session: AttentionSession) -> Callable[[Any], tuple[int, str]]:

@@ -118,12 +118,19 @@ class Results:
         self._take(records)
 
     def _take(self, records: Sequence[Record]) -> None:
+        if records:
+            from pytest_attn.reports.files import uninterrupted
+
+            with uninterrupted():  # or the .jsonl file would lack what the others have
+                self._add(records)
+
+    def _add(self, records: Sequence[Record]) -> None:
         self.records.extend(records)
         for one in records:
             if one["verdict"] != "skipped":
                 backend = one["subject"] if one["tags"].get("family") != "callable" else ""
                 self.taken.setdefault((one["test"].partition("[")[0], backend), set()).add(one["test"])
-        if records and self.lines is not None:
+        if self.lines is not None:
             from pytest_attn.reports.verdict import Verdict
 
             self._held += [one for one in records if one["verdict"] == Verdict.RECORDED]

@@ -25,8 +25,8 @@ from pytest_attn.latency.regression import FreshError, StartError
 from pytest_attn.processes.fork_server import Command, ServerError, modules_ahead
 from pytest_attn.processes.last_words import last_words
 from pytest_attn.processes.launcher import Ended, Launcher, Process
-from pytest_attn.processes.lifetime import ProcessFolder
 from pytest_attn.processes.worker import own_processes
+from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.session.devices import count_workers
 from pytest_attn.session.options import all_options
 

@@ -1,12 +1,13 @@
 """A file that is written whole or not at all: what is left behind when it works, and when it does not."""
 
 import os
+import signal
 import stat
 
 import pytest
 
 from pytest_attn.reports import files
-from pytest_attn.reports.files import write_atomically
+from pytest_attn.reports.files import uninterrupted, write_atomically
 
 not_on_windows = pytest.mark.skipif(os.name == "nt", reason="links and permissions as POSIX has them")
 
@@ -95,3 +96,20 @@ def test_what_fails_or_is_interrupted_leaves_the_old_file_and_nothing_else(tmp_p
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]
+
+
+@not_on_windows
+def test_an_interrupt_waits_for_the_end_of_a_file(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a worker of xdist ignores
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    done = []
+
+    def write():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("written")
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert (done, signal.getsignal(signal.SIGINT)) == (["written"], signal.default_int_handler)

@@ -14,7 +14,7 @@ import pytest
 from pytest_attn.isolation.isolated_function import IsolatedProcess
 from pytest_attn.processes.channel import Channel
 from pytest_attn.processes.launcher import Launcher
-from pytest_attn.processes.lifetime import ProcessFolder
+from pytest_attn.reports.files import ProcessFolder
 
 NOBODY = 65534
 

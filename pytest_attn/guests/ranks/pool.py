@@ -39,8 +39,8 @@ from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.channel import Message, wait
 from pytest_attn.processes.fork_server import ServerError, modules_ahead
 from pytest_attn.processes.launcher import Launcher, Process
-from pytest_attn.processes.lifetime import ProcessFolder
 from pytest_attn.processes.worker import FINISHED
+from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.session.worker_pool import worker_command
 
 #: how long ranks may take to start, and to end by themselves

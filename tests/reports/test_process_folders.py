@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pytest_attn.processes.lifetime import ProcessFolder, remove_left
+from pytest_attn.reports import files
+from pytest_attn.reports.files import ProcessFolder, remove_left
 
 HOLDS = """
 import sys, time
-from pytest_attn.processes.lifetime import ProcessFolder
+from pytest_attn.reports.files import ProcessFolder
 folder = ProcessFolder("", sys.argv[1])
 open(folder.name + "/data", "w").write("mine")
 print("ready", flush=True)
@@ -47,16 +48,41 @@ def test_a_folder_stays_while_its_process_lives_and_goes_when_it_was_killed(tmp_
 
 def test_only_folders_that_are_ours_go(tmp_path):
     elsewhere = tmp_path / "elsewhere"
-    for path in (elsewhere, tmp_path / "pytest-attn-new", tmp_path / "another-tool"):
+    for path in (elsewhere, tmp_path / ".pytest-attn-with-data", tmp_path / "another-tool"):
         path.mkdir()
         (path / "data").write_text("")
     for path in (elsewhere, tmp_path / "another-tool"):
         (path / ".held").write_text("")
-    (tmp_path / "pytest-attn-link").symlink_to(elsewhere)
+    (tmp_path / ".pytest-attn-link").symlink_to(elsewhere)
     (tmp_path / "pytest-attn-cpu.lock").write_text("")
     before = sorted(tmp_path.rglob("*"))
     remove_left(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("names", [(), (".held",), (".held", "data")])
+def test_wherever_its_process_is_killed_it_goes(tmp_path, names):
+    left = tmp_path / ".pytest-attn-12345678"
+    left.mkdir()
+    for name in names:
+        (left / name).write_text("")
+    remove_left(tmp_path)
+    assert not left.exists()
+
+
+def test_one_that_another_process_takes_for_left_while_it_is_made_is_made_again(tmp_path, monkeypatch):
+    hold, taken = files._hold, []
+
+    def first_removed(path):
+        if not taken:
+            taken.append(path.parent)
+            remove_left(tmp_path)
+        return hold(path)
+
+    monkeypatch.setattr(files, "_hold", first_removed)
+    with ProcessFolder("", str(tmp_path)) as own:
+        assert [str(path) for path in tmp_path.iterdir()] == [own]
+    assert own not in map(str, taken)
 
 
 def test_a_folder_that_is_done_leaves_no_descriptor(tmp_path):
