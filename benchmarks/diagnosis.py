@@ -255,15 +255,15 @@ def found_by_default(name: str, narrow: Narrow, wanted: int) -> Found:
 
 
 def table_of(found: list[Found]) -> str:
-    """Return what is found of each report as a table, then the counts."""
-    lines = ["| report | fault | by default | cause |", "| --- | --- | --- | --- |"]
+    """Return what is found of each report as a table of columns, then the counts."""
+    lines = [("report", "fault", "by default", "cause")]
     reported = [one for one in found if one.narrow.report]
     for one in reported:
         first = one.rows[0] if one.rows else None
         named = {"named": " or ".join(one.narrow.causes), "wrong": "another"}
         cause = named.get(first.verdict, "-") if first else "-"
-        by = f"`{first.workload}`" + ", invariants" * (one.by == INVARIANTS) if first else MISSED
-        lines.append(f"| {one.narrow.report} | {one.name} | {by} | {cause} |")
+        by = first.workload + ", invariants" * (one.by == INVARIANTS) if first else MISSED
+        lines.append((one.narrow.report, one.name, by, cause))
     judged = [one for one in reported if one.rows]
     firsts = [one.rows[0].verdict for one in judged]
     wrong = sum(row.verdict == "wrong" for one in found for row in one.rows)
@@ -273,7 +273,9 @@ def table_of(found: list[Found]) -> str:
         f" {wrong} wrong causes in {sum(len(one.rows) for one in found)} cases; of {len(kinds)} kinds"
         f" {sum(bool(one.rows) for one in kinds)} found"
     )
-    return "\n".join([*lines, "", counts, ""])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(["```text", *table, "```", "", counts, ""])
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------------
