@@ -45,6 +45,7 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     if os.environ.get("ATTN_WITHSTOOD") and _tried:
         before = _rows(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+        before.pop("open", None)
         PAGE.write_text(page({**before, **rows(_tried)}, session.config.rootpath), encoding="utf-8")
 
 
