@@ -335,11 +335,12 @@ def across(series: Series, number: int) -> None:
                 key: judged_across(baselines[at], [*runs[offset:], *runs[:offset]], key, factor)
                 for key in baselines[at].fits or ()
             }
-            conditions = (visits[one][0]["condition"] == "quiet" for one in (at, other))
-            verdicts.setdefault(" -> ".join("quiet" if one else "busy" for one in conditions), Counter()).update(
-                found.values()
-            )
+            conditions = [visits[one][0]["condition"] for one in (at, other)]
+            which = " -> ".join("quiet" if one == "quiet" else "busy" for one in conditions)
+            verdicts.setdefault(which, Counter()).update(found.values())
             suites_with.update(set(found.values()))
+            if wrong := [key for key, verdict in found.items() if verdict == ("regressed" if factor == 1.0 else "passed")]:
+                print(f"  wrong, x {factor}: {' -> '.join(conditions)}: {', '.join(wrong)}")
         regressed, passed = (suites_with[verdict] for verdict in ("regressed", "passed"))
         print(f"x {factor}: of {number} suites {regressed} have a case that regresses, {passed} one that passes; of cases")
         for which, counts in sorted(verdicts.items()):
