@@ -12,6 +12,7 @@ or that nothing reads.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
@@ -87,11 +88,15 @@ def handed_to(
 def _others(
     tensors: Mapping[str, torch.Tensor], parameters: Sequence[str], takes: Sequence[str]
 ) -> Mapping[str, torch.Tensor]:
-    """Return what may be masks under other names; none where a module is handed two sequences, of which each has its own."""
+    """Return what may be masks under other names, but of two of one shape, which may be of two sequences.
+
+    None where a module is handed two sequences, of which each has its own.
+    """
     hidden = [t.shape[-1] for t in tensors.values() if t.is_floating_point() and t.dim() == 3]
     may_hide = {n: t for n, t in tensors.items() if t.dtype == torch.bool or (t.is_floating_point() and not t.requires_grad)}
     named = {n: t for n, t in may_hide.items() if n in parameters and n not in takes and not t.is_nested and 2 <= t.dim() <= 4}
-    return named if len(hidden) == len({*hidden}) else {}
+    shapes = Counter(t.shape for t in named.values())
+    return {n: t for n, t in named.items() if shapes[t.shape] == 1} if len(hidden) == len({*hidden}) else {}
 
 
 @cache

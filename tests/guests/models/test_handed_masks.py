@@ -196,6 +196,28 @@ def test_numbers_that_hide_nothing_are_no_mask_under_another_name():
         assert judged(Layers(forgets), key_ok=numbers).passed
 
 
+class Attending(Layer):
+    """Attends to itself or to a memory, and takes the mask of each."""
+
+    def forward(self, x, memory=None, x_ok=None, kv_ok=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        k, v = (k, v) if memory is None else self.qkv(memory).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)[1:]
+        visible = (x_ok if memory is None else kv_ok)[:, None, None]
+        return x + F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("x_ok", [REAL.flip(1), torch.ones_like(REAL)], ids=["padded", "full"])
+@pytest.mark.parametrize("keys", [TOKENS, 15])
+def test_the_mask_of_a_memory_is_not_asked_of_the_sequence_itself(x_ok, keys):
+    layers, memory, kv_ok = nn.ModuleList(Attending(None) for _ in range(2)), torch.randn(BATCH, keys, DIM), REAL[:, :keys]
+    x = torch.randn(BATCH, TOKENS, DIM)
+
+    def step():
+        return layers[1](layers[0](x, None, x_ok, kv_ok), memory, x_ok, kv_ok)
+
+    assert judge_model(layers, step, backward=False).passed
+
+
 class Block(nn.Module):
     """Has a mask, and a layer to which it does not hand it on."""
 
