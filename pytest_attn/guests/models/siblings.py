@@ -30,17 +30,22 @@ def traits_of(call: AttentionCall) -> Traits:
     gradients = frozenset(call.gradients) if call.is_awaited else None
     if call.workload.is_packed:
         return Traits(gradients=gradients)
-    w, shown = call.workload, call.mask
-    if call.bias is not None:
-        visible = call.bias > HIDES
-        shown = visible if shown is None else visible & shown.to(visible.device)
-    shown = None if shown is None else shown.expand(-1, -1, w.q_len, w.kv_len)
+    w, shown = call.workload, _shown(call)
     seen = "" if shown is None or bool(shown.all()) else digest_of(_alike_dropped(shown))
     shares = _shares(call.k, w.heads), _shares(call.v, w.heads)
     has_bias = call.bias is not None and bool(((call.bias > HIDES) & (call.bias != 0)).any())
     shape = w.q_len, w.kv_len
-    reach, last = (None, None) if shown is None or w.q_len != w.kv_len else (_reach(shown), _last(shown))
-    return Traits(reach, *shares, gradients, _held(call), (shape, seen), has_bias, call.memory, last, call.masks)
+    reach = None if shown is None or w.q_len != w.kv_len else _reach(shown)
+    return Traits(reach, *shares, gradients, _held(call), (shape, seen), has_bias, call.memory, last_of(call), call.masks)
+
+
+def _shown(call: AttentionCall) -> torch.Tensor | None:
+    """Return what a call of dense tensors shows, (batch or 1, heads or 1, rows, keys), None for all."""
+    w, shown = call.workload, call.mask
+    if call.bias is not None:
+        visible = call.bias > HIDES
+        shown = visible if shown is None else visible & shown.to(visible.device)
+    return None if shown is None else shown.expand(-1, -1, w.q_len, w.kv_len)
 
 
 def _alike_dropped(shown: torch.Tensor) -> torch.Tensor:
@@ -83,10 +88,13 @@ def _reach(shown: torch.Tensor) -> tuple[int, int] | None:
 _FEW_ROWS = 4
 
 
-def _last(shown: torch.Tensor) -> int | None:
-    keys = shown.shape[-1]
-    last = keys - 1 - shown.to(torch.uint8).flip(-1).argmax(-1)
-    beyond = (last - torch.arange(keys, device=shown.device))[_counting(shown)].cpu()
+def last_of(call: AttentionCall) -> int | None:
+    """Return by how many keys most rows see beyond their own, as `Traits.last`."""
+    w = call.workload
+    if w.is_packed or w.q_len != w.kv_len or (shown := _shown(call)) is None:
+        return None
+    last = w.kv_len - 1 - shown.to(torch.uint8).flip(-1).argmax(-1)
+    beyond = (last - torch.arange(w.kv_len, device=shown.device))[_counting(shown)].cpu()
     if len(beyond) < _FEW_ROWS:
         return None
     usual = int(beyond.mode().values)
@@ -235,21 +243,28 @@ def _other_windows(group: Siblings) -> Iterator[Oddity]:
 
 
 def _other_diagonals(group: Siblings) -> Iterator[Oddity]:
-    """Yield calls whose causal mask is one key off, where those of other modules are not.
+    """Yield calls whose causal mask is one key off; but a first layer that sees no token's own key may say so."""
+    settings = list(map(_settings, group.modules))
+    odd = odd_diagonals([call.module for call in group], [call.traits.last for call in group])
+    for at, (what, sibling) in odd.items():
+        if at or what == TOO_MANY or settings[at] == settings[sibling]:
+            yield at, f"its causal mask shows {what}, and the right ones", sibling
 
-    A module that makes calls of several kinds means that. So may a first layer that sees no token's own key, and says so.
+
+TOO_MANY, _TOO_FEW = "one key too many", "one key too few"
+
+
+def odd_diagonals(modules: Sequence[str], last: Sequence[int | None]) -> dict[int, tuple[str, int]]:
+    """Return which calls of modules built alike have a causal mask that is one key off: what it shows, and who has it right.
+
+    None where as many are off, or one module makes calls of several kinds, which means that. last: as `Traits.last`.
     """
-    last, settings = [call.traits.last for call in group], list(map(_settings, group.modules))
     odd = [at for at, keys in enumerate(last) if keys]
-    by_module = {(call.module, keys) for call, keys in zip(group, last, strict=True) if keys is not None}
-    if not odd or 0 not in last or len(by_module) > len({module for module, _ in by_module}):
-        return
-    if len(odd) > 1 and 2 * len(odd) > last.count(0):
-        return
-    right = last.index(0)
-    for at in odd:
-        if last[at] == 1 or at or settings[at] == settings[right]:
-            yield at, f"its causal mask shows one key {'too many' if last[at] == 1 else 'too few'}, and the right ones", right
+    kinds = {(module, keys) for module, keys in zip(modules, last, strict=True) if keys is not None}
+    is_few = len(odd) == 1 or 2 * len(odd) <= last.count(0)
+    if 0 not in last or not is_few or len(kinds) > len({module for module, _ in kinds}):
+        return {}
+    return {at: (TOO_MANY if last[at] == 1 else _TOO_FEW, last.index(0)) for at in odd}
 
 
 def _other_heads(group: Siblings) -> Iterator[Oddity]:

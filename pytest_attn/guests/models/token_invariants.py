@@ -20,7 +20,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytest_attn.backends.contexts import unlimited_recompiles
-from pytest_attn.guests.models.siblings import odd_scales
+from pytest_attn.guests.models.siblings import TOO_MANY, odd_diagonals, odd_scales
 from pytest_attn.guests.models.step import untouched
 from pytest_attn.guests.models.token_model import TokenModel, TokenStep
 from pytest_attn.invariants.all_invariants import Names, chosen_names
@@ -119,6 +119,20 @@ def wrong_scores(model: TokenModel) -> str:
     return ""
 
 
+def wrong_diagonals(model: TokenModel) -> str:
+    """Say which layer asks for a causal mask that is one key off, and layers that are built like it for the right one."""
+    parts, requests = dict(model.module.named_modules()), model.requests
+    alike: dict[tuple[Any, ...], list[tuple[str, int | None]]] = {}
+    for (module, workload), last in zip(requests.calls, requests.last, strict=True):
+        alike.setdefault((type(parts.get(module)), workload.head_dim), []).append((module, last))
+    for calls in alike.values():
+        modules, last_keys = zip(*calls, strict=True)
+        for at, (what, sibling) in odd_diagonals(modules, last_keys).items():
+            if at or what == TOO_MANY:  # a first layer that sees no token's own key may be meant
+                return f"the causal mask of {modules[at]} shows {what}, and that of {modules[sibling]} the right ones"
+    return ""
+
+
 def _is_named(model: TokenModel, module: Any, workload: Workload) -> bool:
     """Return whether a scale is usual, or of a configuration; True of what transformers does not define."""
     rope, scale = str(model.says("rope_parameters") or model.says("rope_scaling") or ""), workload.softmax_scale
@@ -153,7 +167,7 @@ def future(model: TokenModel) -> str:
 def receptive_field(model: TokenModel) -> str:
     """Each layer asks for what the configuration and layers like it ask for, and rows beyond all windows are bit-equal."""
     is_windowed = model.batch.has_tokens and has_windows(model)
-    if wrong := wrong_scores(model) or (is_windowed and wrong_masks(model)):
+    if wrong := wrong_scores(model) or wrong_diagonals(model) or (is_windowed and wrong_masks(model)):
         return wrong
     if not is_windowed and len(model.requests.calls) < 2:
         raise NotApplicable("its configuration names no window, and fewer than two of its attention calls are seen")

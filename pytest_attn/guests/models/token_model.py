@@ -27,6 +27,7 @@ from pytest_attn.guests.models.compiled import is_compiled
 from pytest_attn.guests.models.exact_attention import SeededGenerators
 from pytest_attn.guests.models.interception import intercept_attention, is_of_transformers
 from pytest_attn.guests.models.routing import Routing
+from pytest_attn.guests.models.siblings import last_of
 from pytest_attn.guests.models.step import named_tensors
 from pytest_attn.workloads.workload import Workload
 
@@ -53,7 +54,7 @@ class Requests(NamedTuple):
 
     calls: module and workload of each attention call. masks: functions of transformers that it had make its masks.
     tells_documents: whether it handed them position_ids, which tell documents of one row apart. parts: modules that ran.
-    of_own: modules whose attention function may apply a window by itself.
+    of_own: modules whose attention function may apply a window by itself. last: of each call, as `Traits.last`.
     """
 
     calls: list[tuple[str, Workload]]
@@ -61,6 +62,7 @@ class Requests(NamedTuple):
     tells_documents: bool
     parts: list[torch.nn.Module]
     of_own: set[str]
+    last: list[int | None]
 
 
 class Part(NamedTuple):
@@ -233,17 +235,19 @@ class TokenModel:
         """Requests of its attention calls, in a run of all tokens."""
         calls: list[tuple[str, Workload]] = []
         of_own: set[str] = set()
+        last: list[int | None] = []
 
         def made(call: AttentionCall) -> None:
             calls.append((call.module, call.workload))
             of_own.update([call.module] * may_hide_more(call.function))
+            last.append(last_of(call))
 
         recorder = Recorder(lambda call: None, backward=False)
         recorder.made = made
         with _masks_watched(self.module) as masks, intercept_attention(recorder, self.module) as tracker:
             self.rows_of(self.ids, self.places)
         recorder.finish()
-        return Requests(calls, set(masks), any(masks.values()), list(tracker.ran.values()), of_own)
+        return Requests(calls, set(masks), any(masks.values()), list(tracker.ran.values()), of_own, last)
 
     @property
     def mixes_otherwise(self) -> bool:

@@ -36,6 +36,10 @@ class Layer(nn.Module):
             mask[:, 1] |= torch.ones_like(mask[0, 0]).tril(1)
         if self.fault == "no window":
             mask = mask | torch.ones_like(mask[0, 0]).tril()
+        if self.fault == "own key unseen":
+            mask = mask & ~torch.eye(TOKENS + 7, dtype=torch.bool)[: mask.shape[2], : mask.shape[3]]
+        if self.fault == "next key seen":
+            mask = mask | torch.ones_like(mask[0, 0]).tril(1).triu(1)
         if self.fault == "window one too long":
             mask = mask | torch.ones_like(mask[0, 0]).tril(-WINDOW).triu(-WINDOW)
         if self.fault == "window one too short":
@@ -119,6 +123,8 @@ def test_an_honest_model_keeps_them_all_and_is_left_as_it_was(dtype):
 FAULTS = {
     "next token in one head": ("future", "another token at 13 changes rows before it: 1 of 13, the last is 12"),
     "no window": ("field", "layers.1 asks for all tokens before; the configuration says a window of 8"),
+    "own key unseen": ("field", "the causal mask of layers.1 shows one key too few, and that of layers.0 the right ones"),
+    "next key seen": ("field", "the causal mask of layers.1 shows one key too many, and that of layers.0 the right ones"),
     "window one too long": ("field", "layers.1 asks for a window of 9 tokens; the configuration says a window of 8"),
     "window one too short": ("field", "layers.1 asks for a window of 7 tokens; the configuration says a window of 8"),
     "padding ignored": ("padded-left", "with 7 or 10 tokens of padding on the left: "),
