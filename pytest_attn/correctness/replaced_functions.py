@@ -105,7 +105,7 @@ def functions_kept(where: str = "") -> Iterator[None]:
         sys.setrecursionlimit(depth)  # which may be too low for whatever looks at what was left
         others = [(name, python[name]) for name, value in of_python.items() if python[name] is not value]
         python.update(of_python)  # before anything here calls them
-        replaced = [f"{name} by {_described(now)}" for name, now in others]
+        replaced = [f"{name} by {described(now)}" for name, now in others]
         replaced += _put_all_back(spaces, before, modules)
         if len(operators) != len(torch.library._impls):
             replaced += _withdraw(torch.library._impls - operators, _libraries_since(modules))
@@ -129,12 +129,12 @@ def require_clocks() -> None:
         clock = getattr(time, name, None)
         if type(clock) is not BuiltinFunctionType or (clock.__self__, clock.__name__) != (time, name):
             raise RuntimeError(
-                f"time.{name} is {_described(clock)} and not Python's own, so nothing can be timed; leave clocks as they are"
+                f"time.{name} is {described(clock)} and not Python's own, so nothing can be timed; leave clocks as they are"
                 " where a kernel is measured"
             )
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
     """Say what stands in the place of a function, without asking it."""
     code = getattr(value, "__code__", None) if type(value) is FunctionType else None
     return f"{code.co_name} of {Path(code.co_filename).name}" if code else f"an object of type {type(value).__name__}"
@@ -164,7 +164,7 @@ def _put_back(space: _Space, was: Mapping[str, Any], libraries: set[str]) -> Ite
         if now is value or (space.name.startswith("torch") and _may_stay(now, value, libraries)):
             continue
         space.put_back(name, value)
-        yield f"{space.name}.{name}" if now is _NOTHING else f"{space.name}.{name} by {_described(now)}"
+        yield f"{space.name}.{name}" if now is _NOTHING else f"{space.name}.{name} by {described(now)}"
 
 
 def _may_stay(now: Any, was: Any, libraries: set[str]) -> bool:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.correctness.contract import ContractError
+from pytest_attn.correctness.replaced_functions import described
 
 
 class Switch(NamedTuple):
@@ -222,9 +223,10 @@ def _handler_at(at: int) -> str:
 
 
 def _named(value: Any) -> str:
-    """Name a handler of a signal, or anything else as it names itself."""
-    code = getattr(getattr(value, "__func__", value), "__code__", None)
-    return f"{code.co_name} of {Path(code.co_filename).name}" if code else _OF_SIGNALS.get(value, str(value))
+    """Name a handler of a signal, or a filter of warnings."""
+    if type(value) is int:
+        return {0: "SIG_DFL", 1: "SIG_IGN"}.get(value, str(value))
+    return str(value) if type(value) is tuple else described(value)
 
 
 #: seconds in which a signal that was sent comes, by which the process would end without its handler
@@ -232,7 +234,6 @@ _UNDER_WAY = 0.01
 #: without an enumeration of what it returns, which takes longer
 _getsignal: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _SIGNALS = tuple(sorted(map(int, signal.valid_signals())))
-_OF_SIGNALS: dict[Any, str] = {0: "SIG_DFL", 1: "SIG_IGN"}
 #: by the names of what they count
 _TIMERS = {one: getattr(signal, one) for one in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF") if hasattr(signal, one)}
 

@@ -1,7 +1,7 @@
 """Data for timed calls, none of which has been there before, and memory for them that stays where it is.
 
-Data are random, and so is the sum of two parts of memory that is full of random elements: q, k, v and dout, each the sum of
-parts of its own that are drawn before the call, are as good as drawn anew, and cost a copy, or nothing.
+Data are random, and so is the sum of two blocks of random elements that are repeated, each with a period of its own: q, k, v
+and dout, which begin anywhere in both blocks, are as good as drawn anew. Blocks stay in caches, as what is not copied does.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from torch import Tensor
 from pytest_attn.workloads.dtypes import is_quantized, movable
 from pytest_attn.workloads.kv_layout import copies_of, spans_of
 
-#: bytes between the places where tensors may begin, and how many places there are, as bits
+#: elements of both blocks, which have no common divisor; on a GPU few tensors are longer
+_PERIODS, _PERIODS_OF_GPU = (65_521, 65_519), (4_194_301, 4_194_287)
+#: bytes between the places where tensors may begin in what is handed out, and how many places there are, as bits
 _STEP, _PLACES = 64, 9
-#: how many second parts may begin between two places: a GPU copies what is aligned to 16 bytes faster
-_LAGS = 4
-#: elements by which what a kernel is handed moves in its memory from sample to sample
-_SHIFTS = 1024
-#: how many sets of tensors are drawn together, which begin one after the other, and how many places apart at most
-_MOST_DRAWN, _MOST_APART = 64, 8
-#: bytes of memory from which a tensor is one part and no sum, of which there would be no room for another copy
-_MUCH = 1 << 30
+#: bytes to which places in both blocks are aligned, as a GPU likes them
+_ALIGNED = 16
+#: a set begins at a multiple of so many bytes, and so many more than the one before: where tensors lie moves short kernels
+_APART = 256
 #: bytes of what rooms are made of
 _WORD = 8
+#: how many sets of tensors are filled together at most
+_MOST_DRAWN = 64
 
 
 class Place(NamedTuple):
-    """Where the first of two parts of a memory begins whose sum a tensor is, and how much further on the other; 0 for none."""
+    """Where the elements of a memory begin in both blocks, and by how much further on in what is handed out, if there."""
 
     first: int
-    lag: int
+    second: int
+    further: int = 0
 
 
-#: where q, k and v, or dout, begin in the memory that they come from
+#: where q, k and v, or dout, begin
 Places: TypeAlias = tuple[Place, ...]
 
 
 class RandomPool:
-    """Memory full of the elements of some tensors, of which tensors of their shapes and strides are sums of two parts.
+    """Random elements like those of some tensors, of which tensors of their shapes and strides are made.
 
-    What shares memory begins at the same places. A kernel is given views of other memory, so that it cannot change what its
-    result is compared with.
+    What shares memory begins at the same place. What a kernel is given is never read again, as it may write there.
     """
 
     def __init__(self, tensors: Sequence[Tensor], chosen: random.Random) -> None:
@@ -54,18 +54,19 @@ class RandomPool:
         spans = spans_of(tensors)
         memories = list(spans)
         seed = torch.Generator(tensors[0].device).manual_seed(chosen.getrandbits(32))
-        self._steps: list[int] = []
+        self._periods = _PERIODS if tensors[0].device.type == "cpu" else _PERIODS_OF_GPU
+        self._like: list[Tensor] = []
         self._sizes: list[int] = []  # in elements, of what lies at a place
-        self._own: list[Tensor] = []
+        self._blocks: list[list[Tensor]] = []
         for memory, (start, stop) in spans.items():
             of_memory = next(t for t in tensors if t.untyped_storage().data_ptr() == memory)
-            self._steps.append(_STEP // of_memory.element_size())
+            self._like.append(of_memory.detach())
             self._sizes.append(max(0, stop - start))
-            places = (2 << _PLACES) + _MOST_DRAWN * _MOST_APART + 1
-            own = _full_of(of_memory, self._sizes[-1] + places * self._steps[-1] + _SHIFTS, seed)
-            self._own.append(own if own.nbytes > _MUCH or is_quantized(own) else own.mul_(0.5**0.5))
+            self._blocks.append([_block_of(of_memory, period, seed) for period in self._periods])
+            if is_quantized(of_memory):
+                self._blocks[-1][1] = _signs(self._blocks[-1][1], of_memory.dtype)
         self._handed: list[Tensor] = []
-        self._handed_at: list[Place] = []  # of what begins where a memory does
+        self._handed_at: Places = ()
         at = [memories.index(t.untyped_storage().data_ptr()) for t in tensors]
         self._lie = [
             (which, t.size(), t.stride(), int(t.storage_offset()) - spans[memories[which]][0])
@@ -78,104 +79,99 @@ class RandomPool:
         return [which for which, *_ in self._lie]
 
     def draw(self, number: int = 1) -> list[Places]:
-        """Return where the next tensors begin, of so many sets: one after the other, so that one sum fills them all."""
+        """Return where the next tensors begin, of so many sets: one after the other, as `rooms` lie."""
         drawn = []
-        for which, step in enumerate(self._steps):
-            first, apart = self._chosen.getrandbits(_PLACES), 1 + self._chosen.randrange(_MOST_APART)
-            lag = self._lag(which, max(1, step // _LAGS))
-            drawn.append([Place((first + at * apart) * step, lag) for at in range(number)])
+        for like, row in zip(self._like, self._rows(), strict=True):
+            unit = _ALIGNED // like.element_size()
+            first, second = (self._chosen.randrange(period // unit) * unit for period in self._periods)
+            drawn.append([self._further(Place(first, second), at * row) for at in range(number)])
         return list(zip(*drawn, strict=True))
 
     def at(self, places: Places) -> list[Tensor]:
         """Return the tensors that begin there."""
-        rooms = [
-            own if not place.lag else own.new_empty(size)
-            for place, own, size in zip(places, self._own, self._sizes, strict=True)
-        ]
-        for which, place in enumerate(places):
-            if place.lag:
-                self._add(which, place, rooms[which][None])
-        return self._views(rooms, [0 if place.lag else place.first for place in places])
+        rooms = [like.new_empty(size) for like, size in zip(self._like, self._sizes, strict=True)]
+        self._write(rooms, places)
+        return self._views(rooms, [0] * len(rooms))
 
     def draw_handed(self) -> Places:
         """Return where the next tensors begin that `handed` gives."""
         if not self._handed:
-            rooms = zip(self._own, self._sizes, self._steps, strict=True)
-            self._handed = [own.new_empty(size + (step << _PLACES)) for own, size, step in rooms]
+            steps = [_STEP // like.element_size() << _PLACES for like in self._like]
+            self._handed = [
+                like.new_empty(size + more) for like, size, more in zip(self._like, self._sizes, steps, strict=True)
+            ]
             self.move()
-        ((drawn),) = self.draw()
-        return tuple(Place(one.first + at.first, at.lag) for one, at in zip(drawn, self._handed_at, strict=True))
+        further = [self._chosen.getrandbits(_PLACES) * _STEP // like.element_size() for like in self._like]
+        return tuple(self._further(at, by)._replace(further=by) for at, by in zip(self._handed_at, further, strict=True))
 
     def handed(self, places: Places) -> list[Tensor]:
         """Return the tensors that begin there for a kernel, which may write to them."""
-        return self._views(self._handed, [one.first - at.first for one, at in zip(places, self._handed_at, strict=True)])
+        return self._views(self._handed, [place.further for place in places])
 
     def move(self) -> None:
         """Have other data in what is handed: what a kernel keeps of these, such as scores or packed keys, is of no use."""
         if self._handed:
-            self._handed_at = [Place(self._chosen.randrange(_SHIFTS), self._lag(which, 1)) for which in range(len(self._own))]
-            for which, (room, place) in enumerate(zip(self._handed, self._handed_at, strict=True)):
-                self._add(which, place, room[None])
-            for room in self._handed:
-                movable(room).sum()  # so that it lies in caches as a call leaves it there
+            (self._handed_at,) = self.draw()
+            self._write(self._handed, self._handed_at)
 
-    def rooms(self, number: int, apart: int) -> list[Tensor]:
-        """Return memory for so many sets: for each that the tensors lie in, (number, words), a row longer than a set.
-
-        apart: bytes, of which a row is a multiple.
-        """
-        sizes = (size * own.element_size() for size, own in zip(self._sizes, self._own, strict=True))
-        rows = [(1 - -size // apart) * apart // _WORD for size in sizes]
-        return [own.new_empty((number, row), dtype=torch.int64) for own, row in zip(self._own, rows, strict=True)]
+    def rooms(self, number: int) -> list[Tensor]:
+        """Return memory for so many sets: for each that the tensors lie in, (number, words), a row longer than a set."""
+        shapes = [(number, row * like.element_size() // _WORD) for row, like in zip(self._rows(), self._like, strict=True)]
+        return [like.new_empty(shape, dtype=torch.int64) for like, shape in zip(self._like, shapes, strict=True)]
 
     def views_in(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that lie in one row of each of `rooms`; autograd does not see that the rows are written to."""
-        rooms = [row.data.view(own.dtype) for row, own in zip(rows, self._own, strict=True)]
+        rooms = [row.data.view(like.dtype) for row, like in zip(rows, self._like, strict=True)]
         return self._views(rooms, [int(room.storage_offset()) for room in rooms])
 
     def fill(self, rooms: Sequence[Tensor], places: Sequence[Places]) -> None:
         """Put what begins at places that were drawn together into rows of `rooms`."""
-        for which, (room, own) in enumerate(zip(rooms, self._own, strict=True)):
-            of_memory = [where[which] for where in places]
-            apart = of_memory[min(1, len(places) - 1)].first - of_memory[0].first
-            self._add(which, of_memory[0], room.view(own.dtype)[:, : self._sizes[which]], apart)
+        self._write([room.view(like.dtype).flatten() for room, like in zip(rooms, self._like, strict=True)], places[0])
 
-    def _lag(self, which: int, unit: int) -> int:
-        """Draw how much further on the second part begins, in elements: a multiple of `unit`."""
-        lag = (1 + self._chosen.randrange((self._steps[which] << _PLACES) // unit)) * unit
-        return 0 if self._own[which].nbytes > _MUCH else lag
+    def _rows(self) -> list[int]:
+        """Elements of a row of `rooms`."""
+        sizes = [(size * like.element_size(), like.element_size()) for size, like in zip(self._sizes, self._like, strict=True)]
+        return [(1 - -size // _APART) * _APART // element for size, element in sizes]
 
-    def _add(self, which: int, place: Place, rows: Tensor, apart: int = 0) -> None:
-        """Write sums of two parts into rows, for each of which both begin `apart` elements further on."""
-        own, starts = self._own[which], (place.first, place.first + place.lag)
-        one, other = (own.as_strided(rows.shape, (apart, 1), start) for start in starts)
-        if not place.lag:
-            movable(rows).copy_(movable(one))
-        elif not is_quantized(own):
-            torch.add(one, other, out=rows)
-        elif own.is_floating_point():  # the first, with the sign of both
-            torch.bitwise_and(movable(other), 0x80, out=movable(rows)).bitwise_xor_(movable(one))
-        else:
-            torch.bitwise_right_shift(other, 7, out=rows).bitwise_xor_(one)
+    def _further(self, place: Place, by: int) -> Place:
+        return Place(*((start + by) % period for start, period in zip(place, self._periods, strict=False)))
+
+    def _write(self, rooms: Sequence[Tensor], places: Places) -> None:
+        for room, place, (first, second) in zip(rooms, places, self._blocks, strict=True):
+            out = movable(room)
+            for part, block in _beside(out, first, place.first):
+                part.copy_(block)
+            for part, block in _beside(out, second, place.second):
+                if is_quantized(room):
+                    part.bitwise_xor_(block)
+                else:
+                    part.add_(block)
 
     def _views(self, rooms: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
         return [rooms[which].as_strided(size, stride, start + starts[which]) for which, size, stride, start in self._lie]
 
 
-def _full_of(tensor: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """Return `length` elements of a tensor: all of them in order, and then some at random."""
+def _beside(out: Tensor, block: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts of a room, with what is repeated there of a block that holds its period twice."""
+    period = len(block) // 2
+    whole = len(out) // period * period
+    if whole:
+        yield out[:whole].view(-1, period), block[start : start + period]
+    yield out[whole:], block[start : start + len(out) - whole]
+
+
+def _block_of(tensor: Tensor, period: int, generator: torch.Generator) -> Tensor:
+    """Return random elements of a tensor twice, so that a period of them may begin anywhere; of size for sums of two."""
     elements = movable(tensor.detach()).reshape(-1)
-    room = elements.new_zeros(length)
-    if len(elements):
-        room[: len(elements)] = elements[:length]
-        more = max(0, length - len(elements))
-        chosen = torch.randint(len(elements), (more,), device=tensor.device, generator=generator)
-        room[len(elements) :] = elements[chosen]
-    return room.view(tensor.dtype)
+    if not len(elements):
+        return elements.new_zeros(2 * period)
+    block = elements[torch.randint(len(elements), (period,), device=tensor.device, generator=generator)].repeat(2)
+    return block if is_quantized(tensor) else block.mul_(0.5**0.5)
 
 
-#: a set begins at a multiple of so many bytes, and so many more than the one before: where tensors lie moves short kernels
-_APART = 256
+def _signs(block: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bits by which some elements of a quantized dtype change their signs."""
+    return block & 0x80 if dtype.is_floating_point else (block.view(torch.int8) >> 7).view(block.dtype)
 
 
 class TensorSets(ABC):
@@ -221,7 +217,7 @@ class WholeSets(TensorSets):
         self.tensors = self._views()
 
     def _allocated(self, number: int) -> list[list[Tensor]]:
-        self._rooms = self._pool.rooms(number, _APART)
+        self._rooms = self._pool.rooms(number)
         return self._views()
 
     def _views(self) -> list[list[Tensor]]:

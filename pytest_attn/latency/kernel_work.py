@@ -196,7 +196,8 @@ class KernelWork(Work):
     def moved(self, call: Call) -> tuple[Call, tuple[int, ...]]:
         """Return a call, which has no set, as one on other q, k and v, and by how many elements these begin further on."""
         qkv, began = self._pool.draw_handed(), call.given.qkv
-        return self.with_qkv_at(call, qkv), tuple(qkv[memory].first - began[memory].first for memory in self._pool.memories)
+        further = tuple(qkv[memory].further - began[memory].further for memory in self._pool.memories)
+        return self.with_qkv_at(call, qkv), further
 
     def with_qkv_at(self, call: Call, qkv: Places) -> Call:
         """Return a call, which has no set, as one on q, k and v that begin there."""

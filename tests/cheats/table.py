@@ -750,6 +750,7 @@ CHEATS = (
         GPU_MODE,
         marker=BACKWARD,
         measure="backward=True",
+        ends=True,
         slow=True,
         passes="and gains nothing: dout is written after the forward passes",
     )("""

@@ -82,14 +82,15 @@ def test_a_result_that_is_not_right_is_refused(fault, words):
 def test_no_sample_has_elements_of_q_k_or_v_that_were_there_before(device, sets):
     work = timed(attention, SMALL, device, "forward")
     work.rotate_over(sets)
-    seen = {name: set() for name in "qkv"}
+    seen, repeated = {name: set() for name in "qkv"}, 0
     for _ in range(20):
         call = work.stage()
         for name, one in zip("qkv", call.tensors, strict=True):
             now = set(one.flatten().abs().tolist())
-            assert len(now & seen[name]) < len(now) / 20
+            repeated += len(now & seen[name]) > len(now) / 20
             seen[name] |= now
         work.keep(call, call())
+    assert repeated < 2, "of 60, by chance"
 
 
 def test_dout_is_written_after_the_forward_passes_of_all_calls_of_a_sample(monkeypatch):
@@ -102,20 +103,18 @@ def test_dout_is_written_after_the_forward_passes_of_all_calls_of_a_sample(monke
     work = timed(kernel, SMALL, torch.device("cpu"), "backward")
     work.stage_several(2)
     del written[:]
-    add = fresh_data.RandomPool._add
-    monkeypatch.setattr(fresh_data.RandomPool, "_add", lambda *args: written.append("dout") or add(*args))
+    write = fresh_data.RandomPool._write
+    monkeypatch.setattr(fresh_data.RandomPool, "_write", lambda *args: written.append("dout") or write(*args))
     first, second = work.stage_several(2)
     assert written == ["forward", "forward", "dout"]
     work.verify_call("first", first, first())
     work.verify_call("second", second, second())
 
 
-@pytest.mark.parametrize("much", [0, 1 << 30])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn])
-def test_what_is_noted_of_a_set_is_what_lies_in_it(device, monkeypatch, dtype, much):
-    """With few places, where much comes back by chance, alone and with its neighbors."""
-    monkeypatch.setattr(fresh_data, "_PLACES", 1)
-    monkeypatch.setattr(fresh_data, "_MUCH", much)
+def test_what_is_noted_of_a_set_is_what_lies_in_it(device, monkeypatch, dtype):
+    """Alone and with its neighbors, in blocks that are shorter and that are longer."""
+    monkeypatch.setattr(fresh_data, "_PERIODS", (101, 67))
     drawn = (torch.randn(2, 3, 5, 7, device=device) * (30 if dtype is torch.int8 else 1) for _ in range(3))
     pool = fresh_data.RandomPool([one.to(dtype) for one in drawn], random.Random(0))
     sets = fresh_data.WholeSets(pool, 70)
