@@ -120,7 +120,7 @@ def require_saved_scripts_without_code_of_a_name(folders):
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert calls <= {
             *("Path", "Path(__file__).resolve", "sys.path.insert", "str", "(HERE / '../..').resolve", "print", "sys.exit"),
-            *("pytest_attn.load_failure(HERE).check", "pytest_attn.load_failure"),
+            *("pytest_attn.load_failure(HERE).check", "pytest_attn.load_failure", "isinstance", "traceback.print_exc"),
         }
         json.loads((folder / "environment.json").read_text())
     written = next(one for one in folders if "os.mkdir" in (one / "repro.py").read_text())
