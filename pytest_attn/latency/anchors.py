@@ -7,7 +7,7 @@ be compared.
 
 import hashlib
 import math
-import time
+import timeit
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -102,17 +102,8 @@ def attention_like(workload: Workload) -> Anchor:
         torch.softmax(scores, dim=-1, out=weights)
         torch.bmm(weights, v, out=out)
 
-    return Anchor(DEFINITIONS["cpu"][ATTENTION], call, math.ceil(SHORTEST_HOST_SAMPLE / _shortest(call)))
-
-
-def _shortest(call: Callable[[], object], calls: int = 3) -> float:
-    """Return the seconds of the shortest of a few calls."""
-    found = []
-    for _ in range(calls):
-        begun = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - begun)
-    return min(found)
+    seconds = min(timeit.repeat(call, number=1, repeat=3))
+    return Anchor(DEFINITIONS["cpu"][ATTENTION], call, math.ceil(SHORTEST_HOST_SAMPLE / seconds))
 
 
 def anchor_item(name: str, anchor: Anchor) -> Item:

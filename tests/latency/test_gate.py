@@ -294,6 +294,7 @@ def beside(number, seed=0, slower=0.0, machine=0.0, follow=1.0, sd=0.02):
         ({}, {"machine": 0.3, "slower": 0.3}, "inconclusive"),
         ({}, {"machine": 0.08, "follow": 2.5}, "inconclusive"),
         ({"machine": 0.04, "follow": 0.0}, {}, "passed"),
+        ({}, {"machine": -0.08, "follow": 0.0, "slower": 0.13, "sd": 0.003}, "inconclusive"),
         ({"machine": 0.3}, {}, "inconclusive"),
         ({"machine": 0.3}, {"slower": 0.3}, "inconclusive"),
     ],
@@ -305,6 +306,7 @@ def beside(number, seed=0, slower=0.0, machine=0.0, follow=1.0, sd=0.02):
         "slower while busy",
         "more than followed",
         "not followed",
+        "control faster",
         "was busy",
         "slower",
     ],
@@ -313,6 +315,13 @@ def test_on_a_cpu_the_times_and_their_ratio_to_attention_must_agree(then, now, v
     recording = fit(beside(FEWEST_RUNS, 1, **then), SENSITIVITY)
     assert recording.sensitivity == {"attention": 1.0}
     assert decide(beside(3, 2, **now), recording, NOTED, CPU, cases=2).verdict == verdict
+
+
+def test_what_was_recorded_while_a_cpu_was_busy_does_not_pass_as_fast():
+    """A kernel that is 30 % slower, and took as long beside what slowed the core."""
+    recording = fit([Run(1.3e-3, {"pace": 9e-5 * (1 + number / 1000)}) for number in range(10)], SENSITIVITY)
+    found = decide([Run(1.3e-3, {"pace": 7e-5})] * 3, recording, NOTED, CPU, cases=2)
+    assert (found.verdict, found.reason[:8]) == ("inconclusive", "the pace")
 
 
 def test_new_processes_on_a_cpu_that_differ_more_than_recorded_ones_accuse_nobody():

@@ -1,13 +1,23 @@
 """The decision over one latency: what is asked of new processes, what becomes of their answer, why there is none."""
 
+from dataclasses import replace
+
 import pytest
 from fakes.latencies import CPU, FOLDER, GPU, H200, KEY, SCATTERED, Fresh, case, judged, measured, recorded
 
 from pytest_attn.latency.anchors import anchor_hashes
 from pytest_attn.latency.baseline_file import BaselineFile, Identity
-from pytest_attn.latency.gate import shared_prior
+from pytest_attn.latency.gate import Decision, shared_prior
 from pytest_attn.latency.protocol import protocol_of
-from pytest_attn.latency.regression import RECORD, DeviceBaselines, DisturbedError, FreshError, SharedCpu, StartError
+from pytest_attn.latency.regression import (
+    RECORD,
+    DeviceBaselines,
+    DisturbedError,
+    FreshError,
+    SharedCpu,
+    StartError,
+    describe_undecided,
+)
 from pytest_attn.reports.verdict import Cause, Verdict
 
 # -- one measurement, and what new processes say of it -----------------------------------------------------------------
@@ -334,3 +344,11 @@ def test_the_host_s_clock_times_the_kernel_itself_and_no_launch():
     assert one.launch == 0
     assert measured(1e-4, "cuda", latency={"launch": 5e-4}).launch == 5e-4
     assert judged(one).verdict == Verdict.PASSED
+
+
+@pytest.mark.parametrize("threads", [1, None])
+def test_an_inconclusive_case_is_no_first_recording_and_names_what_decides_on_a_cpu(threads):
+    latency = replace(measured().latency, threads=threads)
+    text = describe_undecided("mine", Decision(Verdict.INCONCLUSIVE, "busy", change=0.2), latency, "pytest test_mine.py")
+    assert "first recording" not in text
+    assert ("A against B" in text) == (threads is not None)

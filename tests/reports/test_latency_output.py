@@ -81,6 +81,13 @@ def test_what_became_faster_is_to_be_kept():
     assert closing.endswith('; 1 faster, keep it with --attn-update-baselines "faster"')
 
 
+def test_a_cpu_that_may_have_been_shared_is_told_what_decides_there():
+    assert lines([record("inconclusive", threads=1)])[-1].endswith(
+        "; compare A against B on this machine, here and now: docs/howto/ci.md"
+    )
+    assert lines([record("inconclusive")])[-1] == "latency: 1 inconclusive"
+
+
 def test_the_p50_is_that_of_the_processes_that_decided():
     _, row, _ = lines([record(decision={"runs": [1.5e-3, 1.4e-3, 1.6e-3]})])
     assert row.split()[:2] == ["1.5000", "ms"]
