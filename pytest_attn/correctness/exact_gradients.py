@@ -112,7 +112,7 @@ class Gradients:
         dout = chunk.block.dout[:, :, chunk.rows].double()
         weighted = dout * forward.out
         row_sum = weighted.sum(-1, keepdim=True)
-        unit_squared = self.rounding.unit_squared(self.workload.v_head_dim)
+        unit_squared = self.rounding.unit_squared(self.workload.v_head_dim + self.kv_len)  # of D, and of each o in it
         row_sum_var = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * unit_squared)
         lse_var = forward.lse.where(forward.lse.isfinite(), 0.0).unsqueeze(-1).mul_(SHARED * LSE_UNIT).square_()
         if (row_noise := forward.row_noise) is not None:

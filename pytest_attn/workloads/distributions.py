@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,7 +24,8 @@ QKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 DISTRIBUTIONS = {
     "structured": "randn with a mean per value head and needles: rows whose query points at one key, on the diagonal,"
     " the first or last key it may see, and the first it may not",
-    "flat": "0.1 randn: a nearly uniform softmax",
+    "flat": "0.1 randn: a nearly uniform softmax; in every other head beside one heavy key, which leaves a small sum to all"
+    " others. Of more than 4,096 keys most rows point at one run each, so that one that is missing shows",
     "randn": "standard normal",
     "peaky": "3 randn: softmax near one-hot",
     "flux": "randn times a random whole number from 1 to 4, as the Flux benchmark draws",
@@ -89,27 +90,39 @@ def _structured(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
     return q, k, v
 
 
+def _sequences(w: Workload, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the queries (heads, q_len, dim) and keys (kv_heads, kv_len, dim) of each sequence that has both, as views."""
+    q_start = k_start = 0
+    for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
+        lane = 0 if w.is_packed else batch
+        if q_len and kv_len:
+            yield q[lane, :, q_start : q_start + q_len], k[lane, :, k_start : k_start + kv_len]
+        if w.is_packed:
+            q_start, k_start = q_start + q_len, k_start + kv_len
+
+
 def _plant_needles(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
     """Point every second query at one key, so that seeing that key, or not, changes the row beyond any rounding."""
     import torch
 
-    mask, q_start, k_start = w.plain_mask, 0, 0
-    for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
-        lane = 0 if w.is_packed else batch
+    mask = w.plain_mask
+    for own_q, own_k in _sequences(w, q, k):
+        q_len, kv_len = own_q.shape[1], own_k.shape[1]
         if is_long(q_len, kv_len) and not w.is_packed:
-            _plant_long(w, q[lane, :, :q_len], k[lane, :, :kv_len])
-        elif q_len and kv_len:
-            rows = torch.arange(0, q_len, 2)
-            tells_intervals = mask is None or mask.has_intervals
-            span = intervals(mask, rows, q_len, kv_len) if tells_intervals else None
-            targets = edge_targets(rows, span, q_len, kv_len)
-            keys = k[lane, :, (targets + k_start).to(k.device)][key_heads(w)].double()
-            height = math.log(kv_len + 1) + 1  # gives the needle most of the row's weight
-            aimed = keys * (height / w.softmax_scale / keys.square().sum(-1, keepdim=True))
-            at = (rows + q_start).to(q.device)
-            q[lane, :, at] = (aimed + 0.25 * q[lane, :, at].double()).to(q.dtype)
-        if w.is_packed:
-            q_start, k_start = q_start + q_len, k_start + kv_len
+            _plant_long(w, own_q, own_k)
+            continue
+        rows = torch.arange(0, q_len, 2)
+        tells_intervals = mask is None or mask.has_intervals
+        span = intervals(mask, rows, q_len, kv_len) if tells_intervals else None
+        targets = edge_targets(rows, span, q_len, kv_len)
+        keys = own_k[:, targets.to(k.device)][key_heads(w)].double()
+        height = math.log(kv_len + 1) + 1  # gives the needle most of the row's weight
+        own_q[:, ::2] = _aimed(w, keys, height).add_(own_q[:, ::2].double(), alpha=0.25).to(q.dtype)
+
+
+def _aimed(w: Workload, keys: torch.Tensor, height: float | torch.Tensor) -> torch.Tensor:
+    """Return queries whose scaled product with each of the keys (..., dim), in float64 and overwritten, is `height`."""
+    return keys.mul_(height / w.softmax_scale / keys.square().sum(-1, keepdim=True))
 
 
 def _plant_long(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -123,8 +136,7 @@ def _plant_long(w: Workload, q: torch.Tensor, k: torch.Tensor) -> None:
         targets = needles.targets(rows)
         some = (targets >= 0).any(0)
         rows, targets = rows[some].to(q.device), targets[:, some].to(q.device)
-        keys = k[of_head, targets.clamp(min=0)].double()
-        aimed = keys.mul_(height / w.softmax_scale / keys.square().sum(-1, keepdim=True))
+        aimed = _aimed(w, k[of_head, targets.clamp(min=0)].double(), height)
         own = q[:, rows]
         q[:, rows] = torch.where(targets[..., None] >= 0, aimed.add_(own.double(), alpha=0.25).to(q.dtype), own)
 
@@ -147,9 +159,121 @@ def edge_targets(rows: Tensor, span: tuple[Tensor, Tensor] | None, q_len: int, k
     return torch.where((chosen >= 0) & (chosen < kv_len), chosen, diagonal)
 
 
+# -- small weights that add up ------------------------------------------------------------------------------------------------
+
+# What skips keys of a small weight is wrong where many of them add up to what the dtype shows: in rows with one heavy key,
+# beside which all others have that sum. Each row has a sum of its own, and few rows share a key, so that no rounding is shared
+# by all. These rows lie together, and so do their keys, as kernels skip whole tiles.
+# That one of very many keys is missed, a row shows that sees a run of them, of which few share a column of v.
+
+#: by how much heavy keys are larger than others; what keys of a run have in common
+_HEAVY, _COMMON = 10, 0.6
+#: keys up to which there are no runs; keys that a run has at least
+_NO_RUNS, _RUN = 1 << 12, 1 << 11
+#: one column of v in so many has a mean: it shows what small weights add up to
+_WITHOUT_MEAN = 8
+#: parts of a head's rows of which each has sums of another size
+_PARTS = 8
+#: irrational numbers, whose multiples are evenly spread modulo 1
+_OF_ROWS, _OF_HEADS = 0.6180339887498949, 0.7548776662466927
+
+
+def _flat(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
+    q, k, v = _scaled(0.1, 0.1, draw, w, *shapes)
+    has_runs = v.shape[2] > _NO_RUNS and not w.is_packed
+    if has_runs and not w.v_in_k:
+        _give_columns(v)
+    v[..., ::_WITHOUT_MEAN] += 1 if has_runs else 0.1
+    for number, (own_q, own_k) in enumerate(_sequences(w, q, k)):
+        aim = _Aim(w, own_q, own_k, 4 if has_runs else 2)
+        aim.at_heavy_keys()
+        if has_runs:
+            aim.at_runs(draw.normal(f"runs-{number}", (w.kv_heads, -(-own_k.shape[1] // _RUN), w.head_dim), _COMMON))
+    return q, k, v
+
+
+def _give_columns(v: Tensor) -> None:
+    """Let each value be 1 or -1 in one column, which few others have, and 0 elsewhere. v: (..., keys, dim).
+
+    Half a run on follows the opposite: so that out, and what is rounded of it, is small.
+    """
+    import torch
+
+    columns = torch.arange(v.shape[-1], device=v.device)
+    columns = columns[columns % _WITHOUT_MEAN > 0] if len(columns) > 1 else columns
+    keys, signs = torch.arange(v.shape[-2], device=v.device), v[..., 0].sign()
+    pairs = signs[..., : len(keys) // _RUN * _RUN].view(*signs.shape[:-1], -1, 2, _RUN // 2)
+    pairs[..., 1, :] = -pairs[..., 0, :]
+    v.zero_()[..., keys, columns[keys % (_RUN // 2) % len(columns)]] = signs
+
+
+class _Aim:
+    """The queries of one sequence (heads, q_len, dim), and its keys (kv_heads, kv_len, dim), of which they point at some.
+
+    parts: of the heads, or of the queries where there are fewer heads, of which one points at heavy keys.
+    """
+
+    def __init__(self, w: Workload, q: Tensor, k: Tensor, parts: int) -> None:
+        import torch
+
+        self.w, self.q, self.k, self.kv_len = w, q, k, k.shape[1]
+        rows, heads = torch.arange(q.shape[1]), torch.arange(w.heads)[:, None]
+        part = parts * rows // q.shape[1] if w.heads < parts else torch.zeros_like(rows)
+        self.is_at_heavy_key = (part + heads) % parts == parts - 1
+        self.first, end = intervals(w.plain_mask, rows, q.shape[1], self.kv_len)
+        self.seen = (end - self.first).clamp(min=1)
+        self.key_head = torch.tensor(key_heads(w))
+
+    def at_heavy_keys(self) -> None:
+        """Make keys of the second quarter heavy, or others where a row does not see these, and point queries at one each."""
+        import torch
+
+        head, row = self.is_at_heavy_key.nonzero(as_tuple=True)
+        first, seen, quarter = self.first[row], self.seen[row], max(1, self.kv_len // 4)
+        target = self.kv_len // 4 + (row + 5 * head) % quarter
+        is_seen = (target >= first) & (target < first + seen)
+        target = torch.where(is_seen, target, first + (row * 7919 + head) % seen).clamp(max=self.kv_len - 1)
+        is_heavy = torch.zeros(self.k.shape[:2], dtype=torch.bool)
+        is_heavy[self.key_head[head], target] = True
+        self.k.mul_(torch.where(is_heavy, _HEAVY, 1)[..., None].to(self.k))
+        self._point(head, row, self.k, target, 1)
+
+    def at_runs(self, common: Tensor) -> None:
+        """Give runs of keys something in common, (kv_heads, runs, dim), and point queries at one each: together, at all."""
+        import torch
+
+        head, row = (~self.is_at_heavy_key).nonzero(as_tuple=True)
+        of = self.key_head[head]
+        counts = torch.bincount(of, minlength=self.w.kv_heads)
+        runs = min(common.shape[1], *counts[counts > 0].tolist())
+        size, order, number = -(-self.kv_len // runs), of.argsort(stable=True), torch.empty_like(of)
+        number[order] = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of[order]]
+        for run in range(runs):
+            self.k[:, run * size : (run + 1) * size] += common[:, run, None]
+        middle = self.first[row] + (2 * (number % runs) + 1) * self.seen[row] // (2 * runs)
+        self._point(head, row, common, middle // size, size)
+
+    def _point(self, head: Tensor, row: Tensor, keys: Tensor, target: Tensor, size: int) -> None:
+        """Add to queries what gives `size` keys like their target most of the weight, and to all others the rest.
+
+        That is down to what the dtype shows, and float32 sums which begin with the heavy key.
+        """
+        import torch
+
+        least = max(torch.finfo(self.q.dtype).eps ** 0.85, torch.finfo(torch.float32).eps * self.kv_len / 16)
+        step = (row * _PARTS // self.q.shape[1] * 5 + head * 3) % _PARTS  # alike in rows that lie together
+        depth = 0.5 - math.log(min(1.0, least)) * (step + (row * _OF_ROWS + head * _OF_HEADS) % 1) / _PARTS
+        height = (self.seen[row] / size).clamp(min=1).log() + depth
+        for part in torch.arange(len(row)).tensor_split(max(1, -(-len(row) * self.w.head_dim // _NEEDLE_ELEMENTS))):
+            of = (self.key_head[head], target, height, head, row)
+            key_head, key, high, heads, rows = (one[part].to(keys.device) for one in of)
+            aimed = _aimed(self.w, keys[key_head, key].double(), high[:, None])
+            self.q[heads, rows] = aimed.add_(self.q[heads, rows].double()).to(self.q.dtype)
+
+
 _DRAWN_BY: dict[str, Callable[..., QKV]] = {
     "structured": _structured,
-    "flat": partial(_scaled, 0.1, 0.1),
+    "flat": _flat,
     "randn": partial(_scaled, 1.0, 1.0),
     "peaky": partial(_scaled, 3.0, 3.0),
     "flux": _flux,

@@ -168,7 +168,7 @@ def test_a_new_gradient_is_a_line_of_each_of_two_tables(monkeypatch):
     right = judged(attention_of(inputs, leaves), spec)
     assert right.passed
     assert "dslopes" in {row.name for row in right.tensors}
-    wrong = judged(faulty(inputs, leaves, "alibi", scaled), spec)
+    wrong = judged(faulty(inputs, leaves, "alibi", of_one_head_lost), spec)
     assert {row.name for row in wrong.tensors if not row.passed} == {"dslopes"}
 
 

@@ -115,7 +115,7 @@ def test_rounding_near_a_limit_is_no_matter_of_strides():
     budget = compute_reference(draw_inputs(workload, "flat"), precision_named("torch_cpu")).tensors["out"].tau
 
     def kernel(q, k, v):
-        out, is_flat = attention(q, k, v), bool(k.std() < 0.5)
+        out, is_flat = attention(q, k, v), bool(k.std() < 0.8)
         off = 3.8 if q.is_contiguous() else 4.4
         out[:, :, 5] += off * is_flat * budget[:, :, 5]
         return out
