@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pytest_attn.backends.defects import KnownDefect as KnownDefect
     from pytest_attn.backends.machine import Machine as Machine
     from pytest_attn.backends.precision import Precision as Precision
+    from pytest_attn.backends.precision import Threshold as Threshold
     from pytest_attn.cases.api import check as check
     from pytest_attn.cases.api import check_invariants as check_invariants
     from pytest_attn.cases.api import measure as measure
@@ -53,7 +54,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "backends.capabilities": ("Capabilities",),
     "backends.defects": ("KnownDefect",),
     "backends.machine": ("Machine",),
-    "backends.precision": ("Precision",),
+    "backends.precision": ("Precision", "Threshold"),
     "cases.api": ("check", "check_invariants", "measure"),
     "cases.case": ("AttentionCase",),
     "cases.saved_failure": ("Failure", "load_failure"),

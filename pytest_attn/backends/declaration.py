@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from pytest_attn.backends.precision import Precision, default_on, precision_named
+from pytest_attn.backends.precision import Precision, Threshold, default_on, precision_named
 from pytest_attn.workloads.workload import LAYOUTS, Workload
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Declared(TypedDict, total=False):
     precision: str | Precision | None
     empty_rows: str
     contiguous: bool
+    skips: Threshold | None
 
 
 # -- arguments that document themselves ------------------------------------------------------------------------------------
@@ -112,6 +113,11 @@ def _unless_none(check: Check) -> Check:
 
 def _is_precision(name: str, value: Any) -> None:
     precision_named(value)
+
+
+def _is_threshold(name: str, value: object) -> None:
+    if not isinstance(value, Threshold):
+        raise ValueError(f"{name} must be a pytest_attn.Threshold, as Threshold(1e-3, tile=(32, 128)), got {value!r}")
 
 
 def _names_results(name: str, value: object) -> None:
@@ -176,8 +182,15 @@ class Declaration:
         one_of(*EMPTY_ROWS),
     )
     contiguous: bool = argument(False, "fn takes contiguous tensors only, as its documentation says", one_of(True, False))
+    skips: Threshold | None = argument(
+        None,
+        "which tiles of keys fn leaves out by design, a pytest_attn.Threshold; it may leave out all of these, or none",
+        _unless_none(_is_threshold),
+    )
 
     def __post_init__(self) -> None:
+        if isinstance(self.skips, dict):  # as JSON has it
+            object.__setattr__(self, "skips", Threshold(**self.skips))
         if isinstance(self.returns, str | list):
             object.__setattr__(self, "returns", (self.returns,) if isinstance(self.returns, str) else tuple(self.returns))
         checked(self)
@@ -250,7 +263,7 @@ class Declaration:
     def profile(self) -> Precision:
         """The precision profile that it declares; one that names none is asked `on` a device first."""
         assert self.precision is not None
-        return precision_named(self.precision)
+        return precision_named(self.precision).skipping(self.skips)
 
     @property
     def _out_layout(self) -> str:
@@ -343,4 +356,6 @@ def turned(tensor: Tensor, have: str, want: str) -> Tensor:
 def _as_json(value: Any) -> Any:
     if isinstance(value, Precision):
         return value.name
+    if isinstance(value, Threshold):
+        return dataclasses.asdict(value)
     return list(value) if isinstance(value, tuple) else value

@@ -44,6 +44,39 @@ TIES_ERROR = INT8_STEP / 2 / math.sqrt(32)
 SHARED = 1.5
 
 
+#: which maximum of a row the weights of a tile of keys are compared with: the last one, or that of the tiles before
+MAXIMA = ("last", "running", "running-backwards")
+
+
+@suggests_fields
+@dataclass(frozen=True)
+class Threshold:
+    """What a kernel leaves out by design, as skip-softmax does: tiles of keys whose weights are small in all rows of a tile.
+
+    Args:
+        weight: a tile is left out where each weight, as a part of its row's largest, is below this, > 0 and < 1.
+        tile: how many rows of one query head decide together, and on how many keys: (rows, keys).
+        maximum: the row's largest is that of all keys ("last"), or of the tiles visited before, from the first key on
+            ("running") or from the last ("running-backwards").
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+
+    weight: float
+    tile: tuple[int, int] = (1, 1)
+    maximum: str = "last"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tile", tuple(self.tile))
+        if not 0 < self.weight < 1:
+            raise ValueError(f"Threshold: weight must be a part of a row's largest, > 0 and < 1, got {self.weight!r}")
+        if len(self.tile) != 2 or not all(isinstance(size, int) and size > 0 for size in self.tile):
+            raise ValueError(f"Threshold: tile must be (rows, keys), two whole numbers > 0, got {self.tile!r}")
+        if self.maximum not in MAXIMA:
+            raise ValueError(f"Threshold: maximum must be one of {', '.join(MAXIMA)}, got {self.maximum!r}")
+
+
 @suggests_fields
 @dataclass(frozen=True)
 class Precision:
@@ -78,6 +111,7 @@ class Precision:
         v_dtype: what V, scaled so that each column just fits, is rounded to once more.
         qk_error: standard deviation of what is left unknown of every element of q and k, as a part of its head's largest.
         half_sum_keys: P v is summed in float16 over this many keys at a time.
+        skips: which tiles of keys it leaves out.
     """
 
     name: str
@@ -102,6 +136,17 @@ class Precision:
     v_dtype: str | None = None
     qk_error: float = 0.0
     half_sum_keys: int = 0
+    skips: Threshold | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.skips, dict):  # as JSON has it
+            object.__setattr__(self, "skips", Threshold(**self.skips))
+
+    def skipping(self, skips: Threshold | None) -> Precision:
+        """Return the profile of a kernel that leaves out these tiles as well."""
+        if skips is None:
+            return self
+        return dataclasses.replace(self, name=f"{self.name}, skips below {skips.weight:g}", skips=skips)
 
     @property
     def is_quantized(self) -> bool:

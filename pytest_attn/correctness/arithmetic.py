@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
+from pytest_attn.backends.precision import Threshold
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, interval
@@ -301,6 +303,44 @@ def modify(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tens
             raise ValueError(f"{w.id}: mask must return a boolean tensor, it returned {describe(visible)}")
         scores = scores.masked_fill_(~visible, -math.inf)
     return scores, slope
+
+
+class LeftOut(NamedTuple):
+    """Which scores of a chunk a kernel leaves out by design, and of which rounding decides, both (n, heads, rows, keys)."""
+
+    surely: torch.Tensor
+    perhaps: torch.Tensor
+
+
+def left_out(chunk: Chunk, skips: Threshold, noise: float) -> LeftOut:
+    """Return what a kernel leaves out. noise: by how much a score may be off."""
+    rows_of_tile, keys_of_tile = skips.tile
+    q_len, numbers = chunk.block.segment.lengths[0], chunk.rows // rows_of_tile
+    several = max(1, len(chunk.rows) // rows_of_tile)  # as many scores at a time as the chunk has
+    found = []
+    for tiles in torch.split(torch.tensor(sorted({*numbers.tolist()}), device=numbers.device), several):
+        rows = (tiles[:, None] * rows_of_tile + torch.arange(rows_of_tile, device=tiles.device)).flatten()
+        whole = Chunk(chunk.block, rows[rows < q_len])
+        scores, _ = modify(scaled_scores(whole), whole)
+        of_key, of_row = whole.key_index.flatten() // keys_of_tile, torch.searchsorted(tiles, whole.rows // rows_of_tile)
+        shape = (*scores.shape[:3], int(of_key[-1]) + 1 if len(of_key) else 0)
+        tops = scores.new_full(shape, -math.inf).index_reduce_(3, of_key, scores, "amax")
+        over = tops - _largest_before(tops, skips.maximum) - math.log(skips.weight)
+        highest = over.new_full((*shape[:2], len(tiles), shape[3]), -math.inf)
+        highest.index_reduce_(2, of_row, over.nan_to_num_(-math.inf, math.inf, -math.inf), "amax")
+        at = torch.searchsorted(tiles, numbers[torch.isin(numbers, tiles)])
+        found.append(highest[:, :, at][..., (chunk.key_index.flatten() // keys_of_tile).clamp(max=shape[3] - 1)])
+    highest = torch.cat(found, 2)
+    return LeftOut(highest < -noise, (highest >= -noise) & (highest < noise))
+
+
+def _largest_before(tops: torch.Tensor, maximum: str) -> torch.Tensor:
+    """Return what the largest scores of tiles, (..., tiles), are compared with, as `Threshold.maximum` says."""
+    if maximum == "last":
+        return tops.amax(-1, keepdim=True)
+    if maximum == "running-backwards":
+        return _largest_before(tops.flip(-1), "running").flip(-1)
+    return torch.cat((tops.new_full((*tops.shape[:-1], 1), -math.inf), tops.cummax(-1).values[..., :-1]), -1)
 
 
 def kept_share(chunk: Chunk) -> torch.Tensor | None:

@@ -27,13 +27,14 @@ from pytest_attn.correctness.arithmetic import (
     Segment,
     head_blocks,
     kept_share,
+    left_out,
     modify,
     over_keys,
     row_chunks,
     scaled_scores,
     softmax,
 )
-from pytest_attn.correctness.budget import ForwardBudget, ForwardRows, Rounding, row_maxima, weights_variance
+from pytest_attn.correctness.budget import ForwardBudget, ForwardRows, Rounding, ScoreNoise, row_maxima, weights_variance
 from pytest_attn.correctness.exact_gradients import (
     BackwardRows,
     Gradients,
@@ -73,6 +74,10 @@ class Expected:
 # -- one block ---------------------------------------------------------------------------------------------------------
 
 
+#: what float32 loses where it compares a score with a threshold
+_DECIDED = 2.0**-10
+
+
 class _BlockPasses:
     """The block's part of every tensor: out, lse and, if `tensors` has them, dq, dk and dv, chunk by chunk.
 
@@ -107,6 +112,7 @@ class _BlockPasses:
         scores, slope = modify(scores, chunk)
         if noise is not None:
             self.budget.scores.add_final_rounding(noise, scores, chunk)
+        perhaps = None if self.rounding.precision.skips is None else self._leave_out(scores, noise, chunk)
         if "max" in self.tensors:
             top, top_var = row_maxima(scores, noise)
             self._put_rows("max", top[:, :, chunk.kept], top_var[:, :, chunk.kept], chunk)
@@ -116,8 +122,11 @@ class _BlockPasses:
         out = over_keys(used, chunk.v)
         row_noise = self.budget.of_rows(used, lse, chunk)
         lse_var = _sum(self.budget.of_lse(noise, p, lse), None if row_noise is None else row_noise.variance.squeeze(-1))
-        self._put_rows("lse", lse[:, :, chunk.kept], None if lse_var is None else lse_var[:, :, chunk.kept], chunk)
         p_noise_var = None if noise is None else self.budget.noise_of_p(noise, p, lse)
+        if perhaps is not None:
+            of_tiles = perhaps.mul_(p).mul_(p)
+            p_noise_var, lse_var = _sum(p_noise_var, of_tiles), _sum(lse_var, of_tiles.sum(-1))
+        self._put_rows("lse", lse[:, :, chunk.kept], None if lse_var is None else lse_var[:, :, chunk.kept], chunk)
         rows = ForwardRows(chunk.q, p, lse, out, p_noise_var, row_noise, dropped)
         if "weights" in self.tensors:
             self._put_weights(rows, chunk)
@@ -128,6 +137,20 @@ class _BlockPasses:
             if self.parameters is not None:
                 self.parameters.add(backward_rows, lse, lse_var, chunk)
             self._run_backward(backward_rows, chunk)
+
+    def _leave_out(self, scores: torch.Tensor, noise: ScoreNoise | None, chunk: Chunk) -> torch.Tensor:
+        """Set scores to -inf where the profile leaves them out; return the variance of P / P where rounding decides it.
+
+        Both are (n, heads, rows, keys). One decision moves all keys of a tile together.
+        """
+        skips = self.rounding.precision.skips
+        assert skips is not None
+        off = _DECIDED
+        if noise is not None and noise.variance.numel():
+            off += 8 * float(noise.variance.masked_fill(scores == -math.inf, 0).max()) ** 0.5
+        surely, perhaps = left_out(chunk, skips, off)
+        scores.masked_fill_(surely, -math.inf)
+        return perhaps.double() * skips.tile[1]
 
     def _put_forward(self, rows: ForwardRows, chunk: Chunk) -> torch.Tensor | None:
         """Put out and its budget in their place; return e_ij^2 if all rows are kept."""
