@@ -55,7 +55,7 @@ class Switch(NamedTuple):
 
 
 class KeptSwitches:
-    """Switches as they were when this was made. Around a call it puts them back, and the recursion limit.
+    """Switches as they were when this was made. Around a call it puts them back, and a lower recursion limit.
 
     Raises ContractError where the callable left one turned.
     """
@@ -69,9 +69,9 @@ class KeptSwitches:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(self._limit)  # here: near it nothing else runs
+        sys.setrecursionlimit(max(limit, self._limit))  # here: near a low one nothing else runs; compilers raise it
         left = self.put_back()
-        if limit != self._limit:
+        if limit < self._limit:
             left = Switch(int, int).said("Python's recursion limit", limit, self._limit)
         if left and error is None:
             raise ContractError(left)

@@ -50,10 +50,6 @@ OF_PROCESS = {
         lambda on: sys.setswitchinterval(5 if on else 0.005),
         lambda: sys.getswitchinterval() == 5,
     ),
-    "Python's recursion limit": (
-        lambda on: sys.setrecursionlimit(9999 if on else 1000),
-        lambda: sys.getrecursionlimit() == 9999,
-    ),
     "Python's filter 1 of warnings": (
         lambda on: warnings.simplefilter("ignore") if on else FILTERS and switches._set_filters(FILTERS),
         lambda: warnings.filters[0] == ("ignore", None, Warning, None, 0),
@@ -147,6 +143,19 @@ def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
         assert not is_on()
     finally:
         turn(False)
+
+
+def test_a_recursion_limit_may_be_raised_as_compilers_do():
+    def raises_it(q, k, v):
+        sys.setrecursionlimit(before + 1000)
+        return causal(q, k, v)
+
+    before = sys.getrecursionlimit()
+    try:
+        assert pytest_attn.check(raises_it, CAUSAL, precision="torch_cpu", device="cpu").passed
+        assert sys.getrecursionlimit() == before + 1000
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_a_recursion_limit_near_the_present_depth_is_named():
