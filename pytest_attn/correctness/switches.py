@@ -193,8 +193,8 @@ def _umask() -> int:
 
 
 def _set_filters(filters: tuple[Any, ...]) -> None:
+    warnings.resetwarnings()  # which has all be asked anew
     warnings.filters[:] = filters  # type: ignore[index]
-    warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
 # -- what can run later -------------------------------------------------------------------------------------------------
