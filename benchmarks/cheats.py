@@ -2,10 +2,11 @@
 
     python benchmarks/cheats.py [NAME ...] [--isolated] [--device cpu|cuda] [--length 256] [--out FILE.json]
 
-The kernels of tests/cheats/table.py are asked by `attn.check`, `attn.check_invariants` and `attn.measure` in real runs of
-pytest, one after the other; those that end their process or leave it changed in a process each, followed by a kernel that is
-wrong and says nothing, which must fail. Prints a line for each, with its p50 as a share of torch's attention in the same run,
-then how many are refused of those that a judge can stop. --isolated: the tests name kernels, and run with --attn-isolated.
+The kernels of tests/cheats/table.py, with --isolated those of own_process.py as well, are asked by `attn.check`,
+`attn.check_invariants` and `attn.measure` in real runs of pytest, one after the other; those that end their process or leave
+it changed in a process each, followed by a kernel that is wrong and says nothing, which must fail. Prints a line for each,
+with its p50 as a share of torch's attention in the same run, then how many are refused of those that a judge can stop.
+--isolated: the tests name kernels, and run with --attn-isolated.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+from cheats.own_process import OWN_PROCESS  # noqa: E402
 from cheats.runs import JUDGMENTS, Asked, outcomes, source_of  # noqa: E402
 from cheats.table import CHEATS, Cheat  # noqa: E402
 
@@ -165,8 +167,9 @@ def main() -> None:
     parser.add_argument("--pytest", nargs="*", default=[], help="further arguments of pytest")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
+    asked = [*CHEATS, *(OWN_PROCESS if options.isolated else ())]
     chosen = [
-        c for c in CHEATS if (c.name in options.names or not options.names) and (not c.needs_cuda or options.device == "cuda")
+        c for c in asked if (c.name in options.names or not options.names) and (not c.needs_cuda or options.device == "cuda")
     ]
     rows: list[Row] = []
     print("cheat | kind | stopped by | check | invariants | measure | next | verdict | share", flush=True)

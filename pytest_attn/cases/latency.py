@@ -308,7 +308,8 @@ class CompareToBaseline(LatencyMode):
             lambda: self._fresh_runs(measurement),
             self._crowd,
         )
-        return replace(latency, decision=decision)
+        is_unverified = latency.decision is not None and decision.verdict == Verdict.NO_BASELINE
+        return latency if is_unverified else replace(latency, decision=decision)
 
     def _fresh_runs(self, measurement: Measurement) -> Sequence[Run]:
         """Time the same test in new processes, in a few more where some were disturbed.

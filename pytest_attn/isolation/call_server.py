@@ -3,6 +3,7 @@
 What it answers is JSON, and bytes in shared memory. It knows no reference, and what it says of itself is believed by nobody.
 """
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -11,7 +12,6 @@ import socket
 import sys
 import time
 import traceback
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.switches import switches_kept
+from pytest_attn.isolation.timed_row import RowData, bytes_of, digest
 from pytest_attn.isolation.wire import FrameSocket, released, storage_of, taken, unpickled, write
 from pytest_attn.latency.exact_results import AnyResult, Attention
 from pytest_attn.latency.kernel_work import work_of
@@ -42,6 +43,8 @@ from pytest_attn.reports.lines import raised_words
 _KEPT = 4
 #: for how long a GPU works before calls are made in a row
 _WARM_SECONDS = 0.1
+#: of mallopt(3)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: frames of a traceback that are ours
 _OWN = "pytest_attn"
 
@@ -63,6 +66,7 @@ class CallServer:
         self._calls: OrderedDict[int, _ServedCall] = OrderedDict()
         self._last: list[tuple[Tensor, Tensor]] = []
         self._row: list[Any] = []
+        self._words = 0  # of the digests of its results
         self._gradients = Gradients()
 
     def serve(self) -> None:
@@ -115,7 +119,7 @@ class CallServer:
             return {"latency": self._measured(order)}
         if order["do"] == "repeat":
             self._row = self._in_a_row(order)
-            return {"done": True}
+            return {"done": self._words}
         if order["do"] == "result":
             return self._returns(self._row[order["number"]], _ServedCall([], [], [], []))
         call = self._calls.pop(order["number"])
@@ -163,31 +167,32 @@ class CallServer:
         return dataclasses.asdict(latency)
 
     def _in_a_row(self, order: dict[str, Any]) -> list[Any]:
-        """Call the function on data of several calls, as the judge chooses when the time begins; return what it returned."""
-        all_given, all_keywords, all_douts = zip(*order["calls"], strict=True)
-        device, direction, number, function = all_given[0][0].device, order["direction"], order["number"], self._function
-        results: list[Any] = []
+        """Call the function on data that the judge draws when the time begins; return what it returned."""
+        given, all_keywords, douts = order["call"]
+        device, direction, calls, function = given[0].device, order["direction"], order["calls"], self._function
+        results, digests = list[Any](), list[Tensor]()
         with current(str(device)), threads(order["threads"]), torch.set_grad_enabled(direction != "forward"):
-            outs = [function(*one, **all_keywords[0]) for one in all_given] if direction == "backward" else []
-            out = all_keywords[0].get("out")
-            keywords = [{**all_keywords[0], **({} if out is None else {"out": torch.empty_like(out)})} for _ in range(number)]
-            self._get_ready(device, number)
+            outs = [function(*given, **all_keywords) for _ in range(calls)] if direction == "backward" else [None] * calls
+            out = all_keywords.get("out")
+            keywords = [{**all_keywords, **({} if out is None else {"out": torch.empty_like(out)})} for _ in range(calls)]
+            self._get_ready(given, calls)
             self._answer(ready=True)
             if (frame := self._frames.receive()) is None:
                 return []
-            chosen = iter(array("q", frame))
             with no_collection():
-                for more, at, q, k, v, dout in zip(keywords, chosen, chosen, chosen, chosen, chosen, strict=False):
-                    if direction == "backward":
-                        results.append(self._gradients_of(outs[at], all_given[at], all_douts[dout]))
-                        continue
-                    given = [*map(_further, all_given[at], (q, k, v))]
-                    result = function(*given, **more)
-                    result = more.get("out", result)  # where it was given memory to write to
+                data = RowData(given, douts, direction, int.from_bytes(frame, "little"))
+                for result, more in zip(outs, keywords, strict=True):
+                    given, douts = data.after(digests[-1] if digests else None)
+                    if direction != "backward":
+                        result = function(*given, **more)
+                        result = more.get("out", result)  # where it was given memory to write to
                     if direction != "forward":
-                        result = [result, self._gradients_of(result, given, all_douts[dout])]
+                        gradients = self._gradients_of(result, given, douts)
+                        result = gradients if direction == "backward" else [result, gradients]
                     results.append(result)
-                wait(device)
+                    digests.append(digest(_tensors_in(result)))
+                write(self._returned, [bytes_of(torch.cat(digests))])
+        self._words = sum(map(len, digests))
         return results
 
     def _gradients_of(self, result: object, given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -199,10 +204,11 @@ class CallServer:
         gradients = iter(self._gradients([out for out, _ in pairs], leaves, [dout for _, dout in pairs]))
         return [next(gradients) if one.requires_grad else None for one in given]
 
-    def _get_ready(self, device: torch.device, calls: int) -> None:
+    def _get_ready(self, given: Sequence[Tensor], calls: int) -> None:
         """Have memory for the results of so many calls at hand, and a GPU at its clock."""
-        sizes = [before.numel() for _, before in self._last]
-        rooms = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(calls) for size in sizes]
+        device, gradients = given[0].device, [one for one in given if one.requires_grad]
+        sizes = [*(before.numel() for _, before in self._last), *(one.nbytes for one in gradients)]
+        rooms = [torch.ones(size, dtype=torch.uint8, device=device) for _ in range(calls) for size in sizes]
         del rooms
         if device.type == "cuda":
             work, end = torch.ones(2048, 2048, device=device, dtype=torch.float16), time.monotonic() + _WARM_SECONDS
@@ -220,19 +226,18 @@ class CallServer:
         ]
         for at in changed:
             call.kept[at].copy_(call.storages[at])
-        dense = [one.detach().resolve_conj().resolve_neg().contiguous() for one in found]
-        bytes_of = [one.view(-1).view(torch.uint8) if one.numel() else one.new_empty(0, dtype=torch.uint8) for one in dense]
         released(self._returned)
-        write(self._returned, [*bytes_of, *(call.storages[at] for at in changed)])
+        write(self._returned, [*map(bytes_of, found), *(call.storages[at] for at in changed)])
         if not call.results:
             call.results[:] = found
         return {"result": structure, "tensors": [_described(one) for one in found], "changed": changed}
 
 
-def _further(tensor: Tensor, elements: int) -> Tensor:
-    """Return what begins so many elements further on in the memory of a tensor."""
-    moved = tensor.detach().as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()) + elements)
-    return moved.requires_grad_() if tensor.requires_grad else moved
+def _tensors_in(result: object) -> list[Tensor]:
+    """Return the tensors of a result, in the order in which they are returned."""
+    found: list[Tensor] = []
+    _structure(result, found, ())
+    return found
 
 
 def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> Any:
@@ -268,6 +273,13 @@ def _raised(error: BaseException) -> dict[str, str]:
     }
 
 
+def _keep_memory() -> None:
+    """Have the C library keep what is freed: calls in a row keep their results, and memory that is new takes time."""
+    if hasattr(library := ctypes.CDLL(None), "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, 32 << 20)  # where it stops growing by itself
+        library.mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
 def main() -> None:
     """Serve as long as the process lives that has started this one."""
     descriptor = inherited_channel()
@@ -277,6 +289,7 @@ def main() -> None:
     if message is None:
         return
     sys.path[:] = message["path"]
+    _keep_memory()
     end = socket.socket(fileno=descriptor)
     _, memory, _, _ = socket.recv_fds(end, 1, 2)
     for one in (descriptor, *memory):

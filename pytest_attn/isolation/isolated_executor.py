@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, get_args
 
 import pytest
+import torch
 
 from pytest_attn.backends.named import NamedFunction
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.measurement import Measurement
+from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.isolation.isolated_function import SECONDS, IsolatedFunction
-from pytest_attn.isolation.isolated_measurement import IsolatedMeasurement
+from pytest_attn.isolation.isolated_function import SECONDS, IsolatedFunction, Recorded
+from pytest_attn.isolation.timed_row import RowData, digest, seconds_beside
+from pytest_attn.latency.gate import Decision
+from pytest_attn.latency.kernel_work import Call, KernelWork
 from pytest_attn.latency.profiler import Profile
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.statistics import Interval
+from pytest_attn.latency.timer import CHANCE, Mode
+from pytest_attn.latency.work import LatencyDirection, StaleError, WrongResultError
 from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
 from pytest_attn.processes.launcher import Launcher
+from pytest_attn.processes.worker import own_processes
+from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.progress import Progress
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 
 class InOwnProcess(Executor):
@@ -45,6 +59,169 @@ class InOwnProcess(Executor):
 
     def measurement(self, **facts: Any) -> Measurement:
         return IsolatedMeasurement(**facts, function=self._function)
+
+
+# -- its time --------------------------------------------------------------------------------------------------------------
+
+#: calls in a row, at least and at most, the seconds that they are to take, and the bytes of what they return
+_FEWEST, _MOST, _SECONDS, _BYTES = 2, 512, 0.05, 1 << 30
+#: forward passes of which a backward pass alone gets one: their graphs keep memory
+_SETS = 32
+#: at the results of how many of them is looked, which nobody knows before
+_LOOKS = 16
+#: by how much such calls may be slower than was claimed, in all and each; and how often that is tried
+_SLACK_SECONDS, _SLACK_OF_CALL, _SLOWER, _TRIES = 2e-3, 4e-6, 1.5, 8
+#: by how much other work may slow a call that does not wait for it; and how many times as long as it takes a call may have
+#: waited for a core where nobody knows whether it did
+_REFUSED, _SLOWER_UNSEEN = 3.0, 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsolatedMeasurement(Measurement):
+    """A function that times itself in its process; what it claims is compared with calls in a row by this one's clock."""
+
+    function: IsolatedFunction
+
+    def _take(self, mode: Mode | None) -> Latency:
+        """Time the function. Raises StaleError where calls in a row are slower than was claimed, or wrong."""
+        spec, direction = self.spec.for_subject(self.subject), self.direction
+        work = self._work()
+        work.rotate_over(0)
+        with self.function.recording() as recorded, work.context():
+            call = work.stage(replayed=True)
+            value = call()
+        work.verify_call("called on new data", call, value)
+        told = _told(spec)
+        claimed = self.function.measured(
+            spec=told,
+            is_told=told.workload == spec.workload and not self.subject.is_approximate,
+            direction=direction,
+            mode=mode,
+            cold=self.session.settings.l2 == "cold",
+            threads=torch.get_num_threads(),
+            own=sorted(own_processes()),
+        )
+        try:
+            latency = latency_of(claimed, spec.workload.id, self.subject.name, direction, spec.device.type)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            self.function.start().give_up("its process returned garbage in place of a time")
+        return self._held_to(latency, _Row(self.function, work, call, recorded[0]))
+
+    def _held_to(self, latency: Latency, row: _Row) -> Latency:
+        """Raise StaleError where calls in a row take longer than was claimed; where that cannot be told, say so."""
+        each = latency.p50 if latency.mode == "host" else latency.p50 + latency.launch
+        fits = max(_FEWEST, _BYTES // max(1, sum(one.nbytes for one in row.recorded.given)))
+        number = int(min(max(_FEWEST, _SECONDS / each), _SETS if row.direction == "backward" else _MOST, fits))
+        most, least_refused = (number * (each * slower + _SLACK_OF_CALL) + _SLACK_SECONDS for slower in (_SLOWER, _REFUSED))
+        rows = []
+        for _ in range(_TRIES):
+            rows.append(row.time(number))
+            if rows[-1].seconds <= most:
+                return latency
+        beside = row.seconds_beside(number)
+        seconds, unwaited = (min(found) - beside for found in zip(*rows, strict=True))
+        if seconds <= most:
+            return latency
+        claim = f"its process says that a call takes {each * 1e6:.4g} us"
+        if unwaited > least_refused:
+            least = f"{number} calls in a row took at least {unwaited / number * 1e6:.4g} us each"
+            raise StaleError(f"{claim}, but {least}, by the clock of the process that judges")
+        in_a_row = (
+            f"{number} calls in a row took {seconds / number * 1e6:.4g} us each, by the clock of the process that judges"
+        )
+        doubt = f"{claim}, which could not be verified: {in_a_row}"
+        decision = Decision(Verdict.INCONCLUSIVE, doubt)
+        return replace(latency, disturbances=(*latency.disturbances, doubt), decision=decision)
+
+
+class _RowTime(NamedTuple):
+    """Seconds of calls in a row, and what is left of them without those for which their thread had waited for a core."""
+
+    seconds: float
+    unwaited: float
+
+
+class _Row:
+    """Calls in a row of an isolated function. call: one that was made, and was recorded."""
+
+    def __init__(self, function: IsolatedFunction, work: KernelWork, call: Call, recorded: Recorded) -> None:
+        self.recorded, self.direction = recorded, work.direction
+        self._function, self._work, self._call = function, work, call
+        self._results: list[torch.Tensor] = []
+
+    def time(self, calls: int) -> _RowTime:
+        """Have so many calls made. Raises WrongResultError.
+
+        The time ends when digests of all results are here: then none is still to be computed, nor becomes another one later.
+        """
+        recorded, seed = self.recorded, CHANCE.getrandbits(63)
+        try:
+            seconds, waited, found = self._function.in_a_row(recorded, self.direction, calls, seed)
+        except ContractError as error:
+            raise WrongResultError(f"called in a row: {error}") from None
+        digests = found.view(calls, -1) if len(found) % calls == 0 else found.new_empty(calls, 0)
+        data = RowData(recorded.given, recorded.douts, self.direction, seed)
+        for number in CHANCE.sample(range(calls), min(calls, _LOOKS)):
+            fetched, self._results = recorded.call.fetched(number)
+            if not torch.equal(digest(self._results).cpu(), digests[number]):
+                raise WrongResultError("called in a row: a result has changed since the calls have ended")
+            recorded.keep(fetched, self.direction)
+            with self._function.replaying(recorded), self._work.context():
+                value = self._call()
+            given, douts = data.after(digests[number - 1].to(self._work.device) if number else None)
+            dout = next((one for one in douts if one is not None), self._work.dout)
+            self._work.verify_on("called in a row", given, dout, value)
+        return _RowTime(seconds, seconds / _SLOWER_UNSEEN if waited is None else seconds - waited)
+
+    def seconds_beside(self, calls: int) -> float:
+        """Return the seconds that are not those of the calls, once the process has ended, which could make them more."""
+        self._function.close()
+        return seconds_beside(self.recorded.given, self.recorded.douts, self.direction, self._results, calls)
+
+
+def _told(spec: CheckSpec) -> CheckSpec:
+    """Return what a process learns of a case: neither the draws of its run, nor functions that only the test can import."""
+    w = spec.workload
+    mask = None if w.mask is None or w.mask.function is not None else w.mask
+    workload = w if mask is w.mask and w.score_mod is None else w.replace(mask=mask, score_mod=None)
+    return replace(spec, workload=workload, seed=random.SystemRandom().getrandbits(31), parameters={})
+
+
+def latency_of(claimed: dict[str, Any], workload: str, subject: str, direction: LatencyDirection, kind: str) -> Latency:
+    """Return what another process claims to have measured on a kind of device.
+
+    Raises KeyError, TypeError or ValueError for what cannot have been.
+    """
+
+    def number(value: Any) -> float:
+        if type(value) not in (int, float) or not 0 <= value < 1e6:
+            raise ValueError(f"no number of seconds: {value!r}")
+        return float(value)
+
+    def texts(values: Any) -> tuple[str, ...]:
+        return tuple("".join(filter(str.isprintable, str(one)[:300])) for one in list(values)[:20])
+
+    p50, low, high, confidence = map(number, (claimed["p50"], *claimed["interval"]))
+    if not p50 or claimed["mode"] not in (get_args(Mode) if kind == "cuda" else ("host",)):
+        raise ValueError("no time")
+    numbers: dict[str, Any] = {name: int(number(claimed[name])) for name in ("blocks", "calls")}
+    numbers |= {name: number(claimed[name]) for name in ("launch", "spent")}
+    numbers |= {name: None if claimed[name] is None else int(claimed[name]) for name in ("memory", "threads")}
+    return Latency(
+        workload=workload,
+        subject=subject,
+        direction=direction,
+        p50=p50,
+        interval=Interval(low, high, confidence),
+        samples=tuple(map(number, claimed["samples"][:100_000])),
+        mode=claimed["mode"],
+        l2="cold" if claimed["l2"] == "cold" else "warm",
+        anchors={str(name)[:40]: number(value) for name, value in list(claimed["anchors"].items())[:20]},
+        disturbances=texts(claimed["disturbances"]),
+        notes=texts(claimed["notes"]),
+        conditions={name: value for name, value in claimed["conditions"].items() if type(value) in (int, float, str)},
+        **numbers,
+    )
 
 
 # -- those of a run ------------------------------------------------------------------------------------------------------

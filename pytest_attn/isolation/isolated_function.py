@@ -11,7 +11,6 @@ import socket
 import sys
 import sysconfig
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from pytest_attn.backends.named import OFFERED, NamedFunction
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError
 from pytest_attn.correctness.contract import ContractError, elements
 from pytest_attn.isolation.wire import FrameSocket, GarbageError, pickled, put, read_bytes, released, shared_memory
-from pytest_attn.latency.disturbance import process_waited
+from pytest_attn.latency.disturbance import thread_waited
 from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
 from pytest_attn.processes.last_words import ending, last_words
@@ -44,6 +43,8 @@ _START_SECONDS, _IMPORT_SECONDS, _END_SECONDS = 300.0, 60.0, 5.0
 _PAUSE_SECONDS, _MEASURE_SECONDS = 60.0, 1800.0
 #: bytes of an answer, characters of a text in it, and tensors and dimensions in a result
 _LONGEST, _TEXT, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 24, 20_000, 64, 16
+#: those of a seed, or of a sum in a digest
+_WORD = 8
 #: bytes that a result may have: so many, and so many times those that were given
 _BYTES, _TIMES = 1 << 30, 32
 #: dtypes that a result may have, by their names
@@ -125,17 +126,17 @@ class IsolatedProcess:
             raise IsolatedRaisedError(f"{self.name} raised {raised}\n{frames}".rstrip())
         return answer, storages
 
-    def go(self, chosen: bytes) -> float:
-        """Have it make the calls for which it is ready; return the seconds that these take by the clock of this process.
+    def go(self, seed: int) -> tuple[float, Tensor]:
+        """Have it make the calls for which it is ready; return the seconds until their digests are here, and these.
 
-        chosen: what it could not know before.
+        seed: of what they are given, which it could not know before.
         """
         begun = time.perf_counter()
-        answer = self._answer_to(chosen, "while it was called in a row")
-        seconds = time.perf_counter() - begun
-        if answer.get("done") is not True:
+        words = self._answer_to(seed.to_bytes(_WORD, "little"), "while it was called in a row").get("done")
+        if type(words) is not int or not 0 <= words <= _LONGEST:
             self.give_up("its process did not make the calls that were asked for")
-        return seconds
+        (found,) = self.read([words * _WORD])
+        return time.perf_counter() - begun, found.view(torch.int64)
 
     def read(self, lengths: Sequence[int]) -> list[Tensor]:
         """Return copies of bytes that it has returned."""
@@ -292,25 +293,22 @@ class IsolatedFunction(NamedFunction):
             self.start().give_up("its process returned garbage")
         return claimed
 
-    def in_a_row(
-        self, calls: Sequence[Recorded], direction: str, chosen: Sequence[Sequence[int]]
-    ) -> tuple[float, float | None]:
-        """Have it make calls, one after the other: each on other data in the memory of a recorded one.
+    def in_a_row(self, call: Recorded, direction: str, calls: int, seed: int) -> tuple[float, float | None, Tensor]:
+        """Have it make a recorded call again and again, each time on data of which it learns when the time begins: `RowData`.
 
-        chosen: of each call which it is like, by how many elements its q, k and v begin further on, and whose dout it has. The
-        process learns that when the time begins: it cannot have the results ready. Returns the seconds of all by the clock of
-        this process, and those for which its threads waited for a core, None where the system does not say.
+        Returns the seconds, by the clock of this process, until digests of all results are here; those for which the thread
+        that answers waited for a core, None where the system does not say; and the digests.
         """
         process = self.start()
-        order = {"do": "repeat", "calls": [one.order for one in calls], "direction": direction, "number": len(chosen)}
+        order = {"do": "repeat", "call": (call.given, call.keywords, call.douts), "direction": direction, "calls": calls}
         answer, _ = process.ask(*pickled({**order, "threads": torch.get_num_threads()}))
         if answer.get("ready") is not True:
             process.give_up("its process returned garbage")
-        waited = process_waited(process.pid)
-        seconds = process.go(array("q", itertools.chain.from_iterable(chosen)).tobytes())
-        waited = process_waited(process.pid) - waited
+        waited = thread_waited(process.pid)
+        seconds, digests = process.go(seed)
+        waited = thread_waited(process.pid) - waited
         is_seen = Path(f"/proc/{process.pid}/schedstat").exists()
-        return seconds, waited if is_seen else None
+        return seconds, waited if is_seen else None, digests
 
     def _called(self, given: tuple[Tensor, ...], keywords: dict[str, Any], seed: int | None) -> Any:
         if self._replayed is not None:
@@ -378,11 +376,12 @@ class IsolatedCall:
             self._process.give_up("its process returned other gradients than were asked for")
         return gradients
 
-    def fetched(self, number: int) -> Any:
-        """Return the result of one of the calls that were made in a row."""
+    def fetched(self, number: int) -> tuple[Any, list[Tensor]]:
+        """Return the result of one of the calls that were made in a row, and the tensors in it."""
         text, tensors = pickled({"do": "result", "number": number})
         answer, _ = self._process.ask(text, tensors)
-        return self.built(self._results(answer))
+        results = self._results(answer)
+        return self.built(results), results
 
     def built(self, results: Sequence[Tensor]) -> Any:
         """Return what the function has returned. results: the tensors in it."""
@@ -427,9 +426,9 @@ class Recorded:
         self.gradients: list[Tensor | None] = []
 
     @property
-    def order(self) -> tuple[Any, ...]:
-        """The tensors and keywords with which a process makes it."""
-        return self.given, self.keywords, list(self.call.douts)
+    def douts(self) -> list[Tensor | None]:
+        """What its backward pass was given."""
+        return [*self.call.douts]
 
     def keep(self, fetched: Any, direction: str) -> None:
         """Keep what it has returned in a direction: of both, a list of the result and the gradients."""

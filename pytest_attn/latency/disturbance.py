@@ -7,7 +7,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from glob import iglob
 from typing import TypeVar
 
 import torch
@@ -15,19 +14,11 @@ import torch
 from pytest_attn.latency.nvml import FIELDS, POWER_CAP, AbsentError, Gpu
 
 
-def thread_waited() -> float:
-    """Return the seconds that the calling thread has waited for a core."""
-    return _waited("/proc/thread-self/schedstat")
-
-
-def process_waited(process: int | str = "self") -> float:
-    """Return the seconds that the threads of a process have waited for a core, all together."""
-    return sum(map(_waited, iglob(f"/proc/{process}/task/*/schedstat")))
-
-
-def _waited(counts: str) -> float:
+def thread_waited(process: int | None = None) -> float:
+    """Return the seconds that the calling thread has waited for a core, or the first one of another process."""
+    counts = "thread-self" if process is None else f"{process}/task/{process}"
     try:
-        with open(counts, encoding="ascii") as file:
+        with open(f"/proc/{counts}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) * 1e-9
     except (OSError, IndexError, ValueError):
         return 0.0

@@ -73,11 +73,6 @@ class RandomPool:
             for which, t in zip(at, tensors, strict=True)
         ]
 
-    @property
-    def memories(self) -> list[int]:
-        """Number of the memory that each of the tensors lies in, as the parts of `Places` count them."""
-        return [which for which, *_ in self._lie]
-
     def draw(self, number: int = 1) -> list[Places]:
         """Return where the next tensors begin, of so many sets: one after the other, as `rooms` lie."""
         drawn = []

@@ -193,18 +193,6 @@ class KernelWork(Work):
             call.make = lambda: self._gradients([out], tensors, [dout], retain_graph=replayed)
         return call
 
-    def moved(self, call: Call) -> tuple[Call, tuple[int, ...]]:
-        """Return a call, which has no set, as one on other q, k and v, and by how many elements these begin further on."""
-        qkv, began = self._pool.draw_handed(), call.given.qkv
-        further = tuple(qkv[memory].further - began[memory].further for memory in self._pool.memories)
-        return self.with_qkv_at(call, qkv), further
-
-    def with_qkv_at(self, call: Call, qkv: Places) -> Call:
-        """Return a call, which has no set, as one on q, k and v that begin there."""
-        other = Call(self, call.tensors, 0, Given(qkv, call.given.dout))
-        other.make = call.make
-        return other
-
     def stage_again(self, calls: Sequence[Call]) -> None:
         """Put other data in place for calls that a graph has captured."""
         self.on_call()
@@ -233,13 +221,13 @@ class KernelWork(Work):
         self._require_nothing_later(is_warm=False)
         given, results = call.seen(value)
         if self._room is not None:
-            self._verify(what, given, self._next_of(results))
+            self._verify_given(what, given, self._next_of(results))
             return
         sizes = []
         for _ in self._turns:
             turn = self._next_of(results)
             sizes.append(sum(one.nbytes for one in turn.values()))
-            self._verify(what, given, turn)
+            self._verify_given(what, given, turn)
         self._room = next(iter(results.values())).new_empty(max(sizes), dtype=torch.uint8)  # before anything is timed
 
     def begin(self) -> None:
@@ -272,6 +260,10 @@ class KernelWork(Work):
                     f"{f' (threads that came since: {new})' if new else ''}; a call has to wait for what it starts"
                 )
 
+    def verify_on(self, what: str, tensors: Sequence[torch.Tensor], dout: torch.Tensor, value: Any) -> None:
+        """Raise WrongResultError unless what has its turn of a call's results is attention on these tensors."""
+        self._verify(what, tensors, dout, self._next_of(self.results(value)))
+
     def keep(self, call: Any, value: Any) -> None:
         """Keep a copy of what has its turn: of one of the calls that come here, each as likely as the others."""
         self._told += 1
@@ -301,7 +293,7 @@ class KernelWork(Work):
         if self._kept is None or (is_costly and self._unseen < _BLOCKS_OF_A_LOOK and not is_last):
             return
         kept, self._kept, self._told, self._unseen = self._kept, None, 0, 0
-        self._verify("timed", kept.given, kept.results)
+        self._verify_given("timed", kept.given, kept.results)
         self._looks += 1
         self._looking += time.perf_counter() - begun
 
@@ -327,11 +319,16 @@ class KernelWork(Work):
         turn = {name: results[name] for name in self._turns[self._turn_to_look] if name in results}
         return turn or dict([next(iter(results.items()))])
 
-    def _verify(self, what: str, given: Given, results: dict[str, torch.Tensor]) -> None:
+    def _verify_given(self, what: str, given: Given, results: dict[str, torch.Tensor]) -> None:
+        (dout,) = self._pool_of_dout.at(given.dout)
+        self._verify(what, self._pool.at(given.qkv), dout, results)
+
+    def _verify(
+        self, what: str, tensors: Sequence[torch.Tensor], dout: torch.Tensor, results: dict[str, torch.Tensor]
+    ) -> None:
         """Look at results, after which others have their turn."""
         self._turn_to_look = (self._turn_to_look + 1) % len(self._turns)
-        (dout,) = self._pool_of_dout.at(given.dout)
-        if fault := self._attention.fault_of(results, self._pool.at(given.qkv), dout):
+        if fault := self._attention.fault_of(results, tensors, dout):
             how = f"{what}, without gradients" if self.direction == "forward" else what
             raise WrongResultError(f"{how}: its result is not that of the data it was given ({fault})")
 

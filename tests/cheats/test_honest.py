@@ -58,7 +58,10 @@ def ask(pytester):
         result = start("-p", "no:cacheprovider", "-v", *args)
         found = outcomes(result.outlines)
         assert len(found) == sum(len(one.judgments) for one in asked)
-        assert [name for name, outcome in found.items() if outcome != "passed"] == []
+        fine = (
+            ("passed", "skipped") if isolated else ("passed",)
+        )  # beside other work, no clock but a process's own tells a time
+        assert [name for name, outcome in found.items() if outcome not in fine] == []
 
     return run
 

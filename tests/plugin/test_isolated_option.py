@@ -177,9 +177,7 @@ def is_ready_before(q, k, v):
     from pytest_attn.isolation import call_server
     run = call_server.CallServer._in_a_row
     def prepared(self, order):
-        import itertools
-        for q, k, v in itertools.product(*zip(*(given for given, _, _ in order["calls"]))):
-            keeps_answers(q, k, v)
+        keeps_answers(*order["call"][0])
         return run(self, order)
     if run.__name__ != "prepared":
         call_server.CallServer._in_a_row = prepared
@@ -286,7 +284,8 @@ def test_what_a_process_claims_of_its_times_is_held_against_the_clock_of_the_jud
     names = ["slows_the_clock", "keeps_answers", "is_ready_before", "idles_when_it_times_itself", "idles_in_a_row"]
     pytester.makepyfile(test_it=TIMES.format(names=[*names, "claims_a_time", "claims_a_device"]))
     result = run(pytester, "--attn-isolated")
-    result.assert_outcomes(passed=4, failed=8)
+    ended = result.parseoutcomes()  # beside other work an honest time may be inconclusive
+    assert (ended["failed"], ended.get("passed", 0) + ended.get("skipped", 0)) == (8, 4)
     slow = [*names[:3], "slows_the_clock_of_a_short_call"]
     result.stdout.fnmatch_lines(
         [
