@@ -146,20 +146,21 @@ def _empty(folder: Path) -> None:
 def _hold(path: Path) -> int:
     """Make a file and lock it; return its descriptor. Raises FileNotFoundError where another process has removed it."""
     held = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    if _is_free(held) and path.exists():
+    _is_free(held, waits=True)  # or its system has no such locks
+    if path.exists():
         return held
     os.close(held)
     raise FileNotFoundError(path)
 
 
-def _is_free(descriptor: int) -> bool:
-    """Lock a file, where no other process has; return whether none had."""
+def _is_free(descriptor: int, waits: bool = False) -> bool:
+    """Lock a file, where no other process has, or once none has; return whether that could be done."""
     try:
         import fcntl
     except ImportError:  # Windows
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except OSError:
         return False
     return True

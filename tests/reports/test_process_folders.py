@@ -85,6 +85,14 @@ def test_one_that_another_process_takes_for_left_while_it_is_made_is_made_again(
     assert own not in map(str, taken)
 
 
+def test_a_disk_that_has_no_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", lambda *of: (_ for _ in ()).throw(OSError("no locks available")))
+    with ProcessFolder("", str(tmp_path)) as own:
+        remove_left(tmp_path)
+        assert [str(path) for path in tmp_path.iterdir()] == [own]
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_folder_that_is_done_leaves_no_descriptor(tmp_path):
     before = os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else []
     for _ in range(3):
