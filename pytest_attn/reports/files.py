@@ -8,6 +8,7 @@ import stat
 import sys
 import tempfile
 import threading
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -85,7 +86,7 @@ def written_alone(folder: Path) -> Iterator[None]:
 _PREFIX, _HELD = ".pytest-attn-", ".held"
 
 
-class ProcessFolder(tempfile.TemporaryDirectory[str]):
+class ProcessFolder:
     """A temporary folder; where its process is killed, the next one of the same user that makes one there removes it.
 
     It is held by a lock on a file in it, which the system releases with the process, and those that it has forked.
@@ -93,24 +94,17 @@ class ProcessFolder(tempfile.TemporaryDirectory[str]):
 
     def __init__(self, name: str = "", base: str | Path | None = None) -> None:
         remove_left(Path(base or tempfile.gettempdir()))
-        self._held = -1
-        while self._held < 0:  # again where another process took it for one that was left
-            super().__init__(prefix=f"{_PREFIX}{name}", dir=base, ignore_cleanup_errors=True)
-            try:
-                self._held = _hold(Path(self.name, _HELD))
-            except FileNotFoundError:
-                self._finalizer.detach()  # type: ignore[attr-defined]
-            except BaseException:
-                self.cleanup()
-                raise
+        held = -1
+        while held < 0:  # again where another process took it for one that was left
+            self.name = tempfile.mkdtemp(prefix=f"{_PREFIX}{name}", dir=base)
+            held = _hold(Path(self.name))
+        self.cleanup = weakref.finalize(self, _remove, Path(self.name), held)
 
-    def cleanup(self) -> None:
-        """Remove it."""
-        held, self._held = self._held, -1
-        if held >= 0:
-            _empty(Path(self.name))
-            os.close(held)
-        super().cleanup()
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(self, *raised: object) -> None:
+        self.cleanup()
 
 
 def remove_left(base: Path) -> None:
@@ -125,32 +119,38 @@ def remove_left(base: Path) -> None:
                 folder.rmdir()  # only just made, or removed but for itself
                 continue
             descriptor = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                if _is_free(descriptor):
-                    _empty(folder)
-                    shutil.rmtree(folder)
-            finally:
+            if _is_free(descriptor):
+                _remove(folder, descriptor)
+            else:
                 os.close(descriptor)
 
 
-def _empty(folder: Path) -> None:
-    """Remove all from a folder but what holds it, without which nobody could tell that it is ours."""
+def _remove(folder: Path, held: int) -> None:
+    """Remove a folder, and last what holds it, without which nobody could tell that it is ours."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != _HELD:
                 path.unlink()
+    os.close(held)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _hold(path: Path) -> int:
-    """Make a file and lock it; return its descriptor. Raises FileNotFoundError where another process has removed it."""
-    held = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+def _hold(folder: Path) -> int:
+    """Lock a file in a new folder; return its descriptor, -1 where another process has removed the folder meanwhile."""
+    try:
+        held = os.open(folder / _HELD, os.O_CREAT | os.O_RDWR, 0o600)
+    except FileNotFoundError:
+        return -1
+    except OSError:
+        folder.rmdir()
+        raise
     _is_free(held, waits=True)  # or its system has no such locks
-    if path.exists():
+    if (folder / _HELD).exists():
         return held
     os.close(held)
-    raise FileNotFoundError(path)
+    return -1
 
 
 def _is_free(descriptor: int, waits: bool = False) -> bool:

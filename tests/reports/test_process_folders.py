@@ -75,7 +75,7 @@ def test_one_that_another_process_takes_for_left_while_it_is_made_is_made_again(
 
     def first_removed(path):
         if not taken:
-            taken.append(path.parent)
+            taken.append(path)
             remove_left(tmp_path)
         return hold(path)
 

@@ -20,10 +20,11 @@ from pytest_attn.reports.runs import read_runs
 KILLS = {"SIGKILL": (9,), "SIGTERM": (15,), "SIGINT": (2,), "SIGINT twice": (2, 2)}
 #: names each test of a run that has ended, once all plugins have been told
 NOTES = """
+import os
 import pytest
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
-    if report.when == "teardown":
+    if report.when == "teardown" and "PYTEST_XDIST_WORKER" not in os.environ:
         with open("ended", "a") as file: file.write(report.nodeid + "\\n")
 """
 KERNELS = """
