@@ -150,4 +150,4 @@ def test_killed(runs, finished, name, kill, seed, withstood):
         if attempts.left_in(folder):
             runs.status(runs.start(folder, *options))  # which clears what could not be
         assert attempts.left_in(folder) == []
-    withstood(f"killed {name}", kill, "moments drawn, or before a change of a file", "each file old or new, and whole")
+    withstood(f"killed {name}", kill, "drawn moments", "files whole, old or new")

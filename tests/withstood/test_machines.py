@@ -48,7 +48,7 @@ MACHINES = {
     "no HOME": Row(environment={"HOME": None}),
     "read-only HOME": Row(environment={"HOME": "/proc"}),
     "no TMPDIR": Row(environment={"TMPDIR": None}),
-    "a TMPDIR that is not there": Row(environment={"TMPDIR": "/no/such"}),
+    "TMPDIR missing": Row(environment={"TMPDIR": "/no/such"}),
     "LANG=C": Row(environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
     "COLUMNS=20": Row(environment={"COLUMNS": "20"}),
     "COLUMNS=1": Row(environment={"COLUMNS": "1"}),
@@ -132,7 +132,7 @@ def test_a_machine(name, withstood):
             os.close(main)
             os.close(terminal)
         judged(folder, row, done.returncode, (folder / "output").read_text(errors="replace"))
-    withstood("odd machine", name, "a right and a wrong kernel", "told apart, outputs written")
+    withstood("odd machine", name, "right and wrong kernels", "told apart, written")
 
 
 @pytest.mark.one_in(50)
@@ -146,7 +146,7 @@ def test_options(runs, name, withstood):
             status = runs.status(runs.start(folder, *WRITTEN, *some, always=attempts.ALWAYS[2:]))
         judged(folder, row, status, (folder / "output").read_text(errors="replace"))
     kind = re.split(r"[:=]|(?<=--dist) ", name)[0]
-    withstood("options", f"`{kind}`", "a right and a wrong kernel", "told apart, outputs written")
+    withstood("options", f"`{kind}`", "right and wrong kernels", "told apart, written")
 
 
 @pytest.mark.one_in(9)
@@ -161,4 +161,4 @@ def test_a_path(runs, name, options, withstood):
         (folder / "test_it.py").write_text(TEST)
         status = runs.status(runs.start(folder, *WRITTEN, *options.split()))
         judged(folder, Row(), status, (folder / "output").read_text(errors="replace"))
-    withstood("paths", name, "a right and a wrong kernel, `-n 2` as well", "told apart, outputs written")
+    withstood("paths", name, "right and wrong kernels, `-n 2` as well", "told apart, written")
