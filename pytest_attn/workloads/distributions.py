@@ -256,13 +256,14 @@ class _Aim:
     def _point(self, head: Tensor, row: Tensor, keys: Tensor, target: Tensor, size: int) -> None:
         """Add to queries what gives `size` keys like their target most of the weight, and to all others the rest.
 
-        That is down to what the dtype shows, and float32 sums which begin with the heavy key.
+        That is down to what the dtype shows; in float32, to what sums in order do not lose beside the heavy key.
         """
         import torch
 
-        least = max(torch.finfo(self.q.dtype).eps ** 0.85, torch.finfo(torch.float32).eps * self.kv_len / 16)
+        eps, in_order = torch.finfo(self.q.dtype).eps, 32 if self.kv_len > _NO_RUNS else 1 / 16
+        least = max(eps**0.85, eps * self.kv_len * in_order * (self.q.dtype == torch.float32))
         step = (row * _PARTS // self.q.shape[1] * 5 + head * 3) % _PARTS  # alike in rows that lie together
-        depth = 0.5 - math.log(min(1.0, least)) * (step + (row * _OF_ROWS + head * _OF_HEADS) % 1) / _PARTS
+        depth = 0.5 - math.log(min(0.25, least)) * (step + (row * _OF_ROWS + head * _OF_HEADS) % 1) / _PARTS
         height = (self.seen[row] / size).clamp(min=1).log() + depth
         for part in torch.arange(len(row)).tensor_split(max(1, -(-len(row) * self.w.head_dim // _NEEDLE_ELEMENTS))):
             of = (self.key_head[head], target, height, head, row)
