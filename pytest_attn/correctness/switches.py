@@ -205,6 +205,8 @@ def _handlers() -> tuple[Any, ...]:
 
 
 def _set_handlers(before: tuple[Any, ...]) -> None:
+    for which in _SLOW_TIMERS:
+        signal.setitimer(which, 0)
     time.sleep(_UNDER_WAY)
     for number, now, was in zip(_SIGNALS, _handlers(), before, strict=True):
         if now is not was and was is not None:  # None: code of C handles it
@@ -232,20 +234,14 @@ def _named(value: Any) -> str:
 #: seconds in which a signal that was sent comes, by which the process would end without its handler
 _UNDER_WAY = 0.01
 #: without an enumeration of what it returns, which takes longer
-_getsignal: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_getsignal: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _SIGNALS = tuple(sorted(map(int, signal.valid_signals())))
-#: by the names of what they count
-_TIMERS = {one: getattr(signal, one) for one in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF") if hasattr(signal, one)}
+#: timers that count what the process computes, which takes long to ask for
+_SLOW_TIMERS = [getattr(signal, one) for one in ("ITIMER_VIRTUAL", "ITIMER_PROF") if hasattr(signal, one)]
 
 
-def _armed() -> set[str]:
-    """Return the interval timers that are armed."""
-    return {name for name, which in _TIMERS.items() if any(signal.getitimer(which))}
-
-
-def _disarm(before: set[str]) -> None:
-    for name in _armed() - before:
-        signal.setitimer(_TIMERS[name], 0)
+def _is_armed() -> bool:
+    return hasattr(signal, "getitimer") and any(signal.getitimer(signal.ITIMER_REAL))
 
 
 def _wakeup_descriptor() -> int:
@@ -260,7 +256,7 @@ def _wakeup_descriptor() -> int:
 
 #: a timer that was armed before may have come to its end, or have been disarmed
 _LATER = {
-    "interval timers": Switch(_armed, _disarm, lambda now, was: bool(now - was)),
+    "the interval timer": Switch(_is_armed, lambda before: signal.setitimer(signal.ITIMER_REAL, 0), operator.gt),
     _HANDLERS: Switch(_handlers, _set_handlers, _is_handler_left, _handler_at),
     "the descriptor that signals write to": Switch(
         _wakeup_descriptor, lambda before: signal.set_wakeup_fd(before, warn_on_full_buffer=False)

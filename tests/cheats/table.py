@@ -975,7 +975,7 @@ CHEATS = (
             ("no_warnings", "warnings off", 'warnings.simplefilter("ignore")'),
             ("no_depth", "a recursion limit near the present depth", "sys.setrecursionlimit(deep() + 30)"),
             ("a_descriptor", "a descriptor that signals write to", "signal.set_wakeup_fd(os.open(os.devnull, os.O_NONBLOCK))"),
-            ("a_timer", "a timer whose signal ends the process", "signal.setitimer(signal.ITIMER_PROF, 3600)"),
+            ("a_timer", "a timer whose signal ends the process", "signal.setitimer(signal.ITIMER_REAL, 3600)"),
             ("a_late_exit", "a late end of the process", "faulthandler.dump_traceback_later(3600, exit=True)", "isolation"),
         ),
     ),

@@ -59,9 +59,9 @@ OF_PROCESS = {
         lambda on: signal.signal(signal.SIGTERM, signal.SIG_IGN if on else signal.SIG_DFL),
         lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
     ),
-    "interval timers": (
-        lambda on: signal.setitimer(signal.ITIMER_PROF, 3600 * on),
-        lambda: signal.getitimer(signal.ITIMER_PROF)[0] > 0,
+    "the interval timer": (
+        lambda on: signal.setitimer(signal.ITIMER_REAL, 3600 * on),
+        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
     ),
     "the descriptor that signals write to": (
         lambda on: signal.set_wakeup_fd(DESCRIPTOR if on else -1),
