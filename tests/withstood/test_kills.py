@@ -61,9 +61,9 @@ RUNS = {
         13,
     ),
 }
-SLOW = {name: [pytest.mark.slow("imports torch in other processes")] for name in (*RUNS,)[1:]}
+SLOW = pytest.mark.slow("imports torch in other processes, or goes by the clock")
 MOMENTS = [
-    pytest.param(name, kill, seed, marks=SLOW.get(name, ()))
+    pytest.param(name, kill, seed, marks=[] if name == next(iter(RUNS)) and seed % 2 else SLOW)
     for name, (*_, moments) in RUNS.items()
     for kill in KILLS
     for seed in range(moments)
@@ -124,7 +124,7 @@ def broken(folder, old):
         yield "no baselines"
 
 
-@pytest.mark.one_in(89)
+@pytest.mark.one_in(33)
 @pytest.mark.parametrize(("name", "kill", "seed"), MOMENTS)
 def test_killed(runs, finished, name, kill, seed, withstood):
     old, took, changes = finished(name)
