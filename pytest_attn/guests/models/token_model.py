@@ -102,7 +102,7 @@ class TokenBatch:
         if not hasattr(ids, "dim") or ids.dim() != 2 or ids.is_floating_point():
             raise TypeError(
                 "check_invariants: batch must be a tensor of token ids (batch, tokens), a tensor of other inputs whose first"
-                " dimension is the batch, or a mapping of such tensors"
+                " dimension is the batch, or a mapping of such tensors, in which token ids are named input_ids"
             )
         mask = given.pop(f"{prefix}attention_mask", None) if has_tokens else None
         seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
@@ -127,7 +127,9 @@ class TokenBatch:
         found = {}
         for name, values in self.per_token.items():
             flat, at = values.flatten(0, 1), places.to(values.device)
-            found[name] = torch.where(at.view(*at.shape, *[1] * (flat.dim() - 1)) >= 0, flat[at.clamp(min=0)], 0)
+            found[name] = torch.where(
+                at.view(*at.shape, *[1] * (flat.dim() - 1)) >= 0, flat[at.clamp(min=0)], flat.new_zeros(())
+            )
         sequences = places.amax(1).clamp(min=0) // self.length  # of a row, which one it is of
         return found | {name: values[sequences.to(values.device)] for name, values in self.per_sequence.items()}
 
@@ -338,7 +340,9 @@ class TokenModel:
         )
         if rows is None:
             shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in outputs.items())
-            raise TypeError(f"check_invariants: the model returned {shapes}; expected a tensor (batch, tokens, features)")
+            pairs = "" if has_tokens else "; (batch, batch) may be scores of pairs, which a batch of another size tells"
+            wanted = "(batch, tokens, features)" if has_tokens else "whose first dimension is the batch"
+            raise TypeError(f"check_invariants: the model returned {shapes}; expected a tensor {wanted}{pairs}")
         return rows, returned
 
     def stepped(self, step: TokenStep, ids: torch.Tensor, places: torch.Tensor, cuts: list[int]) -> Iterator[Part]:

@@ -235,13 +235,15 @@ def test_padding_is_the_model_s_own_token_and_positions_are_given_to_both_runs_o
 
 def test_a_batch_is_cut_to_its_tokens_wherever_its_padding_is_and_so_is_what_else_it_holds_of_each():
     class Kinds(Tokens):
-        def forward(self, input_ids, attention_mask=None, position_ids=None, kinds=None):
+        def forward(self, input_ids, attention_mask=None, position_ids=None, kinds=None, named=None):
             assert kinds.shape == input_ids.shape
-            return super().forward(input_ids, attention_mask, position_ids) + self.embed(kinds).sum(-1, keepdim=True)
+            moved = self.embed(kinds).masked_fill(~named[..., None], 0.0)
+            return super().forward(input_ids, attention_mask, position_ids) + moved.sum(-1, keepdim=True)
 
     mask = torch.ones_like(IDS)
     mask[0, :5], mask[1, -7:] = 0, 0
-    report = judge_model_invariants(Kinds(), {"input_ids": IDS, "attention_mask": mask, "kinds": IDS % 3})
+    held = {"kinds": IDS % 3, "named": IDS % 2 > 0}
+    report = judge_model_invariants(Kinds(), {"input_ids": IDS, "attention_mask": mask, **held})
 
     assert report.passed
     assert report.workload == f"(3, {TOKENS - 7}) tokens"
@@ -378,6 +380,11 @@ def test_a_model_that_normalizes_over_its_batch_or_pairs_its_entries_is_honest()
     training = Images(lambda t: t, nn.BatchNorm1d(32)).train()
     assert left_out(training, PIXELS)["order"] == "it normalizes over the batch"
     assert judge_model_invariants(training.eval(), PIXELS).passed
+
+
+def test_outputs_that_may_be_scores_of_pairs_are_asked_for_with_another_batch():
+    with pytest.raises(TypeError, match=r"rows \(2, 2\).*which a batch of another size tells"):
+        judge_model_invariants(Images(lambda t: t, nn.Linear(32, 2)).eval(), PIXELS[:2])
 
 
 def test_tensors_that_do_not_agree_about_the_batch_are_refused():
