@@ -204,8 +204,8 @@ class RoundedRescaling(Kernel):
         return super().step(tile, q, state)
 
     def rescale(self, old: Tensor, new: Tensor) -> Tensor:
-        """Round the factor."""
-        return super().rescale(old, new).to(self._dtype).float()
+        """Round the factor; of a sequence without keys, which has no tile, only its sinks have one."""
+        return super().rescale(old, new).to(getattr(self, "_dtype", new.dtype)).float()
 
 
 class RescaledByTiles(RoundedRescaling):
