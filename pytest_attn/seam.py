@@ -88,7 +88,9 @@ class Guest:
         latency: by a field of `Latency.more`, what records say of it.
         fields: of a record: a TypedDict annotated as `Record` is, after the meaning with a part of JSON Schema where reports
             read what is within.
+        invariants: by name, what makes them of it: run where a test's marker, or `only`, names them.
         lines: a function of records and a width that yields what the summary shows of them under -v.
+        tables: such a function whose lines it always shows.
         timed: a function of records that yields lines to show below the table of latencies.
         results: a function of records that yields, for pages, titles with the texts below.
         commands: of `python -m pytest_attn`: functions that take the subparsers, and add theirs.
@@ -105,7 +107,9 @@ class Guest:
     attributes: Mapping[str, str] = field(default_factory=dict)
     latency: Mapping[str, LatencyField] = field(default_factory=dict)
     fields: str = ""
+    invariants: Mapping[str, str] = field(default_factory=dict)
     lines: str = ""
+    tables: str = ""
     timed: str = ""
     results: str = ""
     commands: tuple[str, ...] = ()

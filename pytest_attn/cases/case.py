@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
@@ -161,7 +162,7 @@ class AttentionCase(CaseTensors):
             ValueError: no invariant has the name, or none is left.
         """
         __tracebackhide__ = True
-        names = chosen(only, skip, self._session.settings.thorough)
+        names = chosen(only, skip, self._session.settings.thorough, self._mark.invariants)
         subject = self._subject(fn, name, dequantized)
         report = conclude(
             self._context, InvariantEvaluator(subject, spec_of(subject, self._spec), [one.name for one in names])
@@ -434,8 +435,12 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
                 progress(next(asked))
                 begin(name)
 
-            thorough, deadline = session.settings.thorough, context.deadline(self.subject)
-            return judge_invariants(self.subject, self._spec, session.references, names, None, thorough, deadline, begun)
+            def elsewhere(name: str, environment: Mapping[str, str]) -> Finding:
+                (finding,) = findings_isolated(context, self.subject, [name], environment)
+                return finding
+
+            asked_of = self.subject, self._spec, session.references, names, None, session.settings.thorough
+            return judge_invariants(*asked_of, context.deadline(self.subject), begun, elsewhere)
 
 
 def spec_of(subject: Subject, spec: CheckSpec) -> CheckSpec:
@@ -517,8 +522,10 @@ def divided(names: Sequence[str], device: torch.device, is_expendable: bool) -> 
     return (here, isolated) if here else (isolated, ())
 
 
-def findings_isolated(context: CaseContext, subject: Subject, names: Sequence[str]) -> tuple[Finding, ...]:
-    """Ask these invariants in another process, where there are any.
+def findings_isolated(
+    context: CaseContext, subject: Subject, names: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Finding, ...]:
+    """Ask these invariants in another process, where there are any, with some more environment variables.
 
     One during which the process ended is broken. One that was not run is not applicable: the test did not come so far, or
     this process has left it too little memory.
@@ -526,7 +533,7 @@ def findings_isolated(context: CaseContext, subject: Subject, names: Sequence[st
     if not names:
         return ()
     leave_memory(torch.device(context.machine.device))
-    isolated = run_isolated(context.item.config, name_for_processes(context.item), names)
+    isolated = run_isolated(context.item.config, name_for_processes(context.item), names, environment)
     mine = {line["invariant"]: line for line in isolated.results if line.get("subject") == subject.name}
     return tuple(_finding(name, mine.get(name), isolated) for name in names)
 

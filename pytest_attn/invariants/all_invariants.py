@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pkgutil import resolve_name
 
 import torch
 
@@ -11,7 +12,15 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.invariants.algebra import algebra, magnitude
 from pytest_attn.invariants.gradient_identities import alone, gradients, lse_gradient
-from pytest_attn.invariants.invariant import Invariant, KernelRaised, NotApplicable, OwnDefectError, Probe, what_was_raised
+from pytest_attn.invariants.invariant import (
+    Elsewhere,
+    Invariant,
+    KernelRaised,
+    NotApplicable,
+    OwnDefectError,
+    Probe,
+    what_was_raised,
+)
 from pytest_attn.invariants.leak import leak
 from pytest_attn.invariants.memory_layout import alignment, layout, offsets
 from pytest_attn.invariants.poison import poison
@@ -19,6 +28,7 @@ from pytest_attn.invariants.report import Finding, InvariantReport, Outcome
 from pytest_attn.invariants.rerun import rerun, state
 from pytest_attn.invariants.runtime import device, graph, opcheck
 from pytest_attn.invariants.variations import batch, equivalence, options, shapes
+from pytest_attn.seam import added
 from pytest_attn.workloads.fields import did_you_mean
 
 __tracebackhide__ = True  # what it raises is the test's own mistake
@@ -50,14 +60,18 @@ INVARIANTS: tuple[Invariant, ...] = (
 )
 
 
-def chosen(only: Names, skip: Names, thorough: bool) -> tuple[Invariant, ...]:
+def chosen(only: Names, skip: Names, thorough: bool, more: Collection[str] = ()) -> tuple[Invariant, ...]:
     """Return invariants by name: those named by `only`, else the default ones, and with `thorough` all; less `skip`.
+
+    more: those of guests that are default ones, too.
 
     Raises ValueError for a name that is not one of the known, and where none is left: nothing asked is nothing held.
     """
-    by_name = {one.name: one for one in INVARIANTS}
+    own, of_guests = {one.name: one for one in INVARIANTS}, added("invariants")
+    *first, last = own
     default = [one.name for one in INVARIANTS if thorough or not one.thorough]
-    return tuple(by_name[name] for name in chosen_names(only, skip, by_name, default))
+    names = chosen_names(only, skip, (*first, *of_guests, last), (*default, *more))
+    return tuple(own[name] if name in own else resolve_name(of_guests[name])(name) for name in names)
 
 
 def chosen_names(only: Names, skip: Names, known: Collection[str], default: Collection[str]) -> list[str]:
@@ -82,11 +96,12 @@ def judge_invariants(
     thorough: bool = False,
     deadline: Callable[[], AbstractContextManager[object]] = nullcontext,
     begin: Callable[[str], None] = lambda name: None,
+    elsewhere: Elsewhere | None = None,
 ) -> InvariantReport:
     """Ask `subject` every invariant that applies to the spec's workload, on the first of its input distributions.
 
     only, skip: names of invariants. thorough: all of them, with more repetitions. deadline: makes a context that surrounds
-    each call. begin: is given the name of each before it is asked.
+    each call. begin: is given the name of each before it is asked. elsewhere: repeats the test in a new process.
 
     The plain call comes first: its exceptions pass through, ContractError for a result that cannot be compared included, and
     RefusedError where a backend refuses as late as there. Raises ValueError for an unknown name, and where no name is left.
@@ -95,6 +110,7 @@ def judge_invariants(
     spec = spec.for_subject(subject)
     inputs = references.inputs_of(spec, spec.inputs[0])
     probe = Probe(subject, spec, inputs, deadline, thorough)
+    probe.elsewhere = elsewhere
     with probe.calling():
         probe.kernel = references.prepared(subject, spec, spec.inputs[0], inputs)
     probe.base  # noqa: B018 - the call that the others are held against, made here, once

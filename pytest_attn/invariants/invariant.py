@@ -28,6 +28,7 @@ from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.switches import switches_kept
+from pytest_attn.invariants.report import Finding
 from pytest_attn.reports.lines import told_apart, z_figure
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.workload import Workload
@@ -173,6 +174,10 @@ class Count:
     results: HeldResults = field(default_factory=HeldResults)
 
 
+#: asks an invariant, by its name, in a new process with some environment variables
+Elsewhere: TypeAlias = Callable[[str, Mapping[str, str]], Finding]
+
+
 class Probe:
     """One kernel on one workload and one draw of inputs.
 
@@ -198,6 +203,7 @@ class Probe:
         self.count = count or Count()
         self._current = spec.device
         self.note = ""
+        self.elsewhere: Elsewhere | None = None
         self._references: list[tuple[Inputs, Reference]] = []
         self._keep: Tensor | None = None
 

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,21 @@ from pytest_attn.workloads.inputs import Inputs
 
 def configurations() -> dict[str, str]:
     """Return the configuration in use of each of Triton's autotuned kernels, by the kernel's name; {} without Triton."""
+    return {_name(kernel): str(kernel.best_config) for kernel in _tuning_themselves() if hasattr(kernel, "best_config")}
+
+
+def forget_configurations() -> None:
+    """Let each of these kernels tune itself anew, when it is next called."""
+    for kernel in _tuning_themselves():
+        kernel.cache.clear()
+
+
+def _tuning_themselves() -> Iterator[Any]:
     autotuner = sys.modules.get("triton.runtime.autotuner")
-    if autotuner is None:
-        return {}
-    base = autotuner.Autotuner
-    kernels = (reference() for reference in _autotuned(base, sum(map(sys.getrefcount, _with_subclasses(base)))))
-    return {_name(kernel): str(kernel.best_config) for kernel in kernels if hasattr(kernel, "best_config")}
+    if autotuner is not None:
+        base = autotuner.Autotuner
+        references = _autotuned(base, sum(map(sys.getrefcount, _with_subclasses(base))))
+        yield from filter(None, (reference() for reference in references))
 
 
 @functools.lru_cache(maxsize=1)
@@ -87,7 +97,7 @@ def rerun(probe: Probe) -> str:
     late = _changed(probe, _behind_late_inputs(probe, tensors))
     if late:
         return f"with inputs that were written late, by work queued before the call: {late}"
-    return prefixed("beside another stream's work", _changed(probe, _beside_other_work(probe, tensors)))
+    return prefixed("beside another stream's work", _changed(probe, beside_other_work(probe, tensors)))
 
 
 def _changed_for_good(probe: Probe, tensors: Tensors) -> str:
@@ -127,7 +137,7 @@ def _behind_late_inputs(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
         return probe.call(late)
 
 
-def _beside_other_work(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
+def beside_other_work(probe: Probe, tensors: Tensors) -> dict[str, Tensor]:
     """Call the kernel while another stream multiplies matrices."""
     matrix = torch.ones(_WIDTH, _WIDTH, device=probe.device, dtype=tensors.dout.dtype)
     with side_stream(probe.device) as here:

@@ -41,6 +41,7 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     if verbose:
         yield from _rows(records, width)
         yield from (line for lines in each("lines") for line in lines(records, width))
+    yield from (line for lines in each("tables") for line in lines(records, width))
     yield from _problems(records)
     if verbose:
         yield from _compilations(records)

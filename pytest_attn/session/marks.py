@@ -91,6 +91,10 @@ class AttentionMark:
         device = values.get("device")
         if device is not None and not is_device_name(str(device)):
             raise ValueError(f"device must be cpu, cuda, cuda:N, xpu or mps, got {device!r}")
+        if not values.keys() <= {field.name for field in dataclasses.fields(cls)}:
+            raise ValueError(
+                f"{' and '.join(sorted(values.keys() & added('items')))} are of two kinds of tests; leave one out"
+            )
         return cls(**values | cls.read_more(values, said))
 
     @classmethod
@@ -105,6 +109,11 @@ class AttentionMark:
     def argument(self) -> str:
         """The argument of a guest whose tests these are; "" for none."""
         return ""
+
+    @property
+    def invariants(self) -> tuple[str, ...]:
+        """The invariants of a guest that are asked beside the default ones."""
+        return ()
 
     @classmethod
     def from_keywords(cls, mark: pytest.Mark, names: Sequence[str], registry: Registry, **defaults: Any) -> AttentionMark:

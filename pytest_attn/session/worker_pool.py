@@ -141,10 +141,11 @@ class Isolated(NamedTuple):
     has_left: bool = False
 
 
-def run_isolated(config: pytest.Config, name: str, invariants: Sequence[str]) -> Isolated:
-    """Run an item in a process that may be lost, which runs these invariants only."""
+def run_isolated(config: pytest.Config, name: str, invariants: Sequence[str], environment: Mapping[str, str]) -> Isolated:
+    """Run an item in a process that may be lost, which runs these invariants only. environment: more variables of it."""
     with ProcessFolder() as folder:
         command = worker_command(config, Path(folder) / "0", [name], {"invariants": list(invariants)})
+        command = command._replace(environment={**command.environment, **environment})
         done = WorkerPool.of(config).run_once(command, _SECONDS_PER_PROCESS)
     if done.returncode is None:
         return Isolated(done.messages, False, f"it took more than {_SECONDS_PER_PROCESS} s")

@@ -126,13 +126,13 @@ def builtin_catalog() -> Catalog:
         for workload in workloads:
             # the name that Flux's benchmark has for it
             alias = f"cuda_attn_{str(workload.name).removeprefix('flux-')}_bfloat16" if group == "flux" else None
-            catalog.add(workload, group, source, alias, on_request=group in LONG_GROUPS)
+            catalog.add(workload, group, source, alias, on_request=group in (*LONG_GROUPS, _BITS))
     return catalog
 
 
 @cache
 def _groups() -> tuple[Group, ...]:
-    return (*_small(), *_models(), *_long())
+    return (*_small(), *_models(), *_long(), _bits())
 
 
 # -- ours: small problems at the places where kernels break -------------------------------------------------------------------
@@ -447,6 +447,30 @@ def _long() -> Iterator[Group]:
             of(1, tokens, heads=32, kv_heads=8, mask="causal-bottom-right", name=f"{name}-decode"),
         ]
         yield (name, f"ours: {tokens:,} tokens on one GPU, asked for by name", workloads)
+
+
+# -- ours: where equal calls may take other splits and tiles, asked for by name ----------------------------------------------
+
+
+_BITS = "promises"
+
+
+def _bits() -> Group:
+    half = partial(W, heads=8, kv_heads=2, dtype="float16")
+    append = partial(half, 24, mask="causal-bottom-right")
+    decode = partial(half, 1, kv_lens=(2049, 511, 63))
+    workloads = [
+        half(577, mask="causal", name="promises-prefill"),
+        W(300, heads=4, head_dim=128, mask="causal", name="promises-d128"),
+        append(2064, name="promises-append"),
+        half(1, 2049, head_dim=128, name="promises-decode"),
+        decode(name="promises-padded"),
+        half(q_lens=(513, 65, 257), mask="causal", name="promises-packed"),
+        decode(kv_pages=Pages(16), name="promises-paged"),
+        decode(kv_pages=Pages(256), name="promises-paged-256"),
+        append(kv_lens=(2064, 270), kv_pages=Pages(16), name="promises-paged-append"),
+    ]
+    return _BITS, "ours: both sides of lengths at which kernels change splits and tiles, asked for by name", workloads
 
 
 def is_for_gpu(workload: Workload) -> bool:

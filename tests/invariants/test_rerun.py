@@ -119,7 +119,7 @@ def probe_of(layout):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("called", [rerun._behind_late_inputs, rerun._beside_other_work])
+@pytest.mark.parametrize("called", [rerun._behind_late_inputs, rerun.beside_other_work])
 def test_what_a_side_stream_made_is_read_when_it_has_been_waited_for(layout, called, monkeypatch):
     monkeypatch.setattr(rerun, "_WIDTH", 8)  # a CPU without bfloat16 takes minutes
     probe = probe_of(layout)

@@ -1,0 +1,1 @@
+"""Bits that a kernel promises to keep whatever is computed beside them."""

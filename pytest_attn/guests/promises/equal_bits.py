@@ -1,0 +1,389 @@
+"""Equal bits of one sequence: in any batch, in pieces, token by token, behind a cache, and again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import cycle, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pytest_attn.backends.subject import RefusedError
+from pytest_attn.correctness.comparison import looked_at
+from pytest_attn.guests.promises.promises_guest import ASKED
+from pytest_attn.invariants.invariant import (
+    UNQUANTIZED,
+    Invariant,
+    Need,
+    NotApplicable,
+    Probe,
+    Results,
+    difference,
+    first_difference,
+)
+from pytest_attn.invariants.rerun import beside_other_work, forget_configurations
+from pytest_attn.invariants.variations import one_sequence
+from pytest_attn.reports.lines import z_figure
+from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.masks import Causal
+from pytest_attn.workloads.workload import Workload, sequence_lengths
+
+#: q, k, v and dout of one sequence: (heads, rows, dim)
+Parts: TypeAlias = "Mapping[str, Tensor]"
+#: lengths beside which released kernels change their tiles and splits
+EDGES = (64, 128, 256, 512, 1024, 2048)
+#: rows of a piece; none is asked that makes more pieces than that
+_PIECES, _MOST_PIECES = (1, 5, 16, 48, 64, 100, 128, 256), 24
+#: sequences of a batch, and the scores of one above which no larger one is asked
+_BATCHES = (2, 3, 5, 8, 17, 64)
+_MOST_SCORES = {"cpu": 1 << 18, "cuda": 1 << 28}
+_RERUNS, _MOST_CALLS = 20, 150
+#: calls with which the place is looked for at which bits first change
+_MOST_STEPS = 8
+#: tells a new process the file of the first one's bits; where compilers keep what they have compiled
+_KEPT = "PYTEST_ATTN_KEPT_BITS"
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "CUTE_DSL_CACHE_DIR", "TILELANG_CACHE_DIR")
+_OF_KEYS = ("k", "v", "dk", "dv")
+
+
+# -- a sequence of a batch: dense, padded, packed or in pages ----------------------------------------------------------------
+
+
+def _place(inputs: Inputs, name: str, entry: int) -> tuple[Any, ...]:
+    """Return the index at which a tensor has a sequence; `_is_by_token` says how its dimensions lie there."""
+    w, of_keys = inputs.workload, name in _OF_KEYS
+    lengths = [pair[of_keys] for pair in sequence_lengths(w)]
+    rows = slice(0, lengths[entry])
+    if of_keys and w.kv_pages is not None and inputs.page_table is not None:
+        pages = inputs.page_table[entry].long()[:, None] * w.kv_pages.size
+        slots = (pages + torch.arange(w.kv_pages.size, device=pages.device)).flatten()[rows]
+        return slots // w.kv_pages.size, slots % w.kv_pages.size
+    if not w.is_packed:
+        return entry, slice(None), rows
+    start = sum(lengths[:entry])
+    rows = slice(start, start + lengths[entry])
+    return (slice(None), rows) if name == "lse" else (rows,)
+
+
+def _is_by_token(w: Workload, name: str) -> bool:
+    """Return whether tensors are (tokens, heads, dim), not (heads, tokens, dim)."""
+    return (w.is_packed and name != "lse") or (w.kv_pages is not None and name in _OF_KEYS)
+
+
+def _taken(inputs: Inputs, tensors: Results, entry: int) -> dict[str, Tensor]:
+    """Return one sequence of some tensors by their names, (heads, rows, dim)."""
+    found = {name: tensor[_place(inputs, name, entry)] for name, tensor in tensors.items()}
+    return {name: t.transpose(0, 1) if _is_by_token(inputs.workload, name) else t for name, t in found.items()}
+
+
+def _composed(inputs: Inputs, sequences: Sequence[Parts], mask: object) -> Inputs:
+    """Return a batch of these sequences in the form that `inputs` have."""
+    w = inputs.workload
+    q_lens, kv_lens = (tuple(one[name].shape[1] for one in sequences) for name in "qk")
+    changed = w.replace(
+        batch=len(sequences),
+        q_len=max(q_lens),
+        kv_len=max(kv_lens),
+        q_lens=q_lens if w.q_lens else None,
+        kv_lens=kv_lens if w.kv_lens else None,
+        kv_pages=w.kv_pages and dataclasses.replace(w.kv_pages, pool=None),
+        mask=mask,
+        name=None,
+    )
+    drawn = draw_inputs(changed, "flat", 0, inputs.device)
+    for entry, one in enumerate(sequences):
+        for name, part in one.items():
+            getattr(drawn, name)[_place(drawn, name, entry)] = part.transpose(0, 1) if _is_by_token(changed, name) else part
+    return dataclasses.replace(drawn, sinks=inputs.sinks, alibi_slopes=inputs.alibi_slopes)
+
+
+def _telling(parts: Parts, w: Workload) -> Parts:
+    """Let every second value of the last half of the keys cancel that of the first: the rounding that is left shows the order.
+
+    Else sums in float32 hardly ever differ by so much that a result in 16 bits is another one. So do sums of dq.
+    """
+    half = parts["k"].shape[1] // 2
+    if w.v_in_k or not half:
+        return parts
+    k, v, dout = (parts[name].clone() for name in ("k", "v", "dout"))
+    k[:, -half:] = k[:, :half]
+    v[:, -half:, ::2] = -v[:, :half, ::2]
+    dout[..., 1::2] = 0
+    return {**parts, "k": k, "v": v, "dout": dout}
+
+
+class Whole:
+    """The sequence of a workload that has most scores, asked alone: what all others are compared with."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe, self.workload = probe, probe.workload
+        lengths = sequence_lengths(self.workload)
+        entry = max(range(len(lengths)), key=lambda entry: lengths[entry][0] * lengths[entry][1])
+        self.q_len, self.kv_len = lengths[entry]
+        self.before = self.kv_len - self.q_len  # keys that the first row follows
+        drawn = draw_inputs(self.workload, "randn", probe.spec.seed, probe.device)
+        given = {name: getattr(drawn, name) for name in ("q", "k", "v", "dout")}
+        self.parts = _telling(_taken(drawn, given, entry), self.workload)
+
+    @cached_property
+    def alone(self) -> Probe:
+        """The kernel on this sequence alone."""
+        return self.asked([self.parts], self.workload.mask)
+
+    @cached_property
+    def batch(self) -> Probe:
+        """The kernel on as many of it as the workload has sequences."""
+        return self.asked([self.parts] * self.workload.batch, self.workload.mask)
+
+    @cached_property
+    def results(self) -> dict[str, Tensor]:
+        """Its results alone."""
+        return _taken(self.alone.inputs, self.alone.base, 0)
+
+    def asked(self, sequences: Sequence[Parts], mask: object) -> Probe:
+        """Return the kernel on a batch of sequences. Raises NotApplicable where it takes no such batch."""
+        probe, inputs = self.probe, _composed(self.probe.inputs, sequences, mask)
+        w = inputs.workload
+        if probe.is_backend:
+            other = probe.on(inputs)
+            if other is None:
+                raise NotApplicable(f"the backend refuses {w.id}")
+            return other
+        if reason := probe.spec.declared.unfit_for(w):
+            raise NotApplicable(reason)
+        spec = dataclasses.replace(probe.spec, workload=w)
+        return Probe(probe.subject, spec, inputs, probe.deadline, probe.thorough, probe.count)
+
+    def piece(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the results of some rows that are asked alone, with the keys up to the last of them."""
+        rows, keys = slice(start, stop), slice(0, self.before + stop)
+        parts = {name: part[:, keys if name in "kv" else rows].contiguous() for name, part in self.parts.items()}
+        band = self.workload.band
+        mask = Causal(bottom_right=True) if band is not None and band.top_left else self.workload.mask
+        other = self.asked([parts], mask)
+        return _taken(other.inputs, other.begin(other.handed()).outputs, 0)
+
+    def change_of_rows(self, found: Results, start: int) -> str:
+        """Say where the results of rows from `start` on, asked alone, differ; "" where they do not."""
+        stop = start + found["out"].shape[1]
+        expected = {name: self.results[name] for name in found}
+        whole = {name: tensor.clone() for name, tensor in expected.items()}
+        for name, tensor in whole.items():
+            tensor[:, start:stop] = found[name]
+        return self.change(whole, expected)
+
+    def change(self, found: Results, expected: Results | None = None) -> str:
+        """Say where results differ from those alone, how far, and whether both are right; "" where they do not differ."""
+        one, other = ({name: t[None] for name, t in some.items()} for some in (found, expected or self.results))
+        return changed(self.alone, one, other, one_sequence(self.alone.inputs, 0))
+
+
+def changed(probe: Probe, found: Results, expected: Results, inputs: Inputs) -> str:
+    """Say where results on inputs differ from others on the same; "" where they do not."""
+    name = next((name for name, was in expected.items() if first_difference({name: found[name]}, {name: was})), "")
+    if not name:
+        return ""
+    reference = probe.reference(inputs)
+    exact = reference.tensors[name]
+    one, other = (looked_at(name, tensor, exact, inputs.workload).double() for tensor in (found[name], expected[name]))
+    tau = exact.tau.to(one.device).double()
+    z = float(((one - other).abs() / tau)[tau.expand_as(one) > 0].nan_to_num().max()) if bool((tau > 0).any()) else 0.0
+    far = f"; z {z_figure(z)} apart" if z else ""
+    misfits = {"this": probe.misfit(found, inputs), "what it was": probe.misfit(expected, inputs)}
+    wrong = "; ".join(f"{which} is wrong: {misfit}" for which, misfit in misfits.items() if misfit)
+    return f"{difference(name, found[name], expected[name])}{far}; {wrong or 'both are right'}"
+
+
+# -- the promises ------------------------------------------------------------------------------------------------------------
+
+
+class Promise(NamedTuple):
+    """A change of the call under which bits are kept. unit: of its sizes. change: says what differs at one, "" for nothing."""
+
+    summary: str
+    unit: str
+    sizes: Callable[[Whole], list[int]]
+    change: Callable[[Whole, int], str]
+    needs: tuple[Need, ...] = ()
+
+
+def _batches(whole: Whole) -> list[int]:
+    most = _MOST_SCORES["cuda" if whole.probe.device.type == "cuda" else "cpu"]
+    scores = whole.workload.heads * whole.q_len * whole.kv_len
+    return [size for size in _BATCHES if size * scores <= most] or [2]
+
+
+def _in_batch(whole: Whole, size: int) -> str:
+    """Ask for the sequence at every place of a batch, then at the ends of one of longer and shorter ones."""
+    itself, w = whole.parts, whole.workload
+    among = [[itself] * size]
+    if w.kv_lens:
+        shorter = min(max(whole.kv_len // 3, 1 if w.is_packed else whole.q_len), whole.kv_len)
+        others = [{name: t.repeat(1, 2, 1) if name in "kv" else t for name, t in itself.items()}]
+        others.append({name: t[:, :shorter] if w.is_packed or name in "kv" else t for name, t in itself.items()})
+        beside = list(islice(cycle(others), size - 1))
+        among += [[itself, *beside], [*beside, itself]]
+    for sequences in among:
+        other = whole.asked(sequences, w.mask)
+        for place in (place for place, one in enumerate(sequences) if one is itself):
+            if text := whole.change(_taken(other.inputs, other.base, place)):
+                return f"at place {place}{'' if sequences is among[0] else ', beside longer and shorter ones'}: {text}"
+    return ""
+
+
+def _pieces(whole: Whole) -> list[int]:
+    sizes = sorted({size for size in _PIECES if size < whole.q_len} | {whole.q_len // 2 + 1})
+    return [size for size in sizes if whole.q_len / size <= _MOST_PIECES]
+
+
+def _in_pieces(whole: Whole, size: int) -> str:
+    for start in range(0, whole.q_len, size):
+        if text := whole.change_of_rows(whole.piece(start, min(start + size, whole.q_len)), start):
+            return f"in the piece that begins after {whole.before + start} keys: {text}"
+    return ""
+
+
+def _lengths(whole: Whole) -> list[int]:
+    """Return numbers of keys beside the edges, with those of the first row and the last."""
+    near = {edge + more for edge in EDGES for more in (-1, 0, 1)} | {whole.before + 1, whole.kv_len}
+    return sorted(length for length in near if whole.before < length <= whole.kv_len)
+
+
+def _decoded(whole: Whole, length: int) -> str:
+    row = length - whole.before - 1
+    return whole.change_of_rows(whole.piece(row, row + 1), row)
+
+
+def _prefixes(whole: Whole) -> list[int]:
+    return [length for length in _lengths(whole) if length < whole.kv_len]
+
+
+def _behind_prefix(whole: Whole, cached: int) -> str:
+    row = cached - whole.before
+    return whole.change_of_rows(whole.piece(row, whole.q_len), row)
+
+
+def _again(whole: Whole, number: int) -> str:
+    """Call again on the same tensors, later ones beside other work; in between, what tunes itself tunes itself anew."""
+    batch = whole.batch
+    batch.base  # noqa: B018 - called before any other
+    if number == _RERUNS // 2:
+        forget_configurations()
+    is_busy = batch.device.type == "cuda" and number > _RERUNS // 2
+    found = beside_other_work(batch, batch.handed()) if is_busy else batch.run(batch.inputs)
+    return changed(batch, found, batch.base, batch.inputs)
+
+
+def _in_new_process(whole: Whole, number: int) -> str:
+    """Ask the test once more in a new process, whose compilers find nothing; there, compare with the bits of the first."""
+    if kept := os.environ.get(_KEPT):
+        return whole.change(whole.results, torch.load(kept, whole.probe.device, weights_only=True))
+    if whole.probe.elsewhere is None:
+        raise NotApplicable("needs a test of pytest, which is repeated")
+    with TemporaryDirectory() as folder:
+        kept = str(Path(folder, "bits"))
+        torch.save(whole.results, kept)
+        environment = {_KEPT: kept, **{name: str(Path(folder, name)) for name in _CACHES}}
+        finding = whole.probe.elsewhere(f"{ASKED}process", environment)
+    if finding.outcome == "not applicable":
+        raise NotApplicable(finding.evidence)
+    return finding.evidence.partition(f"not at process {number}: ")[2] if finding.outcome == "broken" else ""
+
+
+def _is_causal(probe: Probe) -> bool:
+    """Return whether rows see the keys up to their own, the last row the last key."""
+    w, band = probe.workload, probe.workload.band
+    square = all(q_len == kv_len for q_len, kv_len in sequence_lengths(w))
+    return band is not None and band.right == 0 and (not band.top_left or (square and probe.is_backend))
+
+
+_CAUSAL = (
+    Need(lambda probe: max(probe.workload.q_lens or (probe.workload.q_len,)) > 1, "one row"),
+    Need(
+        _is_causal,
+        "needs a mask that is causal from the last key on; of a callable say mask='causal-bottom-right'",
+    ),
+)
+_PROMISES = {
+    "batch": Promise("alone and at every place of any batch", "batch", _batches, _in_batch),
+    "chunks": Promise("a prefill in pieces as in one", "chunk", _pieces, _in_pieces, _CAUSAL),
+    "decode": Promise("token by token as in a prefill", "kv_len", _lengths, _decoded, _CAUSAL),
+    "prefix": Promise("behind cached keys as computed anew", "prefix", _prefixes, _behind_prefix, _CAUSAL),
+    "rerun": Promise("again, gradients too", "rerun", lambda whole: list(range(1, _RERUNS + 1)), _again),
+    "process": Promise("in a new process", "process", lambda whole: [2], _in_new_process),
+}
+
+
+def _is_divisible(probe: Probe) -> bool:
+    w = probe.workload
+    tied = w.bias or w.score_mod is not None or w.alibi == "batch" or w.is_quantized or w.dropout or w.cached
+    return not tied and w.band is not None and w.pad == "right" and not (w.kv_pages and w.kv_pages.shared)
+
+
+_NEEDS = (
+    UNQUANTIZED,
+    Need(_is_divisible, "an option belongs to the sequences of this very batch"),
+    Need(
+        lambda probe: probe.is_backend or probe.subject.named is not None or probe.workload.kv_lens is None,
+        'the callable closes over lengths; hand over a backend, or the function by its name, "module:function"',
+    ),
+)
+
+
+def invariant_named(name: str) -> Invariant:
+    """Return the invariant that asks for a promise, or that looks at what was not promised."""
+    promise = _PROMISES[name.partition("-")[2]]
+    run = partial(_held if name.startswith(ASKED) else _seen, promise)
+    return Invariant(name, f"equal bits {promise.summary}", _MOST_CALLS, run, (*_NEEDS, *promise.needs))
+
+
+def _held(promise: Promise, probe: Probe) -> str:
+    """Return where bits change from size to size; the note says up to which they do not."""
+    whole = Whole(probe)
+    sizes, kept, refused, text = promise.sizes(whole), [], "", ""
+    for size in sizes if not probe.compiles_options else dict.fromkeys((sizes[0], sizes[-1])):
+        try:
+            text = promise.change(whole, size)
+        except (NotApplicable, RefusedError) as reason:
+            refused = str(reason)
+            continue
+        if text:
+            break
+        kept.append(size)
+    if not text and not kept:
+        raise NotApplicable(refused)
+    if not text:
+        probe.note = f"keeps its bits, {promise.unit} {_listed(kept)}"
+        return ""
+    size, text = _first_unequal(partial(promise.change, whole), kept, size, text)
+    upto = f"equal up to {promise.unit} {kept[-1]:,}, " if kept else ""
+    return f"changes its bits: {upto}not at {promise.unit} {size:,}: {text}"
+
+
+def _first_unequal(change: Callable[[int], str], kept: list[int], size: int, text: str) -> tuple[int, str]:
+    """Return the smallest size known at which bits change, with what differs there; add to `kept` where they do not."""
+    for _ in range(_MOST_STEPS):
+        if not kept or size - kept[-1] <= 1:
+            break
+        between = (kept[-1] + size) // 2
+        if found := change(between):
+            size, text = between, found
+        else:
+            kept.append(between)
+    return size, text
+
+
+def _seen(promise: Promise, probe: Probe) -> str:
+    """Look at what was not promised; no kernel breaks it."""
+    probe.note = _held(promise, probe) or probe.note
+    return ""
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes)) if len(sizes) < 8 else f"{sizes[0]} to {sizes[-1]}"

@@ -1,0 +1,126 @@
+"""Kernels that break one promise each are found by it, with the size at which they do; kernels that keep it are not."""
+
+import random
+
+import pytest
+import torch
+from judging import asked
+
+from pytest_attn import Pages, Workload
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
+from pytest_attn.guests.promises import equal_bits
+
+#: a batch of 64 takes the slow kernels of this file seconds
+BATCHES = (2, 5)
+CPU = torch.device("cpu")
+CAUSAL = Workload(66, heads=2, head_dim=32, mask="causal", dtype="float16")
+PADDED = Workload(1, heads=2, head_dim=32, kv_lens=(90, 40))
+
+
+class Keeping(Kernel):
+    """Takes rows one by one, and keys in tiles of one size: each product has the same shape in any call."""
+
+    def __init__(self, key_tile=16):
+        super().__init__(row_tile=1, key_tile=key_tile)
+
+
+class SplitByBatch(Keeping):
+    def forward(self, call):
+        self.key_tile = 16 if call.workload.batch < 5 else 32
+        return super().forward(call)
+
+
+class TiledByRows(Keeping):
+    def forward(self, call):
+        self.key_tile = 16 if call.workload.q_len > 50 else 32
+        return super().forward(call)
+
+
+class SplitByLongest(Keeping):
+    def forward(self, call):
+        self.key_tile = 16 if call.workload.kv_len <= 100 else 32
+        return super().forward(call)
+
+
+class OrderedByPlace(Keeping):
+    def key_tiles(self, seq, rows):
+        tiles = super().key_tiles(seq, rows)
+        return tiles[::-1] if seq.batch % 2 else tiles
+
+
+class OtherDecoding(Keeping):
+    """Takes keys from the last to the first for one row that sees more than 48 keys."""
+
+    def key_tiles(self, seq, rows):
+        tiles = super().key_tiles(seq, rows)
+        return tiles[::-1] if seq.q_len == 1 and seq.kv_len > 48 else tiles
+
+
+class AddedInAnyOrder(Keeping):
+    """Adds up dq in the order in which blocks happen to come."""
+
+    def key_tiles_again(self, seq, rows):
+        tiles = super().key_tiles_again(seq, rows)
+        return random.sample(tiles, len(tiles))
+
+
+class DrawnConfiguration(Keeping):
+    """Draws a configuration for each shape, as an autotuner does whose candidates are equally fast."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn, self.draws = {}, random.Random(2)
+
+    def forward(self, call):
+        shape = call.q.shape, call.k.shape
+        self.key_tile = self.drawn.setdefault(shape, self.draws.choice((16, 32)))
+        return super().forward(call)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(equal_bits, "_BATCHES", BATCHES)
+
+
+def finding(kernel, promise, workload, backward=False):
+    spec = CheckSpec(workload, CPU, backward)
+    (found,) = asked(KernelBackend("mine", kernel), spec, only=promise).findings
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kernel", "promise", "workload", "where"),
+    [
+        (SplitByBatch, "batch", CAUSAL, "equal up to batch 4, not at batch 5: at place 0"),
+        (TiledByRows, "chunks", CAUSAL, "not at chunk 5"),
+        (SplitByLongest, "batch", PADDED, "not at batch 2: at place 0"),
+        (OrderedByPlace, "batch", CAUSAL, "not at batch 2: at place 1"),
+        (OtherDecoding, "decode", CAUSAL, "equal up to kv_len 48, not at kv_len 49"),
+        (AddedInAnyOrder, "rerun", CAUSAL, "not at rerun"),
+        (DrawnConfiguration, "batch", CAUSAL, "not at batch"),
+        (DrawnConfiguration, "decode", CAUSAL, "not at kv_len"),
+    ],
+)
+def test_a_broken_promise_is_found_where_it_breaks(kernel, promise, workload, where):
+    found = finding(kernel(), f"bits-{promise}", workload, backward=kernel is AddedInAnyOrder)
+    print(found.evidence)
+    assert found.outcome == "broken"
+    assert where in found.evidence
+    assert " apart; both are right" in found.evidence
+
+
+HONEST = [
+    CAUSAL,
+    PADDED,
+    Workload(heads=2, kv_heads=1, head_dim=32, q_lens=(30, 20), mask="causal-bottom-right", kv_lens=(70, 20)),
+    Workload(17, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(70, 40), mask="causal-bottom-right"),
+]
+
+
+@pytest.mark.parametrize("workload", HONEST, ids=lambda w: w.id)
+@pytest.mark.parametrize("promise", ["batch", "chunks", "decode", "prefix", "rerun"])
+def test_a_kernel_that_keeps_it_is_right(promise, workload):
+    found = finding(Keeping(), f"bits-{promise}", workload)
+    print(found)
+    assert found.outcome == "passed" or found.evidence == "one row"
