@@ -345,9 +345,9 @@ def invariant_named(name: str) -> Invariant:
 
 def _held(promise: Promise, probe: Probe) -> str:
     """Return where bits change from size to size; the note says up to which they do not."""
-    whole = Whole(probe)
+    whole: Whole = vars(probe).setdefault("whole", Whole(probe))  # results of the first serve all promises
     sizes, kept, refused, text = promise.sizes(whole), [], "", ""
-    for size in sizes if not probe.compiles_options else dict.fromkeys((sizes[0], sizes[-1])):
+    for size in sizes[-1:] if probe.compiles_options else sizes:  # each compiles anew
         try:
             text = promise.change(whole, size)
         except (NotApplicable, RefusedError) as reason:
