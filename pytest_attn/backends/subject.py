@@ -236,7 +236,7 @@ class CallableSubject(Subject):
         self.given_name = printable(name or "")
         self.name = self.given_name or called_name(fn, within)
         self.layout, self.precision, self.returns_lse = declared.inner_layout, declared.precision, declared.has_lse
-        self.bias_of = getattr(fn, "bias_of", None)
+        self.bias_of = inspect.getattr_static(fn, "bias_of", None)  # a mock has any that is asked for
         self.compiles = "_torchdynamo_orig_callable" in getattr(fn, "__dict__", ())  # torch.compile has made it
 
     def declares(self, asked: Declaration, kind: str) -> Declaration:

@@ -26,7 +26,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import LatencyDirection
 from pytest_attn.processes.worker import own_processes
-from pytest_attn.session.kinds import id_from_root, name_for_processes
+from pytest_attn.session.kinds import id_from_root, name_for_processes, without_repetition
 from pytest_attn.session.session import AttentionSession
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
@@ -66,9 +66,14 @@ class Measurement:
         return f"{self.subject.name} on {self.spec.workload.id}, {self.direction}"
 
     @property
+    def test(self) -> str:
+        """The id of its test, by which its baseline is found; repetitions share it."""
+        return without_repetition(id_from_root(self.item), self.item)
+
+    @property
     def key(self) -> str:
         """The key of its baseline: a backend is the same in every test, a callable belongs to its own."""
-        name = self.subject.baseline_name(id_from_root(self.item))
+        name = self.subject.baseline_name(self.test)
         if not self.subject.is_backend and self.number > 1:
             name += f" #{self.number}"
         l2 = self.session.settings.l2 if self.spec.device.type == "cuda" else "warm"

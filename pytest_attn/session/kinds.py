@@ -7,6 +7,7 @@ run of pytest reads it.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -146,7 +147,15 @@ def id_from_root(item: pytest.Item) -> str:
 def typed_name(item: pytest.Item) -> str:
     """Return a node id that can be typed from the invocation directory, or with --pyargs for an installed suite."""
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
-    return _id_under(str(item.path) if path.startswith("..") else str(Path(path).as_posix()), item)
+    typed = _id_under(str(item.path) if path.startswith("..") else str(Path(path).as_posix()), item)
+    return without_repetition(typed, item)
+
+
+def without_repetition(name: str, item: pytest.Item) -> str:
+    """Return the id of an item as it is without pytest-repeat's --count, which adds the number of the repetition."""
+    is_by_option = item.get_closest_marker("repeat") is None
+    is_repeated = is_case(item) and "__pytest_repeat_step_number" in item.callspec.params  # type: ignore[attr-defined]
+    return re.sub(r"-\d+-\d+\]$", "]", name) if is_repeated and is_by_option else name
 
 
 def name_for_processes(item: pytest.Item) -> str:

@@ -43,3 +43,8 @@ class Silent:
     def conditions(self):
         return {}
 """
+#: new processes are forked, which takes no import of torch
+FORKED = """
+from pytest_attn.session import worker_pool
+worker_pool._FORKED_ON = frozenset(("cpu", "cuda"))
+"""

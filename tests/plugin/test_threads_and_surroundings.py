@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from fakes.timed import CLOCK, FORKED, KERNEL
 
 IN_THREADS = """
 import functools, threading
@@ -25,7 +26,7 @@ def pytest_itemcollected(item):
     item.obj = in_threads
 """
 TEST = """
-import os, threading
+import os, threading, unittest.mock
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -70,3 +71,44 @@ def test_an_error_without_words_keeps_its_type(pytester, ask):
     result = run(pytester, "raise Silent", "--attn-output=run.jsonl", ask=ask)
     result.assert_outcomes(failed=1)
     assert '"reason":"Silent"' in (pytester.path / "run.jsonl").read_text()
+
+
+def test_a_mock_is_a_kernel(pytester):
+    result = run(
+        pytester, "return sdpa(q, k, v)", "--attn-output=run.jsonl", ask="attn.check(unittest.mock.Mock(side_effect=mine))"
+    )
+    result.assert_outcomes(passed=1)
+    assert '"verdict":"passed"' in (pytester.path / "run.jsonl").read_text()
+
+
+#: as pytest-repeat does
+REPEATS = """
+import pytest
+def pytest_addoption(parser): parser.addoption("--count", type=int, default=1)
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    number = metafunc.config.getoption("count")
+    if number > 1:
+        metafunc.fixturenames.append("__pytest_repeat_step_number")
+        ids = lambda step: f"{step + 1}-{number}"
+        metafunc.parametrize("__pytest_repeat_step_number", range(number), ids=ids, indirect=True)
+@pytest.fixture
+def __pytest_repeat_step_number(request): return getattr(request, "param", None)
+"""
+
+
+@pytest.mark.slow("records in three new processes")
+def test_repetitions_share_a_baseline(pytester):
+    pytester.makeconftest(CLOCK + FORKED + REPEATS)
+    pytester.makepyfile(KERNEL)
+    assert pytester.runpytest_inprocess("--attn-update-baselines=why", "--count=2").ret == 0
+    for count in (1, 2):
+        result = pytester.runpytest_inprocess(f"--count={count}")
+        assert f"latency: {count} as fast as recorded" in result.stdout.str()
+
+
+def test_a_repetition_is_typed_without_its_number(pytester):
+    pytester.makeconftest(REPEATS)
+    result = run(pytester, "return sdpa(q, k, v) * 2", "--count=2")
+    result.assert_outcomes(failed=2)
+    assert result.stdout.str().count("::test_kernel[smoke-full]' --attn") == 2

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import attempts
 import pytest
-from fakes.timed import CLOCK, KERNEL
+from fakes.timed import CLOCK, FORKED, KERNEL
 
 from pytest_attn import load_failure
 from pytest_attn.latency.baseline_file import read
@@ -36,10 +36,6 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 @pytest.mark.parametrize("factor", [1, 1.01, 1.0])
 def test_kernel(attn, factor):
     attn.check(lambda q, k, v: sdpa(q, k, v) * factor)
-"""
-FORKED = """
-from pytest_attn.session import worker_pool
-worker_pool._FORKED_ON = frozenset(("cpu", "cuda"))
 """
 RECORDED = ("--attn-output=run.jsonl",)
 #: what each run is asked to write, its conftest and tests, and at how many moments each signal meets it

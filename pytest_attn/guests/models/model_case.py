@@ -45,7 +45,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError
 from pytest_attn.reports.verdict import Cause, Verdict
-from pytest_attn.session.kinds import CaseParameter, id_from_root
+from pytest_attn.session.kinds import CaseParameter
 from pytest_attn.workloads.functions import type_name
 from pytest_attn.workloads.workload import Workload
 
@@ -355,7 +355,7 @@ class ModelMeasurement(Measurement):
 
     @property
     def key(self) -> str:
-        test = f"{id_from_root(self.item)}{self._with_optimizer}{f' #{self.number}' if self.number > 1 else ''}"
+        test = f"{self.test}{self._with_optimizer}{f' #{self.number}' if self.number > 1 else ''}"
         return case_key(test, self.subject.name, self.direction, "warm", threads=self.threads)
 
     @property
