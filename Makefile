@@ -14,7 +14,7 @@ MODELS ?= $(VENV)/models
 CORES = $(shell cores=$$(nproc 2>/dev/null || echo 8); [ $$cores -gt 16 ] && echo 16 || echo $$cores)
 WORKERS ?= -n $(if $(shell command -v nvidia-smi),$(CORES),2) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: suite test test-all docs test-oldest lint docs check clean
+.PHONY: suite test test-all docs test-oldest neighbors lint docs check clean
 
 # not compiled: most of what is installed is never imported, and a module that is gets compiled then, once if it may be kept
 unexport PYTHONDONTWRITEBYTECODE
@@ -73,6 +73,25 @@ test-on-%: $(VENV)/ready
 	PYTHONPATH=$(abspath $(VENV)/pytest-$*) $(BIN)/python -m pytest $(STORIES) -n auto --dist worksteal
 	PYTHONPATH=$(abspath $(VENV)/pytest-$*) $(BIN)/python -m pytest pytest_attn/suite \
 	--attn-workloads=smoke --attn-backends=math,sdpa -n auto -k "not test_models"
+
+# other plugins of pytest, laid beside the environment's packages in one of their own, and public suites, as their sources
+NEIGHBORS = allure-pytest anyio flaky pytest-asyncio pytest-cov pytest-html pytest-json-report pytest-mock pytest-order \
+pytest-randomly pytest-repeat pytest-rerunfailures pytest-run-parallel pytest-split pytest-subtests pytest-sugar \
+pytest-timeout syrupy
+SUITES = click==8.5.1 more-itertools==11.2.1 packaging==26.4
+PURELIB = -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+$(VENV)/neighbors/ready: $(VENV)/ready
+	$(BIN)/python -m venv --without-pip $(VENV)/neighbors
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(VENV)/neighbors/bin/python $(PURELIB))/beside.pth
+	$(VENV)/neighbors/bin/python -m pip install --quiet --no-compile --constraint constraints.txt $(NEIGHBORS) pretend tomli-w
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(VENV)/neighbors/sources $(SUITES)
+	touch $@
+
+# first what may share the cores, then what is timed
+neighbors: $(VENV)/neighbors/ready
+	@echo "neighbors: beside other plugins, profilers and public suites; some ten minutes on two cores"
+	$(BIN)/pytest tests/withstood/neighbors.py -n 2 -k "not suite"
+	$(BIN)/pytest tests/withstood/neighbors.py -k suite
 
 lint: $(VENV)/ready
 	@echo "lint: style and types; about half a minute"

@@ -33,9 +33,9 @@ CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod")
 class Runs:
     """A process that forks runs, and ends with its folder."""
 
-    def __init__(self):
+    def __init__(self, python=sys.executable):
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
+            [str(python), __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
         )
 
     def _ask(self, **what):

@@ -75,8 +75,9 @@ def page(table, root):
     lines = [
         "# What it withstands",
         "",
-        f"`ATTN_WITHSTOOD=1 ATTN_TESTS=all pytest tests/withstood` writes this page; {today}, commit {commit.stdout.strip()},",
-        f"two shared CPU cores. {times:,} attempts, {failed} open.",
+        "`ATTN_WITHSTOOD=1 ATTN_TESTS=all pytest tests/withstood` writes this page,",
+        "`ATTN_WITHSTOOD=1 make neighbors` what it says of neighbors, suites, profilers;",
+        f"{today}, commit {commit.stdout.strip()}, two shared CPU cores. {times:,} attempts, {failed} open.",
         "",
         "| what was done | how often | on what | what happened |",
         "| --- | ---: | --- | --- |",

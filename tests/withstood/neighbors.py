@@ -280,6 +280,13 @@ def test_a_timeout_ends_its_test_alone(run, ask, how, withstood):
     withstood("a timeout", "pytest-timeout", f"{ask} of a kernel that {how}", "its test failed, no other")
 
 
+def test_a_timeout_that_ends_a_worker(run, withstood):
+    test = SLEEPS.format(method=", method='thread'", how=NEVER["sleeps"], ask="check")
+    status, verdicts, said = run(["pytest-timeout"], "-n", "1", "-k", "used or after or wrong", test=test)
+    assert (status, verdicts) == (1, {"wrong": ["mismatch"], "used": ["no result"], "after": ["passed"]}), said
+    withstood("a timeout", "method=thread, -n 1", "check of a kernel that sleeps", "its test failed, no other")
+
+
 TRACED = """
 import sys, threading
 def tracer(frame, event, argument): return tracer
