@@ -56,18 +56,19 @@ class HandedMasks:
 class MaskUse(NamedTuple):
     """Use that a call makes of a tensor that may be a mask under another name. of: its parameter, and whether it has no rows.
 
-    lost: what the call shows of what each reading of it hides, in words; "" where it keeps one.
+    lost: what the call shows of what each reading of it hides, in words; "" where it keeps one. unread: of each module that was
+    handed it, as of `HandedMasks`.
     """
 
     of: tuple[str, bool]
     lost: str
     tensor: int
-    unread: Set[int]
+    unread: Sequence[Set[int]]
 
     @property
     def is_read(self) -> bool:
-        """True where an operation of the module that it was handed has read it."""
-        return self.tensor not in self.unread
+        """True where an operation has read it: of the module that it was handed, or of those that handed it on."""
+        return any(self.tensor not in one for one in self.unread)
 
 
 def handed_to(
@@ -156,7 +157,8 @@ def uses_of(given: AttentionArguments, handed: Sequence[HandedMasks]) -> Iterato
             found = [_pairs_shown(hidden, shown, shape) for hidden in readings]
             is_kept = any(pairs is None for pairs in found)
             lost = "" if is_kept else f"{name} {tuple(mask.shape)} of {level.module} hides {_described(found[0], shape)}"
-            yield MaskUse((name, readings[0].shape[-2] == 1), lost, id(mask), level.unread)
+            unread = [one.unread for one in handed[number:] if any(mask is other for other in one.others.values())]
+            yield MaskUse((name, readings[0].shape[-2] == 1), lost, id(mask), unread)
 
 
 def beyond_window(given: AttentionArguments, window: object) -> str:

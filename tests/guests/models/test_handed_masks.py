@@ -181,6 +181,22 @@ def test_a_padding_mask_is_known_by_what_it_does_whatever_its_name(mask):
     assert said in judged(Layers(forgets), key_ok=mask).message
 
 
+class Modal(nn.Module):
+    """Has parameters of its own for the tokens that a mask names, and hands it on to what is handed all."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.own = Layer(forgets), nn.Linear(DIM, DIM)
+
+    def forward(self, x, key_ok):
+        x = self.attn(x, key_ok=key_ok)
+        return torch.where(key_ok[..., None], x, self.own(x))
+
+
+def test_a_mask_that_is_read_where_it_is_handed_on_is_for_that():
+    assert judged(Modal(), key_ok=REAL).passed
+
+
 def test_a_mask_of_pairs_under_another_name_may_be_for_some_layers_only():
     def lost(*attends, mask=VISIBLE):
         return [call.module for call in judged(Layers(*attends), key_ok=mask).calls if not call.passed]
