@@ -261,13 +261,22 @@ def _wrong(model: ModelComparison) -> Iterator[str]:
         who = f"{call.label} ({call.function}{f', {call.kernel}' if call.kernel else ''})"
         if call.misled:
             yield f"{who}: {call.misled}"
-            yield labeled("do", "look at what the layer passes to its attention function, which computes what it is asked to")
+            yield labeled(
+                "do",
+                f"look at what the layer passes to its attention function, which computes what it is asked to{_meant(call)}",
+            )
         if not (call.comparison and call.comparison.passed):
             yield f"{who}: {mismatch_text.describe(call.comparison) if call.comparison else call.fault}"
         if call.known:
             yield labeled("known", f"{call.known} may be it")
     if len(wrong) > _WHOLE:
         yield f"... and {len(wrong) - _WHOLE} more, each judged on its own tensors"
+
+
+def _meant(call: CallComparison) -> str:
+    """Say how a module says that it is to differ from its kind."""
+    is_told = call.misled.endswith("the same kind of module") and ("mask" in call.misled or "added" in call.misled)
+    return "; if it is to differ, let a setting of the module say so, such as self.is_local = True" if is_told else ""
 
 
 def _compiled(model: ModelComparison) -> Iterator[str]:

@@ -212,7 +212,7 @@ def _other_roundings(group: Siblings) -> Iterator[Oddity]:
 def _other_masks(group: Siblings) -> Iterator[Oddity]:
     """Yield calls with a mask of their own among those of one shape whose modules were told the same."""
     given = [group.tracker.call_settings[call.module] for call in group]
-    settings = list(zip(map(_settings, group.modules), given, strict=True))
+    settings = list(zip(map(settings_of, group.modules), given, strict=True))
     kinds = [
         call.traits.seen and (settings.index(own), call.traits.seen[0]) for own, call in zip(settings, group, strict=True)
     ]
@@ -243,11 +243,11 @@ def _other_windows(group: Siblings) -> Iterator[Oddity]:
 
 
 def _other_diagonals(group: Siblings) -> Iterator[Oddity]:
-    """Yield calls whose causal mask is one key off; but a first layer that sees no token's own key may say so."""
-    settings = list(map(_settings, group.modules))
+    """Yield calls whose causal mask is one key off; but a layer that sees no token's own key may say so."""
+    settings = list(map(settings_of, group.modules))
     odd = odd_diagonals([call.module for call in group], [call.traits.last for call in group])
     for at, (what, sibling) in odd.items():
-        if at or what == TOO_MANY or settings[at] == settings[sibling]:
+        if what == TOO_MANY or settings[at] == settings[sibling]:
             yield at, f"its causal mask shows {what}, and the right ones", sibling
 
 
@@ -292,7 +292,7 @@ OF_BUILD = (_other_gradients, _other_roundings, _other_diagonals, _other_masks, 
 
 
 def _without_bias(group: Siblings) -> Iterator[Oddity]:
-    settings, biases = [_settings(module) for module in group.modules], [call.traits.has_bias for call in group]
+    settings, biases = [settings_of(module) for module in group.modules], [call.traits.has_bias for call in group]
     for at, _ in _lone(biases, is_odd=lambda has_bias: not has_bias):
         alike = (n for n, (has, own) in enumerate(zip(biases, settings, strict=True)) if has and own == settings[at])
         if (sibling := next(alike, None)) is not None:
@@ -310,7 +310,7 @@ OF_POSITION = (_without_bias, _without_memory)
 # -- what is compared --------------------------------------------------------------------------------------------------------
 
 
-def _settings(module: torch.nn.Module) -> dict[str, object]:
+def settings_of(module: torch.nn.Module) -> dict[str, object]:
     """Return the settings of a module, but for which layer it is, and of what computes attention for it."""
     computing = {name: value for name, value in vars(module).items() if callable(value) and name != "forward"}
     callables = {name: value if isroutine(value) else (type(value), _plain(value)) for name, value in computing.items()}

@@ -20,7 +20,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytest_attn.backends.contexts import unlimited_recompiles
-from pytest_attn.guests.models.siblings import TOO_MANY, odd_diagonals, odd_scales
+from pytest_attn.guests.models.siblings import TOO_MANY, odd_diagonals, odd_scales, settings_of
 from pytest_attn.guests.models.step import untouched
 from pytest_attn.guests.models.token_model import TokenModel, TokenStep
 from pytest_attn.invariants.all_invariants import Names, chosen_names
@@ -128,7 +128,8 @@ def wrong_diagonals(model: TokenModel) -> str:
     for calls in alike.values():
         modules, last_keys = zip(*calls, strict=True)
         for at, (what, sibling) in odd_diagonals(modules, last_keys).items():
-            if at or what == TOO_MANY:  # a first layer that sees no token's own key may be meant
+            own, others = (settings_of(parts.get(modules[one], model.module)) for one in (at, sibling))
+            if what == TOO_MANY or (at and own == others):  # a first layer that sees no token's own key may be meant
                 return f"the causal mask of {modules[at]} shows {what}, and that of {modules[sibling]} the right ones"
     return ""
 
@@ -161,7 +162,8 @@ def future(model: TokenModel) -> str:
             raise NotApplicable("the model makes masks to both sides")
         why = "nothing says that the model is causal"
         raise NotApplicable(f"not run: {why}, and {model.seeing}; say causal=True where that is wrong, else causal=False")
-    return model.seeing
+    by_calls = "; all its calls are causal: say causal=False where the model is not" * model.is_causal_by_calls
+    return model.seeing and f"{model.seeing}{by_calls}"
 
 
 def receptive_field(model: TokenModel) -> str:

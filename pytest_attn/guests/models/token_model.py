@@ -285,6 +285,12 @@ class TokenModel:
         is_said = self.says("is_decoder") is True or self._calls_are_causal()
         return is_said or (makes_causal and not makes_others) or None
 
+    @property
+    def is_causal_by_calls(self) -> bool:
+        """True where nothing but its calls, or the modules that make them, names it causal."""
+        names_none = self._causal is None and self.says("is_decoder") is not True and not self.batch.is_decoder
+        return names_none and not self.requests.masks and self._calls_are_causal()
+
     def _calls_are_causal(self) -> bool:
         """Return whether each module that calls attention says so, or each of its calls asks for that."""
         parts = dict(self._inner.named_modules())

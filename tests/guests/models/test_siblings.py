@@ -107,9 +107,13 @@ def test_a_causal_mask_that_is_one_key_off_in_one_layer_is_wrong(ahead, said, is
     assert wrong(*({"ahead": keys, "is_padded": is_padded} for keys in ahead)) == ({} if sees_own else said)
 
 
-def test_a_first_layer_that_says_that_it_sees_no_own_key_means_it():
-    model = Model(*(Block(Attention(partial(attend, ahead=keys, is_padded=False), kv_heads=2)) for keys in (-1, 0, 0)))
-    model.blocks[0].attn.is_strict = True
+@pytest.mark.parametrize("at", range(3))
+def test_a_layer_that_says_that_it_sees_no_own_key_means_it(at):
+    ahead = [-1 if number == at else 0 for number in range(3)]
+    model = Model(*(Block(Attention(partial(attend, ahead=keys, is_padded=False), kv_heads=2)) for keys in ahead))
+    found = judge_model(*case_of(model), backward=False)
+    assert "if it is to differ, let a setting of the module say so" in found.message
+    model.blocks[at].attn.is_strict = True
     assert not [call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled]
 
 
