@@ -56,8 +56,8 @@ class HandedMasks:
 class MaskUse(NamedTuple):
     """Use that a call makes of a tensor that may be a mask under another name. of: its parameter, and whether it has no rows.
 
-    lost: what the call shows of what each reading of it hides, in words; "" where it keeps one. unread: of each module that was
-    handed it, as of `HandedMasks`.
+    lost: what the call shows of what each reading of it hides, in words; "" where it keeps one. unread: of each module that
+    was handed it, as of `HandedMasks`.
     """
 
     of: tuple[str, bool]
