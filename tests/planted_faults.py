@@ -29,6 +29,7 @@ PERIODIC, TWICE = ("keys-missing-with-a-period",), ("keys-counted-twice",)
 IN_PAGES = Workload(3, 112, batch=3, heads=2, kv_pages=Pages(16), kv_lens=(112, 40, 33))
 OF_ANOTHER = ("pages-of-another-sequence",)
 LONG = Workload(64, 512, heads=2)
+PADDED = Workload(64, heads=2, kv_lens=(64, 40))
 FLOAT32 = PARTLY.replace(dtype="float32")
 
 
@@ -203,6 +204,11 @@ def _paged(changed):
     return kernel
 
 
+def _hiding_padding(side, low):
+    lens = torch.tensor(PADDED.kv_lens).view(-1, 1, 1, 1)
+    return _scored(lambda s, rows, keys: s.where(keys < lens if side == "right" else keys >= PADDED.kv_len - lens, low))
+
+
 OF_OUT = (
     Planted("mask added", _scored(lambda s, rows, keys: s + (keys <= rows)), PARTLY_CAUSAL, ("mask-added",)),
     Planted(
@@ -235,6 +241,11 @@ OF_OUT = (
         Workload(64, heads=2, kv_lens=(64, 20)),
         ("one-key-beyond-length",),
     ),
+    *(
+        Planted(f"padding on the {pad}", _hiding_padding(pad, -math.inf), padded, ("padding-on-other-side",))
+        for pad, padded in (("right", PADDED.replace(pad="left")), ("left", PADDED))
+    ),
+    Planted("padding is -1", _hiding_padding("left", -1.0), PADDED.replace(pad="left"), ("hidden-scores-finite",)),
     Planted(
         "softcap before the scale",
         _scored(lambda s, rows, keys: (s * 8 / 5).tanh() * 5 / 8),

@@ -49,7 +49,7 @@ def _hidden_scores(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         return
 
     def with_hidden(step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], inputs: Inputs) -> Other:
-        visible = (inputs.mask_mod() if is_padded else None) or seen_by(inputs, w)
+        visible = _seen_where_padded(w, inputs) if is_padded else seen_by(inputs, w)
         other, padded = _with_padding_seen(w, inputs) if is_padded else (inputs, w)
         changed = modified_by(w, lambda s, *index: step(s, visible(*index)))
         return other, padded.replace(mask=None, score_mod=changed)
@@ -321,6 +321,9 @@ def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         if min(w.kv_lens or (w.kv_len,)) < w.kv_len:
             words = "that ignores kv_lens and sees padding"
             yield AttentionFault("kv-lens-ignored", words, partial(_with_padding_seen, w))
+            if not w.is_packed and not w.kv_pages:
+                words = f"that takes the padding on the {w.pad} to be on the other side"
+                yield AttentionFault("padding-on-other-side", words, partial(_with_padding_on_other_side, w))
         if len(set(w.kv_lens or ())) > 1:
             of_first = _with(w, "kv_lens", lambda lens: lens[:1].expand_as(lens))
             yield AttentionFault("kv-len-of-first-batch-entry", "with the length of the first batch entry for all", of_first)
@@ -368,6 +371,28 @@ def _with_padding_seen(w: Workload, inputs: Inputs) -> Other:
     """Count the padding as keys, where a kernel is given it."""
     k, v = (with_keys_moved(w, t, 2) for t in (inputs.k, inputs.v))
     return dataclasses.replace(inputs, k=k, v=v, kv_lens=None), w.replace(pad="right")
+
+
+def _with_padding_on_other_side(w: Workload, inputs: Inputs) -> Other:
+    """Count as many keys as there are, from the end that has the padding."""
+    way = 1 if w.pad == "left" else -1
+    k, v = (with_keys_moved(w.replace(pad="left"), t, 2, way) for t in (inputs.k, inputs.v))
+    return dataclasses.replace(inputs, k=k, v=v), w.replace(pad="right")
+
+
+def _seen_where_padded(w: Workload, inputs: Inputs) -> MaskMod:
+    """Return the mask, with padding, of keys that lie as a kernel is given them."""
+    seen, kv_lens = inputs.mask_mod(), inputs.kv_lens
+    assert seen is not None
+    assert kv_lens is not None
+    if w.pad == "right":
+        return seen
+
+    def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        at = kv - (w.kv_len - kv_lens[b])
+        return (at >= 0) & seen(b, h, q, at)
+
+    return visible
 
 
 #: elements of a mask's tensor above which it is not looked through

@@ -88,6 +88,7 @@ FAULTS = {
     "new-keys-misplaced": "new keys are written to other slots of a cache, or not at all",
     "newest-key-missing": "lengths of keys are one too short",
     "kv-lens-ignored": "lengths of keys are ignored, and padding is seen",
+    "padding-on-other-side": "padding on one side is taken to be on the other",
     "one-key-beyond-length": "one key beyond a length is seen",
     "kv-len-of-first-batch-entry": "the length of the first batch entry is taken for all",
     "kv-len-of-another-batch-entry": "the length of another batch entry is taken",
