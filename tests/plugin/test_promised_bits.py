@@ -49,6 +49,24 @@ def test_breaks(attn):
 
 
 @ONCE
+def test_what_is_not_promised_may_be_refused_by_an_error(run, pytester):
+    pytester.makepyfile(f"""{KERNELS}
+def of_its_shape(q, k, v):
+    if q.shape != (1, 2, 20, 32):
+        raise ValueError("another shape")
+    return attention(q, k, v)
+
+@pytest.mark.attention(W, device="cpu", bitwise="rerun")
+@pytest.mark.parametrize("only", ["bits-rerun", "seen-batch"])
+def test_it(attn, only):
+    attn.check_invariants(of_its_shape, only=only)
+""")
+    result = run("-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*seen-batch the kernel raised ValueError: another shape*"])
+
+
+@ONCE
 @pytest.mark.parametrize(
     ("marker", "said"),
     [

@@ -22,10 +22,12 @@ from pytest_attn.invariants.invariant import (
     Invariant,
     Need,
     NotApplicable,
+    OwnDefectError,
     Probe,
     Results,
     difference,
     first_difference,
+    what_was_raised,
 )
 from pytest_attn.invariants.rerun import beside_other_work, forget_configurations
 from pytest_attn.invariants.variations import one_sequence
@@ -380,8 +382,13 @@ def _first_unequal(change: Callable[[int], str], kept: list[int], size: int, tex
 
 
 def _seen(promise: Promise, probe: Probe) -> str:
-    """Look at what was not promised; no kernel breaks it."""
-    probe.note = _held(promise, probe) or probe.note
+    """Look at what was not promised; no kernel breaks it, be it that it raises."""
+    try:
+        probe.note = _held(promise, probe) or probe.note
+    except (NotApplicable, OwnDefectError, RefusedError):
+        raise
+    except Exception as error:
+        raise NotApplicable(what_was_raised(error)) from error
     return ""
 
 
