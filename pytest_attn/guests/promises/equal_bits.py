@@ -226,9 +226,10 @@ def _in_batch(whole: Whole, size: int) -> str:
     itself, w = whole.parts, whole.workload
     among = [[itself] * size]
     if w.kv_lens:
-        shorter = min(max(whole.kv_len // 3, 1 if w.is_packed else whole.q_len), whole.kv_len)
         others = [{name: t.repeat(1, 2, 1) if name in "kv" else t for name, t in itself.items()}]
-        others.append({name: t[:, :shorter] if w.is_packed or name in "kv" else t for name, t in itself.items()})
+        least = 1 if w.is_packed else whole.q_len  # as of the places of a CUDA graph that no request has
+        for keys in (max(whole.kv_len // 3, least), least):
+            others.append({name: t[:, :keys] if w.is_packed or name in "kv" else t for name, t in itself.items()})
         beside = list(islice(cycle(others), size - 1))
         among += [[itself, *beside], [*beside, itself]]
     for sequences in among:
