@@ -226,11 +226,13 @@ def _in_batch(whole: Whole, size: int) -> str:
     itself, w = whole.parts, whole.workload
     among = [[itself] * size]
     if w.kv_lens:
-        others = [{name: t.repeat(1, 2, 1) if name in "kv" else t for name, t in itself.items()}]
+        longer = {name: t.repeat(1, 2, 1) if name in "kv" else t for name, t in itself.items()}
         least = 1 if w.is_packed else whole.q_len  # as of the places of a CUDA graph that no request has
-        for keys in (max(whole.kv_len // 3, least), least):
-            others.append({name: t[:, :keys] if w.is_packed or name in "kv" else t for name, t in itself.items()})
-        beside = list(islice(cycle(others), size - 1))
+        shorter, shortest = (
+            {name: t[:, :keys] if w.is_packed or name in "kv" else t for name, t in itself.items()}
+            for keys in (max(whole.kv_len // 3, least), least)
+        )
+        beside = list(islice(cycle((longer, shorter, shortest)), size - 1))
         among += [[itself, *beside], [*beside, itself]]
     for sequences in among:
         other = whole.asked(sequences, w.mask)
