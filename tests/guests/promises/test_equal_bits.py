@@ -118,6 +118,7 @@ HONEST = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workload", HONEST, ids=lambda w: w.id)
 @pytest.mark.parametrize("promise", ["batch", "chunks", "decode", "prefix", "rerun"])
 def test_a_kernel_that_keeps_it_is_right(promise, workload):
