@@ -1,0 +1,1 @@
+"""Merging: partial results put together by their lse, held against float64."""

@@ -1,0 +1,373 @@
+"""Judgment of a merge: attention over parts of the keys is put together by their lse, and held against float64.
+
+A part is its out and lse, rounded as a kernel returns them. Exact is the merge of these very parts, so only the merge is
+judged. With weights w_i = exp(lse_i - lse) and the unit roundoff u of out's dtype, the budget of an element is
+
+    tau^2 = (n - 1) (u^2 out^2 + s^2 sum_i ((w_i o_i)^2 + (o_i - out)^2)) + eps^2 out^2 + sum_i (eps_i w_i (o_i - out))^2
+
+of the result, of weighted parts and of the differences by which some merges correct a sum, rounded each time that one of n
+parts is added, s being at least what a fast exp loses; eps is what float32 loses of an lse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pytest_attn.backends.declaration import Declaration, turned
+from pytest_attn.backends.precision import FLOOR, LSE_UNIT, SHARED, UNIT
+from pytest_attn.cases.case import AttentionCase, context_of
+from pytest_attn.cases.case_records import figures_of, z_property
+from pytest_attn.cases.conclude import conclude
+from pytest_attn.cases.context import CaseContext
+from pytest_attn.cases.evaluator import Evaluator
+from pytest_attn.cases.judgment import Judgment
+from pytest_attn.correctness import mismatch_text
+from pytest_attn.correctness.comparison import Comparison, Evidence, Hint, Mismatch, Returned
+from pytest_attn.correctness.contract import ContractError, check_tensor, elements, plain
+from pytest_attn.correctness.judge import LSE_TOLERANCE, compare_all, mismatch_of
+from pytest_attn.correctness.limits import limits_named
+from pytest_attn.correctness.reference import Expected, Reference, heads_first
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.diagnosis.hypothesis import OF_STEPS, FaultHypothesis, Prediction, View, explains
+from pytest_attn.diagnosis.steps import Region, RegionScores
+from pytest_attn.reports.verdict import Verdict
+from pytest_attn.workloads.functions import describe
+from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.workload import Workload, sequence_lengths
+
+__tracebackhide__ = True  # pytest shows a merge's own frames, not ours
+
+#: identity -> what is wrong
+FAULTS_OF_MERGES = {
+    "merge-base": "lse is taken in another base",
+    "merge-base-of-a-part": "the lse of one part is taken in another base",
+    "merge-weights-of-another-part": "parts have the weights of others",
+    "merge-part-scaled": "one part has a factor of its own",
+    "merge-lse-layout": "lse is read in another order of its dimensions",
+    "merge-mean": "parts are averaged, whatever their lse",
+    "merge-of-one-part": "the result is that of one part",
+    "merge-lse-of-largest": "lse is the largest of the parts', and not their sum",
+    "merge-nan-without-keys": "rows in which no part has keys are NaN",
+    "merge-overflow": "exp(lse) overflows, as no maximum is subtracted before",
+}
+#: relative error of the exp of GPUs that is fast
+_FAST_EXP = 2.0**-22
+#: what lse is moved by, up and down: exp of it is beyond float32
+_FAR = 200.0
+#: scores that are computed at once, and of a workload at most
+_CHUNK, _MOST = 1 << 22, 1 << 32
+_ORDINALS = ("first", "second", "third", "fourth")
+
+
+def check_merge(case: AttentionCase, fn: Callable[..., Any], parts: int = 2, name: str | None = None) -> Comparison:
+    """Hold a merge of `parts` partial results against float64, in arrangements that split the workload's keys.
+
+    fn: takes (out_a, lse_a, out_b, lse_b), of more than two parts the lists (outs, lses), in the marker's layout, lse_layout
+    and lse_base; returns out, or (out, lse), and may write them over what it was given. name: what reports call it.
+
+    Returns the comparison. Raises AssertionError where the merge is wrong, naming the arrangement.
+    """
+    __tracebackhide__ = True
+    if not isinstance(parts, int) or parts < 2:
+        raise ValueError(f"attn.check_merge: parts must be a whole number >= 2, got {parts!r}")
+    if not callable(fn):
+        raise TypeError(f"attn.check_merge takes a callable, got {describe(fn)}")
+    context = context_of(case)
+    subject = context.subject(fn, name, case._spec).name
+    return conclude(context, MergeEvaluator(fn, parts, subject, case._spec))
+
+
+class Parts(NamedTuple):
+    """Partial results, a dimension of parts before those of (batch, heads, rows, dim); lse is natural, without the last.
+
+    words: the arrangement. is_strided: whether lse lies in memory in another order than its dimensions.
+    """
+
+    words: str
+    outs: Tensor
+    lses: Tensor
+    is_strided: bool = False
+
+    def merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return out, lse, and the weights of parts, (parts, batch, heads, rows, 1)."""
+        lse = self.lses.logsumexp(0)
+        weights = (self.lses - lse).exp().nan_to_num(0.0).unsqueeze(-1)
+        return (weights * self.outs).sum(0), lse, weights
+
+
+# -- arrangements ----------------------------------------------------------------------------------------------------------
+
+
+def arrangements(inputs: Inputs, count: int, takes_strides: bool) -> Iterator[Parts]:
+    """Yield parts in float64, those of very unequal lengths first."""
+    w = inputs.workload
+    length = max(keys for _, keys in sequence_lengths(w)) if w.is_packed else w.kv_len
+    sizes = _unequal(length, count)
+    outs, lses = _partial(inputs, count, _unequal)
+    yield Parts(_words(sizes), outs, lses)
+    yield Parts(_words(sizes[::-1]), outs.flip(0), lses.flip(0))
+    outs, lses = _partial(inputs, count, _even)
+    words = _words(_even(length, count))
+    yield Parts(words, outs, lses)
+    for part in range(count):
+        missing = torch.arange(count, device=lses.device) == part
+        yield _without(Parts(f"the {_ordinal(part)} part has no keys", outs, lses), missing.view(-1, 1, 1, 1))
+    rows = torch.arange(lses.shape[-1], device=lses.device)
+    yield _without(Parts("no part has keys in every third row", outs, lses), rows % 3 == 0)
+    if takes_strides:
+        yield Parts(f"{words}, lse strided", outs, lses, is_strided=True)
+    signs = 1 - 2 * ((rows + torch.arange(lses.shape[2], device=lses.device).unsqueeze(-1)) % 2)
+    yield Parts(f"{words}, lse {_FAR:g} higher or lower", outs, lses + _FAR * signs)
+
+
+def _unequal(length: int, count: int) -> list[int]:
+    ones = [int(part < length) for part in range(count - 1)]
+    return [*ones, length - sum(ones)]
+
+
+def _even(length: int, count: int) -> list[int]:
+    return [length * (part + 1) // count - length * part // count for part in range(count)]
+
+
+def _words(sizes: Sequence[int]) -> str:
+    return f"parts of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} keys"
+
+
+def _ordinal(part: int) -> str:
+    return _ORDINALS[part] if part < len(_ORDINALS) else f"{part + 1}th"
+
+
+def _without(parts: Parts, missing: Tensor) -> Parts:
+    outs = parts.outs.masked_fill(missing.unsqueeze(-1), 0.0)
+    return parts._replace(outs=outs, lses=parts.lses.masked_fill(missing, -math.inf))
+
+
+def _partial(inputs: Inputs, count: int, split: Callable[[int, int], list[int]]) -> tuple[Tensor, Tensor]:
+    """Return exact attention over each part of the keys, without sinks, of each sequence."""
+    w, found = inputs.workload, []
+    for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
+        step = max(1, _CHUNK // max(1, w.heads * kv_len))
+        positions = torch.arange(q_len, device=inputs.device)
+        chunks = (Region(batch, positions[start : start + step]) for start in range(0, q_len, step))
+        some = [_rows_of(inputs, region, count, split) for region in chunks]
+        found.append([torch.cat(tensors, 3) for tensors in zip(*some, strict=True)])
+    outs, lses = zip(*found, strict=True)
+    dim = 3 if w.is_packed else 1
+    return torch.cat(outs, dim), torch.cat(lses, dim)
+
+
+def _rows_of(inputs: Inputs, rows: Region, count: int, split: Callable[[int, int], list[int]]) -> tuple[Tensor, Tensor]:
+    region = RegionScores(inputs, inputs.workload, rows)
+    ends, outs, lses, group = [0, *accumulate(split(len(region.at), count))], [], [], inputs.workload.group
+    for start, end in pairwise(ends):
+        scores, v = region.scores[..., start:end], region.v[:, :, start:end]
+        lses.append(scores.logsumexp(-1))
+        p = (scores - lses[-1].unsqueeze(-1)).exp().nan_to_num(0.0)
+        outs.append(p @ v.double().repeat_interleave(group, 1))
+    return torch.stack(outs), torch.stack(lses)
+
+
+# -- the judgment ----------------------------------------------------------------------------------------------------------
+
+
+class MergeEvaluator(Evaluator[Comparison]):
+    """Holds a merge against float64 in all arrangements, up to the first in which it is wrong."""
+
+    question = "merge"
+
+    def __init__(self, fn: Callable[..., Any], parts: int, subject: str, spec: CheckSpec) -> None:
+        self._fn, self._parts, self._spec, self.subject = fn, parts, spec, subject
+        self.workload, self.on, self.doing = spec.workload, spec.workload.id, f"merging parts by {subject}"
+
+    def judge(self, context: CaseContext) -> Judgment[Comparison]:
+        __tracebackhide__ = True
+        w, declared = self.workload, self._spec.declared
+        if w.heads * sum(queries * keys for queries, keys in sequence_lengths(w)) > _MOST:
+            return Judgment.refused(self.subject, f"parts of {w.id} take more than {_MOST:,} scores; merge shorter ones")
+        distribution = self._spec.inputs[0]
+        drawn = context.session.references.reference_of(self._spec, distribution)
+        comparison = Comparison(w.id, str(self.subject), ())
+        for exact in arrangements(drawn.inputs, self._parts, not declared.contiguous):
+            given = Handed(exact, w, declared)
+            with context.session.deadline.around(f"{self.subject} on {w.id}, {context.item.nodeid}"):
+                results = given.results_of(self._fn, drawn.inputs)
+            reference = Reference(drawn.inputs, self._spec.profile, given.expected())
+            returned = Returned(f"{distribution}, {exact.words}", reference, results)
+            limits = limits_named(self._spec.limits)
+            rows = compare_all(returned.distribution, results, reference, w, limits)
+            comparison = replace(comparison, tensors=(*comparison.tensors, *rows))
+            if wrong := [row for row in rows if not row.passed]:
+                mismatch = mismatch_of(wrong[0], Evidence(w, returned, (returned,), limits))
+                comparison = replace(comparison, mismatch=replace(mismatch, hints=given.hints(mismatch), evidence=None))
+                break
+        facts: Any = {"fields": figures_of(comparison), "properties": z_property(comparison, self.subject)}
+        if comparison.passed:
+            return Judgment(Verdict.PASSED, comparison, **facts)
+        facts |= {"text": mismatch_text.describe(comparison), "evidence": "the parts of a merge are not kept"}
+        return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), **facts)
+
+
+class Handed:
+    """Parts as a merge gets them: rounded, in the layouts and the base of a declaration.
+
+    parts: of the rounded values, in float64.
+    """
+
+    def __init__(self, exact: Parts, w: Workload, declared: Declaration) -> None:
+        self._workload, self._declared, self._strided = w, declared, exact.is_strided
+        self._native = ("bhtd", "thd") if w.is_packed else ("bhsd", "bhsd"), ("bhs", "hs" if w.is_packed else "bhs")
+        self._unit = math.log(2) if declared.lse_base == 2 else 1.0
+        self._outs, self._lses = exact.outs.to(getattr(torch, w.out_dtype)), (exact.lses / self._unit).float()
+        self.parts = exact._replace(outs=self._outs.double(), lses=self._lses.double() * self._unit)
+
+    def results_of(self, fn: Callable[..., Any], inputs: Inputs) -> dict[str, Tensor]:
+        """Call a merge; return its results by name, in native layout. Raises ContractError for what cannot be compared."""
+        outs, lses = ([self._laid_out(name, one) for one in of] for name, of in (("out", self._outs), ("lse", self._lses)))
+        shapes = [tuple(outs[0].shape), tuple(lses[0].shape)]
+        result = fn(outs[0], lses[0], outs[1], lses[1]) if len(outs) == 2 else fn(outs, lses)
+        several = [result] if (found := elements(result)) is None else found
+        if result is None or not 1 <= len(several) <= 2:
+            returned = "nothing (None)" if result is None else f"a {type(result).__name__} of {len(several)}"
+            raise ContractError(
+                f"the callable returned {returned}; expected out or (out, lse): return the tensors that it writes over, too"
+            )
+        results = {}
+        for name, shape, value in zip(("out", "lse"), shapes, several, strict=False):
+            tensor = plain(name, value)
+            is_wide = name == "out" and getattr(tensor, "dtype", None) == torch.float32
+            check_tensor(name, tensor.to(self._outs.dtype) if is_wide else tensor, shape, inputs)
+            results[name] = self._native_result(name, tensor.detach())
+        return results
+
+    def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
+        heads_before, _ = self._native[name == "lse"]
+        _, users = self._declared.letters(name, self._workload.is_packed)
+        tensor = turned(tensor, heads_before, users)
+        if self._strided and name == "lse":
+            return tensor.mT.clone(memory_format=torch.contiguous_format).mT
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def _native_result(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a result as it is compared, in base e; what the caller leaves to a merge where no part has keys is right."""
+        _, users = self._declared.letters(name, self._workload.is_packed)
+        tensor = turned(tensor, users, self._native[name == "lse"][1])
+        if name == "lse":
+            tensor = tensor.double() * self._unit
+        if self._declared.empty_rows == "zero":
+            return tensor
+        seen = heads_first(tensor, self._workload)
+        numbers = seen if name == "lse" else (seen * 0).sum(-1)  # NaN where any element is none
+        is_free = (self.parts.lses.logsumexp(0) == -math.inf) & (~numbers.isnan() | (self._declared.empty_rows == "any"))
+        kept = seen.masked_fill(is_free, -math.inf) if name == "lse" else seen.masked_fill(is_free.unsqueeze(-1), 0.0)
+        return turned(kept, *self._native[name == "lse"])
+
+    def expected(self) -> dict[str, Expected]:
+        """Return the exact merge, with the budget of out."""
+        out, lse, weights = self.parts.merged()
+        dtype, outs = self._workload.out_dtype, self.parts.outs
+        steps = (weights * outs).square().sum(0) + (outs - out).square().sum(0)
+        rounded = out.square() * UNIT[dtype] ** 2 + steps * max(UNIT[dtype], _FAST_EXP) ** 2 + FLOOR[dtype] ** 2
+        eps, eps_of_parts = (
+            (x.where(x.isfinite(), 0.0).abs() + 4).mul(SHARED * LSE_UNIT).unsqueeze(-1) for x in (lse, self.parts.lses)
+        )
+        drift = (eps * out).square() + (eps_of_parts * weights * (outs - out)).square().sum(0)
+        tau = (rounded * (len(outs) - 1) + drift).sqrt().masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
+        return {"out": Expected(out, tau.float()), "lse": Expected(lse, torch.zeros_like(lse).float())}
+
+    def hints(self, mismatch: Mismatch) -> tuple[Hint, ...]:
+        """Return what explains a mismatch, most telling first."""
+        assert mismatch.evidence is not None
+        name, failed = mismatch.row.name, mismatch.evidence.failed
+        got = heads_first(failed.tensors[name], self._workload)
+        exact = failed.reference.tensors[name]
+        if mismatch.row.wrong_positions:
+            return tuple(self._about_numbers(got))
+        value, tau = exact.value, exact.tau.double()
+        if name == "lse":
+            got, value, tau = (x.unsqueeze(-1) for x in (got, value, LSE_TOLERANCE * (1 + value.abs())))
+        seen = Seen(View(got, value, tau, (got.double() - value).abs().gt(tau).any(-1)))
+        found = []
+        for fault, words, other in _other_lses(self.parts) if name == "lse" else _other_outs(self.parts, got):
+            value = other.unsqueeze(-1) if name == "lse" else other
+            std = tau + value.abs() * UNIT[self._workload.out_dtype] * (name == "out")
+            hypothesis = FaultHypothesis(fault, words, _predicts(value, std), OF_STEPS)
+            if fit := explains(hypothesis, seen):
+                found.append((fit.rank, Hint(fault, words)))
+        return tuple(hint for _, hint in sorted(found, key=lambda one: one[0])[:1])
+
+    def _about_numbers(self, got: Tensor) -> Iterator[Hint]:
+        """Explain NaN and infinities where exact results have none."""
+        lse = self.parts.lses.logsumexp(0)
+        bad = got.isnan() if got.dim() == 3 else ~got.isfinite().all(-1)
+        if bool(bad.any()) and bool((lse[bad] == -math.inf).all()):
+            said = "lse - lse is -inf - (-inf) there; take 0 as the weight, and -inf as lse"
+            yield Hint("merge-nan-without-keys", f"NaN in rows in which no part has keys: {said}")
+        elif bool(bad.any()) and bool((lse[bad].abs() > _FAR / 2).all()):
+            yield Hint("merge-overflow", "exp(lse) is beyond float32: subtract the largest lse of the parts before exp")
+
+
+# -- what merges are known to get wrong --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One tensor of one arrangement."""
+
+    view: View
+
+
+def _predicts(value: Tensor, std: Tensor) -> Callable[[Seen], Prediction]:
+    return lambda _: Prediction(value, lambda: std)
+
+
+def _other_outs(parts: Parts, got: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield identities of faults, words, and what out would be with them."""
+    outs, lses = parts.outs, parts.lses
+    right, _, weights = parts.merged()
+
+    def by(other: Tensor) -> Tensor:
+        return parts._replace(lses=other).merged()[0]
+
+    bases = (("2", "e", math.log(2)), ("e", "2", 1 / math.log(2)))
+    for base, given, factor in bases:
+        words = f"lse in base {given} is taken as in base {base}"
+        yield "merge-base", f"out is the merge in which {words}", by(lses * factor)
+        for part in range(len(outs)):
+            changed = lses.clone()
+            changed[part] *= factor
+            yield "merge-base-of-a-part", f"out is the merge in which {words} in the {_ordinal(part)} part", by(changed)
+    for step in range(1, len(outs)):
+        words = "out is the merge in which each part has the weight of another one"
+        yield "merge-weights-of-another-part", words, (weights.roll(step, 0) * outs).sum(0)
+    heads, rows = lses.shape[2:]
+    as_rows_heads = lses.reshape(*lses.shape[:2], rows, heads).mT
+    as_heads_rows = lses.mT.reshape(lses.shape)
+    for order, other in (("(batch, rows, heads)", as_rows_heads), ("(batch, heads, rows)", as_heads_rows)):
+        yield "merge-lse-layout", f"out is the merge in which the memory of lse is read as contiguous {order}", by(other)
+    yield "merge-mean", "out is the mean of the parts, whatever their lse", outs.mean(0)
+    for part in range(len(outs)):
+        which = _ordinal(part)
+        yield "merge-of-one-part", f"out is that of the {which} part", outs[part]
+        share = weights[part] * outs[part]
+        factor = float(1 + ((got.double() - right) * share).sum() / share.square().sum())
+        words = f"out is the merge in which the {which} part is multiplied by {factor:.3g}"
+        yield "merge-part-scaled", words, right + (factor - 1) * share
+
+
+def _other_lses(parts: Parts) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield identities of faults, words, and what lse would be with them."""
+    lses, lse = parts.lses, parts.lses.logsumexp(0)
+    yield "merge-lse-of-largest", "lse is the largest of the parts', and not the logarithm of their sum", lses.amax(0)
+    for part in range(len(lses)):
+        yield "merge-of-one-part", f"lse is that of the {_ordinal(part)} part", lses[part]
+    for given, base, factor in (("e", "2", math.log(2)), ("2", "e", 1 / math.log(2))):
+        yield "merge-base", f"lse is returned in base {base}, and given in base {given}", lse / factor
+        summed = (lses * factor).logsumexp(0) / factor
+        yield "merge-base", f"lse is added up as if it were in base {base}, and given in base {given}", summed

@@ -1,0 +1,195 @@
+"""Merges of partial results: honest ones pass in every form, and wrong ones are found, with what is wrong."""
+
+import math
+
+import pytest
+import torch
+
+from pytest_attn import Workload
+from pytest_attn.reports.records import read_records
+
+W = Workload(40, 200, heads=4, head_dim=32)
+WORKLOADS = (
+    W,
+    *(W.replace(dtype=dtype) for dtype in ("float32", "float16")),
+    W.replace(batch=2, kv_heads=2, mask="causal-bottom-right", kv_lens=(200, 77)),
+    Workload(q_lens=(5, 1, 30), kv_lens=(70, 3, 0), heads=4, kv_heads=2, head_dim=32),
+    Workload(1, 1, heads=2, head_dim=32),
+)
+on_all = pytest.mark.attention(*WORKLOADS, device="cpu", returns_lse=True)
+
+
+def merged(outs, lses, exp=torch.exp, log=torch.log):
+    """Return what a kernel computes that reads every part once, out in the parts' dtype."""
+    outs, lses = torch.stack(outs).float(), torch.stack(lses)
+    top = lses.amax(0).clamp(min=-1e30)
+    weights = exp(lses - top)
+    total = weights.sum(0)
+    return outs, weights / total.clamp(min=1e-30), log(total) + top
+
+
+def combined(outs, weights, lse, like):
+    weights = weights.mT if like.dim() == 3 else weights  # packed: out (tokens, heads, dim), lse (heads, tokens)
+    return (weights.unsqueeze(-1) * outs).sum(0).to(like.dtype), lse
+
+
+def of_lists(outs, lses, **base):
+    return combined(*merged(outs, lses, **base), outs[0])
+
+
+def of_two(out_a, lse_a, out_b, lse_b):
+    return of_lists([out_a, out_b], [lse_a, lse_b])
+
+
+def in_place(out_a, lse_a, out_b, lse_b):
+    out, lse = of_two(out_a, lse_a, out_b, lse_b)
+    return out_a.copy_(out), lse_a.copy_(lse)
+
+
+def by_logaddexp(out_a, lse_a, out_b, lse_b):
+    lse = torch.logaddexp(lse_a, lse_b)
+    weights = torch.stack([lse_a - lse, lse_b - lse]).exp().nan_to_num(0.0)
+    return combined(torch.stack([out_a, out_b]), weights, lse, out_a)
+
+
+def by_sigmoid(out_a, lse_a, out_b, lse_b):
+    """As ring-flash-attn and torch's context parallelism, in the dtype of the parts."""
+    share = torch.sigmoid(lse_b - lse_a)
+    share = share.mT if out_a.dim() == 3 else share
+    return out_a - share.unsqueeze(-1) * (out_a - out_b)
+
+
+def folded(outs, lses):
+    """Merge one part after the other, each time rounded and written over the first."""
+    for out, lse in zip(outs[1:], lses[1:], strict=True):
+        in_place(outs[0], lses[0], out, lse)
+    return outs[0], lses[0]
+
+
+@on_all
+@pytest.mark.parametrize("fn", [of_two, in_place, by_logaddexp])
+def test_honest_merges_of_two(attn, fn):
+    assert {row.name for row in attn.check_merge(fn).tensors} == {"out", "lse"}
+
+
+@pytest.mark.attention(*WORKLOADS, device="cpu", empty_rows="any")
+def test_what_the_sigmoid_leaves_where_no_part_has_keys_is_the_caller_s(attn):
+    attn.check_merge(by_sigmoid)
+    attn.check_merge(lambda a, lse_a, b, lse_b: by_sigmoid(a.float(), lse_a, b.float(), lse_b))
+
+
+@on_all
+@pytest.mark.parametrize("parts", [3, 7])
+def test_honest_merges_of_more(attn, parts):
+    attn.check_merge(of_lists, parts)
+    attn.check_merge(folded, parts)
+
+
+LAID_OUT = {"layout": "bshd", "lse_layout": "bsh", "lse_base": 2, "returns_lse": True}
+
+
+@pytest.mark.attention(*WORKLOADS[:4], device="cpu", **LAID_OUT)
+def test_honest_merges_in_base_2_and_another_layout(attn):
+    attn.check_merge(lambda a, lse_a, b, lse_b: of_lists([a, b], [lse_a, lse_b], exp=torch.exp2, log=torch.log2))
+
+
+# -- mutants ---------------------------------------------------------------------------------------------------------------
+
+
+def base_2_for_e(a, lse_a, b, lse_b):
+    return of_lists([a, b], [lse_a, lse_b], exp=torch.exp2, log=torch.log2)
+
+
+def weights_of_another(a, lse_a, b, lse_b):
+    return of_two(a, lse_b, b, lse_a)
+
+
+def another_scale(a, lse_a, b, lse_b):
+    return of_two(a, lse_a, b, lse_b * math.log(2))
+
+
+def factor_of_a_part(a, lse_a, b, lse_b):
+    return of_two(a, lse_a, b * 0.75, lse_b)
+
+
+def memory_of_lse(a, lse_a, b, lse_b):
+    """Read lse as (batch, rows, heads), as vllm#21996 read one that was not contiguous."""
+    return of_two(a, *((t.reshape(1, 40, 4).mT if t is not b else b) for t in (lse_a, b, lse_b)))
+
+
+def as_if_contiguous(a, lse_a, b, lse_b):
+    return of_two(a, *((t.as_strided(t.shape, (160, 40, 1)) if t is not b else b) for t in (lse_a, b, lse_b)))
+
+
+def nan_without_keys(a, lse_a, b, lse_b):
+    lse = torch.logaddexp(lse_a, lse_b)
+    return combined(torch.stack([a, b]), (torch.stack([lse_a, lse_b]) - lse).exp(), lse, a)
+
+
+def mean(a, lse_a, b, lse_b):
+    return ((a.float() + b.float()) / 2).to(a.dtype)
+
+
+def no_maximum(a, lse_a, b, lse_b):
+    weights = torch.stack([lse_a, lse_b]).exp()
+    total = weights.sum(0)
+    return combined(torch.stack([a, b]), weights / total.clamp(min=1e-30), total.log(), a)
+
+
+def lse_not_updated(a, lse_a, b, lse_b):
+    return of_two(a, lse_a, b, lse_b)[0], torch.maximum(lse_a, lse_b)
+
+
+def empty_as_zero(a, lse_a, b, lse_b):
+    return of_two(a, lse_a, b, lse_b.nan_to_num(neginf=0.0))
+
+
+FIRST, HALVES = "parts of 1 and 199 keys", "parts of 100 and 100 keys"
+MUTANTS = {
+    base_2_for_e: (FIRST, "lse in base e is taken as in base 2"),
+    weights_of_another: (FIRST, "each part has the weight of another one"),
+    another_scale: (FIRST, "lse in base e is taken as in base 2 in the second part"),
+    factor_of_a_part: (FIRST, "the second part is multiplied by 0.75"),
+    memory_of_lse: (FIRST, r"the memory of lse is read as contiguous \(batch, rows, heads\)"),
+    as_if_contiguous: (f"{HALVES}, lse strided", r"the memory of lse is read as contiguous \(batch, heads, rows\)"),
+    nan_without_keys: ("no part has keys in every third row", "NaN in rows in which no part has keys"),
+    mean: (FIRST, "the mean of the parts"),
+    no_maximum: (f"{HALVES}, lse 200 higher or lower", "subtract the largest lse"),
+    lse_not_updated: (FIRST, "lse is the largest of the parts'"),
+    empty_as_zero: ("the second part has no keys", ""),
+}
+
+
+@pytest.mark.attention(*WORKLOADS[:2], device="cpu", returns_lse=True)
+@pytest.mark.parametrize("fn", MUTANTS)
+def test_a_fault_is_found_in_its_arrangement_and_named(attn, fn):
+    arrangement, cause = MUTANTS[fn]
+    with pytest.raises(AssertionError, match=rf"(?s)inputs structured, {arrangement}\).*{cause}"):
+        attn.check_merge(fn)
+
+
+@pytest.mark.attention(W, device="cpu")
+def test_what_cannot_be_compared_is_told(attn):
+    with pytest.raises(AssertionError, match=r"returned nothing \(None\); expected out or \(out, lse\)"):
+        attn.check_merge(lambda a, lse_a, b, lse_b: None)
+    with pytest.raises(AssertionError, match=r"lse has shape \(1, 40, 4\); expected \(1, 4, 40\)"):
+        attn.check_merge(lambda a, lse_a, b, lse_b: (a, lse_a.mT))
+    with pytest.raises(ValueError, match="parts must be a whole number >= 2, got 1"):
+        attn.check_merge(of_two, parts=1)
+    with pytest.raises(TypeError, match="takes a callable, got"):
+        attn.check_merge("flash2")
+
+
+def test_it_is_recorded_as_other_judgments_are(pytester):
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.attention("smoke-full", device="cpu")
+        def test_mine(attn):
+            attn.check_merge(lambda a, lse_a, b, lse_b: a)
+    """)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-output=run.jsonl")
+    result.assert_outcomes(failed=1)
+    (record,) = read_records(pytester.path / "run.jsonl")
+    assert (record["question"], record["verdict"], record["faults"]) == ("merge", "mismatch", ["merge-of-one-part"])
+    assert "inputs structured, parts of 1 and 127 keys" in record["reason"]
