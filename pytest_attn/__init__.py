@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pytest_attn.cases.saved_failure import load_failure as load_failure
     from pytest_attn.correctness.comparison import Comparison as Comparison
     from pytest_attn.correctness.contract import ContractError as ContractError
+    from pytest_attn.correctness.rounded import Quantized as Quantized
+    from pytest_attn.correctness.rounded import Rounded as Rounded
+    from pytest_attn.correctness.rounded import assert_rounded as assert_rounded
     from pytest_attn.guests.models.call_to_workload import DropoutError as DropoutError
     from pytest_attn.guests.models.capture import AttentionCall as AttentionCall
     from pytest_attn.guests.models.capture import NotReadError as NotReadError
@@ -60,6 +63,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "cases.saved_failure": ("Failure", "load_failure"),
     "correctness.comparison": ("Comparison",),
     "correctness.contract": ("ContractError",),
+    "correctness.rounded": ("Quantized", "Rounded", "assert_rounded"),
     "guests.models.call_to_workload": ("DropoutError",),
     "guests.models.capture": ("AttentionCall", "NotReadError", "capture"),
     "guests.models.check_model": ("check_model", "check_module"),

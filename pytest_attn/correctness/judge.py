@@ -616,7 +616,7 @@ def _measured(
     def to_row(read: Mapping[str, float]) -> TensorComparison:
         levels = read["z_element"], read["row"] ** 0.5, read["head"] ** 0.5, read.get("z_slope", 0.0)
         z_element, z_row, z_head, z_slope = levels
-        wrong_count, at = max(int(read["wrong"]), unsampled_faults), _unraveled(int(read["place"]), shape)
+        wrong_count, at = max(int(read["wrong"]), unsampled_faults), unraveled(int(read["place"]), shape)
         return TensorComparison(
             name=name,
             distribution=distribution,
@@ -635,7 +635,7 @@ def _measured(
             z_slope=z_slope,
             slope=1 + read.get("slope_off", 0.0),
             slope_error=read.get("slope_error", 0.0),
-            slope_head=_unraveled(int(read.get("slope_place", 0)), shape[:2]),
+            slope_head=unraveled(int(read.get("slope_place", 0)), shape[:2]),
             **_familiar_figures(read, shape.numel()),
         )
 
@@ -719,7 +719,7 @@ def _measured_lse(name: str, distribution: str, got: torch.Tensor, expected: Exp
             elements=shape.numel(),
             exceeding=int(read["exceeding"]),
             wrong_positions=wrong_count,
-            worst=_true_index(_unraveled(int(read["place"]), shape), expected),
+            worst=_true_index(unraveled(int(read["place"]), shape), expected),
             found=read["found"],
             exact=read["exact"],
             budget=read["budget"],
@@ -762,7 +762,8 @@ def _familiar_figures(read: Mapping[str, float], elements: int) -> dict[str, flo
     }
 
 
-def _unraveled(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+def unraveled(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the element at a place of the flattened tensor."""
     at: tuple[int, ...] = ()
     for size in reversed(shape):  # torch.unravel_index imports sympy, which takes half a second
         place, last = divmod(place, size)

@@ -15,25 +15,34 @@ def describe(comparison: Comparison) -> str:
     if mismatch is None:
         return ""
     row = mismatch.row
-    at = ", ".join(map(str, row.worst))
     whose = row.name if row.name == comparison.subject else f"{row.name} of {comparison.subject}"
+    where = _describe_location(mismatch.location, ", drawn or named by --attn-rows" if mismatch.drawn else "")
+    lines = [
+        *describe_row(row, whose, f" ({comparison.workload}, inputs {row.distribution})", where),
+        *([labeled("factor", _factor(row))] if row.excess > row.z_slope and _is_scaled(row) else []),
+        *(labeled(hint.label, hint.words) for hint in mismatch.hints),
+    ]
+    return "\n".join(lines)
+
+
+def describe_row(row: TensorComparison, whose: str, on: str, where: str, whole: str = "one head") -> list[str]:
+    """Return the lines of a tensor that is wrong, but for why. whole: what its third level is of."""
+    at = ", ".join(map(str, row.worst))
     found, exact = told_apart(row.found, row.exact)
     of_finite = "of finite elements: " if row.wrong_positions else ""
-    lines = [
-        f"mismatch: {whose}: {_excess(row)} ({comparison.workload}, inputs {row.distribution})",
+    above = f"{row.exceeding:,} of {row.elements:,} elements above {row.limits.element:g}"
+    return [
+        f"mismatch: {whose}: {_excess(row, whole)}{on}",
         labeled("worst", f"{row.name}[{at}] = {found}, exact {exact}, budget {figure(row.budget, '.3g')}"),
-        labeled("largest z", f"{_levels(row)}; {row.exceeding:,} of {row.elements:,} elements above {row.limits.element:g}"),
-        labeled("where", _describe_location(mismatch.location, ", drawn or named by --attn-rows" if mismatch.drawn else "")),
+        labeled("largest z", f"{_levels(row, whole)}; {above}"),
+        labeled("where", where),
         labeled(
             "figures",
             f"{of_finite}absmax {figure(row.absmax, '.3g')}, mean abs {figure(row.mean_abs, '.3g')},"
             f" mse {figure(row.mse, '.3g')}, relative L2 {figure(row.relative_l2, '.3g')},"
             f" cosine {row.cosine:.6f}, slope {figure(row.alpha, '.4f')}",
         ),
-        *([labeled("factor", _factor(row))] if row.excess > row.z_slope and _is_scaled(row) else []),
-        *(labeled(hint.label, hint.words) for hint in mismatch.hints),
     ]
-    return "\n".join(lines)
 
 
 def describe_contract(error: ContractError) -> str:
@@ -52,17 +61,17 @@ def headline(comparison: Comparison) -> str:
 # -- by how much ---------------------------------------------------------------------------------------------------------
 
 #: standard errors of a slope that make it a factor
-_CLEAR = 20
+CLEAR = 20
 
 
-def _excess(row: TensorComparison) -> str:
+def _excess(row: TensorComparison, whole: str = "one head") -> str:
     if row.wrong_positions:
         found = count(row.wrong_positions, "element is", "elements are")
         return f"{found} NaN or infinite where the exact result is not, or the reverse"
     levels = (
         ("one element", row.z_element, row.limits.element),
         ("one row", row.z_row, row.limits.row),
-        ("one head", row.z_head, row.limits.head),
+        (whole, row.z_head, row.limits.head),
     )
     level, value, limit = next((level for level in levels if not level[1] <= level[2]), levels[0])
     return _factor(row) if value <= limit else f"z {z_figure(value)} in {level}, limit {limit:g}"
@@ -70,7 +79,7 @@ def _excess(row: TensorComparison) -> str:
 
 def _is_scaled(row: TensorComparison) -> bool:
     """Return whether a head is off by a factor, and by much more than what else is wrong in it."""
-    return row.z_slope > row.limits.slope and abs(row.slope - 1) > _CLEAR * row.slope_error
+    return row.z_slope > row.limits.slope and abs(row.slope - 1) > CLEAR * row.slope_error
 
 
 def _factor(row: TensorComparison) -> str:
@@ -84,12 +93,12 @@ def _factor(row: TensorComparison) -> str:
     ).replace("%", " %")
 
 
-def _levels(row: TensorComparison) -> str:
+def _levels(row: TensorComparison, whole: str) -> str:
     if row.limits.element == 1:  # lse, max
         return f"element {z_figure(row.z_element)} (limit 1: this budget is all that {row.name} may be off)"
     return (
         f"element {z_figure(row.z_element)} (limit {row.limits.element:g}), row {z_figure(row.z_row)}"
-        f" ({row.limits.row:g}), head {z_figure(row.z_head)} ({row.limits.head:g})"
+        f" ({row.limits.row:g}), {whole.split()[-1]} {z_figure(row.z_head)} ({row.limits.head:g})"
     )
 
 
