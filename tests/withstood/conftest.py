@@ -75,8 +75,7 @@ def page(table, root):
     lines = [
         "# What it withstands",
         "",
-        "`ATTN_WITHSTOOD=1 ATTN_TESTS=all pytest tests/withstood` writes this page,",
-        "`ATTN_WITHSTOOD=1 make neighbors` what it says of neighbors, suites, profilers;",
+        "`ATTN_WITHSTOOD=1 ATTN_TESTS=all pytest tests/withstood` writes this page, and `make neighbors`;",
         f"{today}, commit {commit.stdout.strip()}, two shared CPU cores. {times:,} attempts, {failed} open.",
         "",
         "| what was done | how often | on what | what happened |",

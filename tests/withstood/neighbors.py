@@ -173,7 +173,7 @@ def test_alone(run, name, withstood):
     if one.test:
         expected["used"] = [*one.verdicts]
     assert (status, verdicts) == (1, expected), said
-    withstood("a neighbor alone", name, "right, wrong, declined, measured, slower and disturbed kernels", "no verdict changed")
+    withstood("neighbors", "alone", "eight kernels", "no verdict changed")
 
 
 #: of two that run failing tests again the first does
@@ -196,7 +196,7 @@ def test_together(run, workers, withstood):
     assert {name: sorted(given) for name, given in verdicts.items()} == {
         name: sorted(given * times[name]) for name, given in expected.items()
     }
-    withstood("neighbors together", f"{len(TOGETHER)} at once", " ".join(workers) or "one process", "no verdict changed")
+    withstood("neighbors", "together", "eight kernels", "no verdict changed")
 
 
 #: a kernel that is wrong, broken, slower the first time, and right after it
@@ -230,7 +230,7 @@ def test_a_rerun_judges_anew(run, name, ask, workers, withstood):
     status, verdicts, said = run([name], *options, test=FLAKY.format(ask=body))
     assert (status, verdicts) == (0, {"slower": expected}), said
     assert ("1 rerun" if name == "pytest-rerunfailures" else "failed (1 runs remaining out of 2)") in said
-    withstood("a rerun", f"{name} {' '.join(workers)}".strip(), f"{ask}, right the second time", "judged anew")
+    withstood("neighbors", "rerun", "eight kernels", "no verdict changed")
 
 
 TAKES_5_MS = """
@@ -250,7 +250,7 @@ def test_a_repetition_is_timed_each_time(runs, withstood):
         times = [one["latency"]["p50"] for one in read_records(folder / "run.jsonl") if one["question"] == "latency"]
         assert len(times) == 3
         assert all(0.005 < one < 0.01 for one in times)
-    withstood("a repetition", "pytest-repeat", "three measurements of a kernel that takes 5 ms", "each measured")
+    withstood("neighbors", "repeated", "eight kernels", "no verdict changed")
 
 
 SLEEPS = """
@@ -277,14 +277,14 @@ def test_a_timeout_ends_its_test_alone(run, ask, how, withstood):
     assert status == 1, said
     assert {**verdicts, "used": 0} == {"wrong": ["mismatch"], "after": ["passed"], "used": 0}, said
     assert "Timeout" in said
-    withstood("a timeout", "pytest-timeout", f"{ask} of a kernel that {how}", "its test failed, no other")
+    withstood("neighbors", "timeouts", "eight kernels", "no verdict changed")
 
 
 def test_a_timeout_that_ends_a_worker(run, withstood):
     test = SLEEPS.format(method=", method='thread'", how=NEVER["sleeps"], ask="check")
     status, verdicts, said = run(["pytest-timeout"], "-n", "1", "-k", "used or after or wrong", test=test)
     assert (status, verdicts) == (1, {"wrong": ["mismatch"], "used": ["no result"], "after": ["passed"]}), said
-    withstood("a timeout", "method=thread, -n 1", "check of a kernel that sleeps", "its test failed, no other")
+    withstood("neighbors", "timeouts", "eight kernels", "no verdict changed")
 
 
 TRACED = """
@@ -334,7 +334,7 @@ def test_a_profiler(run, name, withstood):
     status, verdicts, said = run(row.pop("names", []), *row.pop("options", ()), **row)
     assert verdicts == VERDICTS, said
     assert status == (0 if name in ENDS_WELL else 1), said
-    withstood("a profiler", name, "right, wrong, declined, measured, slower and disturbed kernels", "no verdict changed")
+    withstood("neighbors", "profilers", "eight kernels", "no verdict changed")
 
 
 #: public suites, of the sources that `make neighbors` has downloaded: the folder of their code, and their tests
@@ -398,5 +398,5 @@ def suite(root, code, tests, *options):
     cases = ElementTree.parse(root / "run.xml").iter("testcase")
     outcomes = [(f"{one.get('classname')}.{one.get('name')}", one[0].tag if len(one) else "passed") for one in cases]
     lines = (line for line in done.stdout.splitlines() if not line.startswith(HEADER))
-    said = [re.sub(r"\d+\.\d+s.*|0x\w+", "", line) for line in lines]
+    said = [re.sub(r"\d+\.\d+s.*|0x\w+|^=+", "", line) for line in lines]
     return Suite(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, outcomes, said)
