@@ -22,6 +22,8 @@ from torch import Tensor
 
 from pytest_attn.backends.declaration import Declaration, turned
 from pytest_attn.backends.precision import FLOOR, LSE_UNIT, SHARED, UNIT
+from pytest_attn.backends.raised import declined_because
+from pytest_attn.backends.subject import RefusedError
 from pytest_attn.cases.case import AttentionCase, context_of
 from pytest_attn.cases.case_records import figures_of, z_property
 from pytest_attn.cases.conclude import conclude
@@ -50,6 +52,8 @@ FAULTS_OF_MERGES = {
     "merge-base-of-a-part": "the lse of one part is taken in another base",
     "merge-weights-of-another-part": "parts have the weights of others",
     "merge-part-scaled": "one part has a factor of its own",
+    "merge-part-missing": "one part is left out",
+    "merge-part-twice": "one part counts twice",
     "merge-lse-layout": "lse is read in another order of its dimensions",
     "merge-mean": "parts are averaged, whatever their lse",
     "merge-of-one-part": "the result is that of one part",
@@ -231,7 +235,12 @@ class Handed:
         """Call a merge; return its results by name, in native layout. Raises ContractError for what cannot be compared."""
         outs, lses = ([self._laid_out(name, one) for one in of] for name, of in (("out", self._outs), ("lse", self._lses)))
         shapes = [tuple(outs[0].shape), tuple(lses[0].shape)]
-        result = fn(outs[0], lses[0], outs[1], lses[1]) if len(outs) == 2 else fn(outs, lses)
+        try:
+            result = fn(outs[0], lses[0], outs[1], lses[1]) if len(outs) == 2 else fn(outs, lses)
+        except NotImplementedError as error:
+            if reason := declined_because(error):
+                raise RefusedError(reason) from None
+            raise
         several = [result] if (found := elements(result)) is None else found
         if result is None or not 1 <= len(several) <= 2:
             returned = "nothing (None)" if result is None else f"a {type(result).__name__} of {len(several)}"
@@ -332,7 +341,8 @@ def _other_outs(parts: Parts, got: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     outs, lses = parts.outs, parts.lses
     right, _, weights = parts.merged()
 
-    def by(other: Tensor) -> Tensor:
+    def by(lse: Tensor, part: int | None = None) -> Tensor:
+        other = lse if part is None else lses.index_copy(0, torch.tensor([part], device=lses.device), lse.unsqueeze(0))
         return parts._replace(lses=other).merged()[0]
 
     bases = (("2", "e", math.log(2)), ("e", "2", 1 / math.log(2)))
@@ -340,12 +350,11 @@ def _other_outs(parts: Parts, got: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         words = f"lse in base {given} is taken as in base {base}"
         yield "merge-base", f"out is the merge in which {words}", by(lses * factor)
         for part in range(len(outs)):
-            changed = lses.clone()
-            changed[part] *= factor
-            yield "merge-base-of-a-part", f"out is the merge in which {words} in the {_ordinal(part)} part", by(changed)
-    for step in range(1, len(outs)):
+            said = f"out is the merge in which {words} in the {_ordinal(part)} part"
+            yield "merge-base-of-a-part", said, by(lses[part] * factor, part)
+    for swapped in (weights.flip(0), *(weights.roll(step, 0) for step in range(1, len(outs)))):
         words = "out is the merge in which each part has the weight of another one"
-        yield "merge-weights-of-another-part", words, (weights.roll(step, 0) * outs).sum(0)
+        yield "merge-weights-of-another-part", words, (swapped * outs).sum(0)
     heads, rows = lses.shape[2:]
     as_rows_heads = lses.reshape(*lses.shape[:2], rows, heads).mT
     as_heads_rows = lses.mT.reshape(lses.shape)
@@ -354,6 +363,14 @@ def _other_outs(parts: Parts, got: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     yield "merge-mean", "out is the mean of the parts, whatever their lse", outs.mean(0)
     for part in range(len(outs)):
         which = _ordinal(part)
+        if len(outs) > 2:
+            missing = torch.full_like(lses[part], -math.inf)
+            yield "merge-part-missing", f"out is the merge without the {which} part", by(missing, part)
+        yield (
+            "merge-part-twice",
+            f"out is the merge in which the {which} part counts twice",
+            by(lses[part] + math.log(2), part),
+        )
         yield "merge-of-one-part", f"out is that of the {which} part", outs[part]
         share = weights[part] * outs[part]
         factor = float(1 + ((got.double() - right) * share).sum() / share.square().sum())

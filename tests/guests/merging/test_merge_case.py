@@ -168,6 +168,27 @@ def test_a_fault_is_found_in_its_arrangement_and_named(attn, fn):
         attn.check_merge(fn)
 
 
+@pytest.mark.attention(*WORKLOADS[:2], device="cpu")
+def test_faults_of_three_parts(attn):
+    faults = {
+        "without the third part": lambda outs, lses: of_lists(outs[:2], lses[:2]),
+        "the third part counts twice": lambda outs, lses: of_lists([*outs, outs[2]], [*lses, lses[2]]),
+        "the weight of another one": lambda outs, lses: of_lists(outs, lses[::-1]),
+    }
+    for cause, fn in faults.items():
+        with pytest.raises(AssertionError, match=rf"(?s)parts of 1, 1 and 198 keys\).*{cause}"):
+            attn.check_merge(fn, 3)
+
+
+@pytest.mark.attention(W, device="cpu")
+def test_a_merge_may_decline(attn):
+    def fn(a, lse_a, b, lse_b):
+        raise NotImplementedError("no such dtype")
+
+    with pytest.raises(pytest.skip.Exception, match="no such dtype"):
+        attn.check_merge(fn)
+
+
 @pytest.mark.attention(W, device="cpu")
 def test_what_cannot_be_compared_is_told(attn):
     with pytest.raises(AssertionError, match=r"returned nothing \(None\); expected out or \(out, lse\)"):
