@@ -60,7 +60,7 @@ class Rounded:
     def variance(self) -> torch.Tensor:
         """The mean square of its errors, evenly spread up to the largest that rounding to nearest makes."""
         dtype = FLOATING_DTYPES[dtype_name(self.dtype)]
-        power_of_2 = torch.ldexp(torch.ones_like(self.of), torch.frexp(self.of).exponent - 1)  # the next below
+        power_of_2 = (self.of / (2 * torch.frexp(self.of).mantissa)).nan_to_num_(0)  # the next below; 0 of 0
         largest = (power_of_2 * dtype.spacing).clamp_(min=max(dtype.floor, TINY)).where(self.of.isfinite(), math.inf)
         return (largest * self.by).square_() * (self.times / 3)
 
