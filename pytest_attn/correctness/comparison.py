@@ -292,6 +292,8 @@ class HeadSlopes(NamedTuple):
 _SLOPE_BIAS = 2.0**-8
 #: standard errors by which a slope may be off beside
 _SLOPE_ERRORS = 5.0
+#: half a step of numbers in standard errors of rounding to them, and the mean x^2 of a head below which some are such steps
+_HALF_STEP, _FEW_STEPS = 3**0.5, 200.0
 
 
 def head_slopes(z: torch.Tensor, expected: Expected) -> HeadSlopes:
@@ -300,7 +302,8 @@ def head_slopes(z: torch.Tensor, expected: Expected) -> HeadSlopes:
     With x the exact value in budgets, off = sum(z x) / sum(x^2). Its standard error is 1 / sqrt(sum(x^2)) if all errors are
     independent. Those of a row may be shared, so it is at least the jackknife's over rows (MacKinnon and White, Some
     heteroskedasticity-consistent covariance matrix estimators, 1985: HC3). Noise of scores moves P by a part of its square
-    always in one direction: the mean of 1 / x^2, twice.
+    always in one direction: the mean of 1 / x^2, twice. Up to four steps, as of half precision's smallest number, neighbors are
+    rounded in one direction, by at most half of it.
 
     z and expected: (batch, heads, rows, dim).
     """
@@ -311,4 +314,7 @@ def head_slopes(z: torch.Tensor, expected: Expected) -> HeadSlopes:
     left = (overlaps - off.unsqueeze(-1) * squares) / (1 - squares / total.unsqueeze(-1))
     error = total.rsqrt().maximum(left.norm(dim=-1) / total)
     allowed = error.square().mul_(_SLOPE_ERRORS**2).add_(_SLOPE_BIAS**2).sqrt_().add_(2 * x.shape[-2:].numel() / total)
+    if bool((total < _FEW_STEPS * x.shape[-2:].numel()).any()):
+        below = x.abs().masked_fill_(x.abs() > 8 * _HALF_STEP, 0)
+        allowed += _HALF_STEP * below.sum((-2, -1)) / total
     return HeadSlopes(off, error, allowed)

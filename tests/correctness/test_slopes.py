@@ -7,8 +7,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.comparison import head_slopes
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.mismatch_text import describe
+from pytest_attn.correctness.reference import Expected
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants.kernel import Kernel
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -90,3 +92,15 @@ def test_what_is_a_factor_by_declaration_is_not_asked():
 def test_a_head_of_few_rows_is_not_asked():
     found = judged(off_by("out", 1.005), Workload(63, heads=4), "flat")
     assert {row.z_slope for row in found.tensors} == {0.0}
+
+
+@pytest.mark.parametrize("size", [0.55, 0.7, 1.4, 3.2])
+def test_what_lies_below_a_step_of_numbers_has_no_slope(size):
+    draw = torch.Generator().manual_seed(0)
+    exact = size * (1 + 0.05 * torch.rand(1, 1, 128, 64, generator=draw, dtype=torch.float64))
+    expected = Expected(exact, torch.full_like(exact, 12**-0.5, dtype=torch.float32))
+
+    slopes = head_slopes((exact.round() - exact) / expected.tau, expected)
+
+    assert slopes.off.abs() > 0.05
+    assert slopes.off.abs() <= slopes.allowed
