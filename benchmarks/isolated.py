@@ -14,7 +14,10 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from importlib.metadata import entry_points
 from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
 
 KERNELS = {
     "plain": """
@@ -129,7 +132,10 @@ def run(folder: Path, options: list[str]) -> dict[str, tuple[str, float]]:
     """Run all tests of a folder; return outcome and seconds of each."""
     file = folder / "junit.xml"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfEs", f"--junitxml={file}", *options]
-    done = subprocess.run(command, cwd=folder, env={**os.environ}, capture_output=True, text=True, check=False)
+    if not any(point.value == "pytest_attn.plugin" for point in entry_points(group="pytest11")):
+        command += ["-p", "pytest_attn.plugin"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     print(done.stdout[-6000:], done.stderr[-2000:], flush=True)
     found = {}
     for case in ElementTree.parse(file).iter("testcase"):
