@@ -302,8 +302,8 @@ def head_slopes(z: torch.Tensor, expected: Expected) -> HeadSlopes:
     With x the exact value in budgets, off = sum(z x) / sum(x^2). Its standard error is 1 / sqrt(sum(x^2)) if all errors are
     independent. Those of a row may be shared, so it is at least the jackknife's over rows (MacKinnon and White, Some
     heteroskedasticity-consistent covariance matrix estimators, 1985: HC3). Noise of scores moves P by a part of its square
-    always in one direction: the mean of 1 / x^2, twice. Up to four steps, as of half precision's smallest number, neighbors are
-    rounded in one direction, by at most half of it.
+    always in one direction: the mean of 1 / x^2, twice. Up to four steps, as of half precision's smallest number, neighbors
+    are rounded in one direction, by at most half of one.
 
     z and expected: (batch, heads, rows, dim).
     """
