@@ -102,7 +102,8 @@ def functions_kept(where: str = "") -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setrecursionlimit(max(depth, sys.getrecursionlimit()))  # which may be too low for whatever looks at what was left
+        if sys.getrecursionlimit() < depth:
+            sys.setrecursionlimit(depth)  # which was too low for whatever looks at what was left
         others = [(name, python[name]) for name, value in of_python.items() if python[name] is not value]
         python.update(of_python)  # before anything here calls them
         replaced = [f"{name} by {described(now)}" for name, now in others]

@@ -69,7 +69,8 @@ class KeptSwitches:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(limit, self._limit))  # here: near a low one nothing else runs; compilers raise it
+        if limit < self._limit:
+            sys.setrecursionlimit(self._limit)  # here: near a low one nothing else runs; compilers raise it
         left = self.put_back()
         if limit < self._limit:
             left = Switch(int, int).said("Python's recursion limit", limit, self._limit)
@@ -178,7 +179,10 @@ def _of_process() -> dict[str, Switch]:
         "Python's thresholds of garbage collection": Switch(gc.get_threshold, lambda before: gc.set_threshold(*before)),
         "Python's interval between threads": Switch(sys.getswitchinterval, sys.setswitchinterval),
         _FILTERS: Switch(
-            lambda: tuple(warnings.filters), _set_filters, part=lambda at: f"Python's filter {at + 1} of warnings"
+            lambda: tuple(warnings.filters),
+            _set_filters,
+            _are_filters_left,
+            part=lambda at: f"Python's filter {at + 1} of warnings",
         ),
         "the mask of new files": Switch(_umask, os.umask),
     }
@@ -190,6 +194,13 @@ def _of_process() -> dict[str, Switch]:
 def _umask() -> int:
     os.umask(mask := os.umask(0o077))
     return mask
+
+
+def _are_filters_left(now: tuple[Any, ...], was: tuple[Any, ...]) -> bool:
+    """Return whether some are gone, or one has come of all messages: those of one message libraries add as they run."""
+    if now == was:
+        return False
+    return not set(was) <= set(now) or any(message is module is None for _, message, _, module, _ in {*now} - {*was})
 
 
 def _set_filters(filters: tuple[Any, ...]) -> None:

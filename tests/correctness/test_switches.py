@@ -38,8 +38,16 @@ def in_mode():
     return bool(_get_current_function_mode_stack())
 
 
-FILTERS = tuple(warnings.filters)
+#: of warnings, as they were before all were ignored
+FILTERS = []
 CORES, DESCRIPTOR = os.sched_getaffinity(0), os.open(os.devnull, os.O_NONBLOCK)
+
+
+def ignore_warnings():
+    FILTERS[:] = [tuple(warnings.filters)]
+    warnings.simplefilter("ignore")
+
+
 #: of Python and of the process: how each is turned and turned back, and whether it is
 OF_PROCESS = {
     "Python's thresholds of garbage collection": (
@@ -51,7 +59,7 @@ OF_PROCESS = {
         lambda: sys.getswitchinterval() == 5,
     ),
     "Python's filter 1 of warnings": (
-        lambda on: warnings.simplefilter("ignore") if on else FILTERS and switches._set_filters(FILTERS),
+        lambda on: ignore_warnings() if on else FILTERS and switches._set_filters(FILTERS.pop()),
         lambda: warnings.filters[0] == ("ignore", None, Warning, None, 0),
     ),
     "the mask of new files": (lambda on: os.umask(0o123 if on else 0o022), lambda: os.umask(os.umask(0o022)) == 0o123),
@@ -189,6 +197,15 @@ def test_what_a_library_turns_as_it_is_imported_is_no_fault_and_stays(name, monk
         assert is_on()
     finally:
         turn(False)
+
+
+def test_a_filter_of_one_message_may_be_a_librarys():
+    def filters(q, k, v):
+        warnings.filterwarnings("ignore", "of no kernel")
+        return causal(q, k, v)
+
+    with warnings.catch_warnings():
+        assert pytest_attn.check(filters, CAUSAL, precision="torch_cpu", device="cpu").passed
 
 
 def test_a_kernel_may_use_an_alarm_of_its_own():
