@@ -24,8 +24,8 @@ QKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 DISTRIBUTIONS = {
     "structured": "randn with a mean per value head and needles: rows whose query points at one key, on the diagonal,"
     " the first or last key it may see, and the first it may not",
-    "flat": "0.1 randn: a nearly uniform softmax; in every other head beside one heavy key, which leaves a small sum to all"
-    " others. Of more than 4,096 keys most rows point at one run each, which shows a missing one",
+    "flat": "0.1 randn: a nearly uniform softmax; in every other head, but with ALiBi, beside one heavy key, which leaves a"
+    " small sum to all others. Of more than 4,096 keys most rows point at one run each, which shows a missing one",
     "randn": "standard normal",
     "peaky": "3 randn: softmax near one-hot",
     "flux": "randn times a random whole number from 1 to 4, as the Flux benchmark draws",
