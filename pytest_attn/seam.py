@@ -120,12 +120,11 @@ class Guest:
 def guests() -> tuple[Guest, ...]:
     """Return all guests. Raises TypeError for an entry point that names something else than a `Guest`.
 
-    Those of this package are found beside it, too, where it is not installed but on sys.path.
+    Those of this package come first, and are found beside it, too, where it is not installed but on sys.path.
     """
-    named = dict.fromkeys(one.value for one in metadata.entry_points(group=GROUP))
     beside = Path(__file__).parent / "guests"
     own = [f"pytest_attn.guests.{path.parent.name}.{path.stem}:GUEST" for path in sorted(beside.glob("*/*_guest.py"))]
-    named |= dict.fromkeys(own)
+    named = dict.fromkeys([*own, *(one.value for one in metadata.entry_points(group=GROUP))])
     found = []
     for name in named:
         guest = resolve_name(name)
