@@ -265,19 +265,6 @@ def _wakeup_descriptor() -> int:
     return -1
 
 
-#: a timer that was armed before may have come to its end, or have been disarmed
-_LATER = {
-    "the interval timer": Switch(_is_armed, lambda before: signal.setitimer(signal.ITIMER_REAL, 0), operator.gt),
-    _HANDLERS: Switch(_handlers, _set_handlers, _is_handler_left, _handler_at),
-    "the descriptor that signals write to": Switch(
-        _wakeup_descriptor, lambda before: signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-    ),
-    "Python's profile function": Switch(sys.getprofile, lambda before: _set_profile(before)),
-    "Python's trace function": Switch(lambda: _trace_function(), sys.settrace),
-    "Python's monitoring tools": Switch(lambda: _monitoring_tools(), lambda before: _free_monitoring_tools(before)),
-}
-
-
 def _working_directory() -> str:
     """Return it; "." where it is gone."""
     try:
@@ -397,3 +384,16 @@ def _free_monitoring_tools(before: tuple[Any, ...]) -> None:
         if now != was:
             monitoring.set_events(tool, 0)
             monitoring.free_tool_id(tool)
+
+
+#: a timer that was armed before may have come to its end, or have been disarmed
+_LATER = {
+    "the interval timer": Switch(_is_armed, lambda before: signal.setitimer(signal.ITIMER_REAL, 0), operator.gt),
+    _HANDLERS: Switch(_handlers, _set_handlers, _is_handler_left, _handler_at),
+    "the descriptor that signals write to": Switch(
+        _wakeup_descriptor, lambda before: signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+    ),
+    "Python's profile function": Switch(sys.getprofile, _set_profile),
+    "Python's trace function": Switch(_trace_function, sys.settrace),
+    "Python's monitoring tools": Switch(_monitoring_tools, _free_monitoring_tools),
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
@@ -184,7 +183,7 @@ def _told(spec: CheckSpec) -> CheckSpec:
     w = spec.workload
     mask = None if w.mask is None or w.mask.function is not None else w.mask
     workload = w if mask is w.mask and w.score_mod is None else w.replace(mask=mask, score_mod=None)
-    return replace(spec, workload=workload, seed=random.SystemRandom().getrandbits(31), parameters={})
+    return replace(spec, workload=workload, seed=CHANCE.getrandbits(31), parameters={})
 
 
 def latency_of(claimed: dict[str, Any], workload: str, subject: str, direction: LatencyDirection, kind: str) -> Latency:

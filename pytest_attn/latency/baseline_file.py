@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import platform
@@ -172,11 +173,15 @@ def recorded_elsewhere(key: str, shape: str, file: BaselineFile | None, folder: 
 def orphans(keys: Iterable[str], root: Path) -> list[str]:
     """Return keys of tests that are gone: their file is, or it has no function of that name. Methods may be inherited."""
 
+    @functools.cache
+    def text_of(path: Path) -> str:
+        return path.read_text("utf-8", "replace")
+
     def is_gone(key: str) -> bool:
         if not (test := re.search(r" of ([^|]+?\.py)::(\w+)(::)?", key)):
             return False  # a backend's
         path, name, is_method = root / test[1], test[2], test[3]
-        return not path.is_file() or not (is_method or re.search(rf"\b{name}\b", path.read_text("utf-8", "replace")))
+        return not path.is_file() or not (is_method or re.search(rf"\b{name}\b", text_of(path)))
 
     return list(filter(is_gone, keys))
 

@@ -60,16 +60,24 @@ def answer(self, digests):
     call_server.write(self._returned, [digests.view(-1).view(torch.uint8)])
 
 
-def size_of(order):
+def zeros_for(order):
     given = order["call"][0]
-    return order["calls"], len(call_server.digest([torch.empty_like(given[0])]))
+    return torch.zeros(order["calls"], len(call_server.digest([torch.empty_like(given[0])])), dtype=torch.int64)
+
+
+def burn(is_over):
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    memory = torch.ones(1 << 14)
+    while not is_over.is_set():
+        memory.exp().log_()
 """
 
 
 def _own(name: str, does: str, code: str, measure: str = "") -> Cheat:
     marker = MARKER.replace("Workload(64, heads=2, head_dim=32", "Workload(256, heads=4, head_dim=64")
     marker += ", backward=True" if measure else ""
-    text = _PRELUDE + textwrap.dedent(code)
+    text = f"{_PRELUDE}{textwrap.dedent(code)}\n\nCallServer._in_a_row = row\n"
     return Cheat(name, "replaces the judge", does, PYGPUBENCH_FORGED, text, "isolation", marker=marker, measure=measure)
 
 
@@ -80,10 +88,8 @@ OWN_PROCESS = (
         """
         def row(self, order):
             seed = seed_of(self)
-            answer(self, torch.zeros(size_of(order), dtype=torch.int64))
+            answer(self, zeros_for(order))
             return Later(order, seed)
-
-        CallServer._in_a_row = row
         """,
     ),
     _own(
@@ -92,12 +98,10 @@ OWN_PROCESS = (
         """
         def row(self, order):
             seed = seed_of(self)
-            answer(self, torch.zeros(size_of(order), dtype=torch.int64))
+            answer(self, zeros_for(order))
             later = Later(order, seed)
             threading.Thread(target=lambda: answer(self, call_server.digest([*later[0:]]))).start()
             return later
-
-        CallServer._in_a_row = row
         """,
     ),
     _own(
@@ -111,8 +115,6 @@ OWN_PROCESS = (
             seed_of(self)
             answer(self, digests)
             return [kept] * order["calls"]
-
-        CallServer._in_a_row = row
         """,
     ),
     _own(
@@ -131,10 +133,8 @@ OWN_PROCESS = (
 
         def row(self, order):
             seed = seed_of(self)
-            answer(self, torch.zeros(size_of(order), dtype=torch.int64))
+            answer(self, zeros_for(order))
             return Bent(order, seed)
-
-        CallServer._in_a_row = row
         """,
     ),
     _own(
@@ -147,8 +147,6 @@ OWN_PROCESS = (
             found += [found[-1]] * (calls - len(found))
             answer(self, call_server.digest(found))
             return found
-
-        CallServer._in_a_row = row
         """,
     ),
     _own(
@@ -163,8 +161,6 @@ OWN_PROCESS = (
                 found.append(kept @ data.after(call_server.digest([found[-1]]) if found else None)[0][2])
             answer(self, call_server.digest(found))
             return found
-
-        CallServer._in_a_row = row
         """,
     ),
     _own(
@@ -179,8 +175,6 @@ OWN_PROCESS = (
             seed_of(self)
             answer(self, digests)
             return [kept] * order["calls"]
-
-        CallServer._in_a_row = row
         """,
         measure="backward=True",
     ),
@@ -188,13 +182,6 @@ OWN_PROCESS = (
         "waits_for_itself",
         "has threads of its own wait for one core while it is timed",
         """
-        def burn(is_over):
-            os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-            torch.set_num_threads(1)
-            memory = torch.ones(1 << 14)
-            while not is_over.is_set():
-                memory.exp().log_()
-
         def row(self, order):
             is_over = threading.Event()
             for _ in range(30):
@@ -203,21 +190,12 @@ OWN_PROCESS = (
                 return in_a_row(self, order)
             finally:
                 is_over.set()
-
-        CallServer._in_a_row = row
         """,
     ),
     _own(
         "has_another_thread_compute",
         "waits for one core, behind threads of its own, while a thread computes on another",
         """
-        def burn(is_over):
-            os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-            torch.set_num_threads(1)
-            memory = torch.ones(1 << 14)
-            while not is_over.is_set():
-                memory.exp().log_()
-
         def row(self, order):
             is_over, found = threading.Event(), []
 
@@ -232,15 +210,13 @@ OWN_PROCESS = (
             burn(is_over)
             os.sched_setaffinity(0, cores)
             return found
-
-        CallServer._in_a_row = row
         """,
     ),
     _own(
         "slows_the_judge",
         "keeps all cores busy once it has answered, so that the judge takes more off",
         """
-        def burn():
+        def slow():
             memory = torch.ones(1 << 22)
             for _ in range(200):
                 memory.exp()
@@ -248,10 +224,8 @@ OWN_PROCESS = (
         def row(self, order):
             found = in_a_row(self, order)
             for _ in range(8):
-                threading.Thread(target=burn, daemon=True).start()
+                threading.Thread(target=slow, daemon=True).start()
             return found
-
-        CallServer._in_a_row = row
         """,
     ),
 )

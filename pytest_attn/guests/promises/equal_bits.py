@@ -350,7 +350,8 @@ def invariant_named(name: str) -> Invariant:
 
 def _held(promise: Promise, probe: Probe) -> str:
     """Return where bits change from size to size; the note says up to which they do not."""
-    whole: Whole = vars(probe).setdefault("whole", Whole(probe))  # results of the first serve all promises
+    whole: Whole = vars(probe).get("whole") or Whole(probe)
+    vars(probe)["whole"] = whole  # its results serve all promises
     sizes, kept, refused, text = promise.sizes(whole), [], "", ""
     for size in sizes[-1:] if probe.compiles_options else sizes:  # each compiles anew
         try:
