@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pytest_attn.backends.machine import release
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES, QUANTIZED_DTYPES
-from pytest_attn.workloads.fields import did_you_mean, suggests_fields
+from pytest_attn.workloads.fields import did_you_mean, is_whole, suggests_fields
 
 #: Root-mean-square-like relative rounding error of one rounding.
 UNIT = {name: one.unit for name, one in FLOATING_DTYPES.items()}
@@ -68,10 +68,11 @@ class Threshold:
     maximum: str = "last"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tile", tuple(self.tile))
-        if not 0 < self.weight < 1:
+        if not isinstance(self.weight, int | float) or not 0 < self.weight < 1:
             raise ValueError(f"Threshold: weight must be a part of a row's largest, > 0 and < 1, got {self.weight!r}")
-        if len(self.tile) != 2 or not all(isinstance(size, int) and size > 0 for size in self.tile):
+        if isinstance(self.tile, list):  # as JSON has it
+            object.__setattr__(self, "tile", tuple(self.tile))
+        if not isinstance(self.tile, tuple) or len(self.tile) != 2 or not all(is_whole(size, 1) for size in self.tile):
             raise ValueError(f"Threshold: tile must be (rows, keys), two whole numbers > 0, got {self.tile!r}")
         if self.maximum not in MAXIMA:
             raise ValueError(f"Threshold: maximum must be one of {', '.join(MAXIMA)}, got {self.maximum!r}")

@@ -128,3 +128,18 @@ def test_what_is_declared_passes(name, dtype):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_anything_else_is_found(name, dtype):
     assert not compared(MUTANTS[name], DECLARED, dtype).passed
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"weight": "a"}, "weight must be a part of a row's largest, > 0 and < 1, got 'a'"),
+        ({"weight": 1.0}, "weight must be a part of a row's largest, > 0 and < 1, got 1.0"),
+        ({"weight": 0.1, "tile": 5}, r"tile must be \(rows, keys\), two whole numbers > 0, got 5"),
+        ({"weight": 0.1, "tile": (32,)}, r"tile must be \(rows, keys\), two whole numbers > 0, got \(32,\)"),
+        ({"weight": 0.1, "maximum": "first"}, "maximum must be one of last, running, running-backwards, got 'first'"),
+    ],
+)
+def test_what_is_no_threshold_is_refused_in_words(given, said):
+    with pytest.raises(ValueError, match=said):
+        Threshold(**given)

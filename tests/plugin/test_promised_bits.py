@@ -72,6 +72,7 @@ def test_it(attn, only):
     [
         ("bitwise='batches'", "bitwise must be names of promises, got 'batches'; known: batch, chunks, decode, prefix, rerun"),
         ("bitwise=3", "bitwise must be names of promises, got 3"),
+        ("bitwise=[['batch']]", "bitwise must be names of promises, got [['batch']]"),
         ("bitwise='batch', ranks=2", "bitwise and ranks are of two kinds of tests; leave one out"),
     ],
 )

@@ -40,6 +40,7 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.diagnosis.hypothesis import OF_STEPS, FaultHypothesis, Prediction, View, explains
 from pytest_attn.diagnosis.steps import Region, RegionScores
 from pytest_attn.reports.verdict import Verdict
+from pytest_attn.workloads.fields import is_whole
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -79,7 +80,7 @@ def check_merge(case: AttentionCase, fn: Callable[..., Any], parts: int = 2, nam
     Returns the comparison. Raises AssertionError where the merge is wrong, naming the arrangement.
     """
     __tracebackhide__ = True
-    if not isinstance(parts, int) or parts < 2:
+    if not is_whole(parts, 2):
         raise ValueError(f"attn.check_merge: parts must be a whole number >= 2, got {parts!r}")
     if not callable(fn):
         raise TypeError(f"attn.check_merge takes a callable, got {describe(fn)}")

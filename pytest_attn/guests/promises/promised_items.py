@@ -30,7 +30,7 @@ class PromisingMark(AttentionMark):
         """Read the promises, and refuse what is none."""
         given = values["bitwise"]
         found = given if isinstance(given, tuple | list | set) else (given,)
-        if not set(found) <= set(PROMISES):
+        if any(name not in PROMISES for name in found):
             raise ValueError(f"bitwise must be names of promises, got {given!r}; known: {', '.join(PROMISES)}")
         return {"bitwise": tuple(name for name in PROMISES if name in found)}
 
