@@ -2,13 +2,15 @@
 
     python benchmarks/isolated.py [--device cuda] [--kernels plain,compiled,flash,triton_rows]
 
-Prints for each case its outcome and seconds both ways, and the
-ratio of all cases but the first of each kernel. Status 1 where an honest kernel fails.
+Prints for each case its outcome and seconds both ways, the ratio of all cases but the first of each kernel, and each p50 with
+its ratio. Status 1 where an honest kernel fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import subprocess
 import sys
@@ -123,15 +125,15 @@ def test_invariants(attn):
 
 @pytest.mark.attention(*CASES[-2:], precision="{precision}")
 def test_measure(attn):
-    latency = attn.measure("{module}:attention")
-    print("p50", latency.p50)
+    attn.measure("{module}:attention")
 """
 
 
-def run(folder: Path, options: list[str]) -> dict[str, tuple[str, float]]:
-    """Run all tests of a folder; return outcome and seconds of each."""
-    file = folder / "junit.xml"
+def run(folder: Path, options: list[str]) -> tuple[dict[str, tuple[str, float]], dict[str, float]]:
+    """Run all tests of a folder; return outcome and seconds of each, and the p50 of each that has one."""
+    file, records = folder / "junit.xml", folder / "records.jsonl"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfEs", f"--junitxml={file}", *options]
+    command.append(f"--attn-output={records}")
     if not any(point.value == "pytest_attn.plugin" for point in entry_points(group="pytest11")):
         command += ["-p", "pytest_attn.plugin"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -141,7 +143,8 @@ def run(folder: Path, options: list[str]) -> dict[str, tuple[str, float]]:
     for case in ElementTree.parse(file).iter("testcase"):
         kinds = [one.tag for one in case if one.tag in ("failure", "error", "skipped")]
         found[f"{case.get('classname')}::{case.get('name')}"] = (kinds[0] if kinds else "passed", float(case.get("time", 0)))
-    return found
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    return found, {line["test"]: line["latency"]["p50"] for line in lines if line.get("latency")}
 
 
 def main() -> int:
@@ -161,7 +164,8 @@ def main() -> int:
             tests = TESTS.format(module=module, sizes=sizes, backward=is_differentiable, precision=precision)
             (folder / f"test_{module}.py").write_text(tests)
         options = [f"--attn-device={given.device}"]
-        here, isolated = run(folder, options), run(folder, [*options, "--attn-isolated"])
+        here, p50s = run(folder, options)
+        isolated, their_p50s = run(folder, [*options, "--attn-isolated"])
         times = [0.0, 0.0]
         seen: set[str] = set()
         for case, (outcome, seconds) in here.items():
@@ -172,6 +176,9 @@ def main() -> int:
                 times = [times[0] + seconds, times[1] + theirs]
             seen.add(kernel)
         print(f"all but the first case of each kernel, without measure: {times[1] / max(times[0], 1e-9):.2f} times")
+        for case, p50 in p50s.items():
+            theirs = their_p50s.get(case, math.nan)
+            print(f"{case:60} here {p50 * 1e6:9.2f} us, isolated {theirs * 1e6:9.2f} us, {theirs / p50:.3f} times")
     return 1 if failed else 0
 
 
