@@ -189,8 +189,6 @@ class Declaration:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.skips, dict):  # as JSON has it
-            object.__setattr__(self, "skips", Threshold(**self.skips))
         if isinstance(self.returns, str | list):
             object.__setattr__(self, "returns", (self.returns,) if isinstance(self.returns, str) else tuple(self.returns))
         checked(self)

@@ -7,8 +7,10 @@ import inspect
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.workloads.functions import parameters_of
@@ -31,6 +33,13 @@ class UnimportableError(ImportError):
 def is_name(text: str) -> bool:
     """Return whether a text has the form "module:function"."""
     return _NAME.fullmatch(text) is not None
+
+
+def is_imported_from_a_test(module: str) -> bool:
+    """Return whether a module is imported in this process, and is none that is installed."""
+    path = getattr(sys.modules.get(module), "__file__", None) or ""
+    installed = [Path(sysconfig.get_path(one)) for one in ("stdlib", "purelib", "platlib")]
+    return path != "" and not any(place in Path(path).parents for place in installed)
 
 
 def imported(name: str) -> Callable[..., Any]:

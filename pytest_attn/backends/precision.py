@@ -139,10 +139,6 @@ class Precision:
     half_sum_keys: int = 0
     skips: Threshold | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.skips, dict):  # as JSON has it
-            object.__setattr__(self, "skips", Threshold(**self.skips))
-
     def skipping(self, skips: Threshold | None) -> Precision:
         """Return the profile of a kernel that leaves out these tiles as well."""
         if skips is None:

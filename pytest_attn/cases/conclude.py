@@ -7,7 +7,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from pytest_attn.backends.named import is_name
+from pytest_attn.backends.named import is_imported_from_a_test, is_name
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError, ending_no_test, message_of
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.cases.case_records import RECORDS, facts_of
@@ -109,11 +109,14 @@ def _require_contained(context: CaseContext, evaluator: Evaluator[Any]) -> None:
     if context.session.settings.isolated is None or is_contained:
         return
     fn = subject.user_function if isinstance(subject, Subject) else None
-    name = f"{getattr(fn, '__module__', None)}:{getattr(fn, '__qualname__', None)}"
-    name = name if fn and is_name(name) else "MODULE:FUNCTION"
+    module, function = (str(getattr(fn, name, None)) for name in ("__module__", "__qualname__"))
+    if not fn or not is_name(f"{module}:{function}"):
+        module, function = "MODULE", "FUNCTION"
+    elif is_imported_from_a_test(module):
+        module = "MODULE"
     pytest.fail(
-        f"--attn-isolated: {evaluator.name} computes in the process that judges it; name a function in its place, as in"
-        f' attn.check("{name}"), or leave out --attn-isolated',
+        f"--attn-isolated: {evaluator.name} computes in the process that judges it; name a function in its place, of a module"
+        f' that no test or conftest imports, as in attn.check("{module}:{function}"), or leave out --attn-isolated',
         pytrace=False,
     )
 

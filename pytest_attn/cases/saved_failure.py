@@ -17,7 +17,7 @@ import torch
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.machine import resolve_device
-from pytest_attn.backends.precision import PRECISIONS, Precision, precision_named
+from pytest_attn.backends.precision import PRECISIONS, Precision, Threshold, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Dequantizer, Subject
 from pytest_attn.cases.api import judged_in_words
@@ -47,7 +47,12 @@ def encode_precision(profile: Precision) -> str | dict[str, Any]:
 
 def decode_precision(encoded: str | dict[str, Any]) -> str | Precision:
     """Return the precision of `encode_precision`."""
-    return encoded if isinstance(encoded, str) else Precision(**encoded)
+    return encoded if isinstance(encoded, str) else Precision(**_with_threshold(encoded))
+
+
+def _with_threshold(said: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a profile, or of a declaration, whose threshold JSON holds as a dictionary."""
+    return {**said, "skips": Threshold(**said["skips"])} if said.get("skips") else said
 
 
 # -- what a judgment saw, as tensors by name, and back -----------------------------------------------------------------
@@ -285,7 +290,9 @@ class Failure:
             device=where,
             backward=asked["backward"],
             inputs=(asked["distribution"],),
-            declared=Declaration(**{**asked["declared"], "precision": decode_precision(asked["declared"]["precision"])}),
+            declared=Declaration(
+                **{**_with_threshold(asked["declared"]), "precision": decode_precision(asked["declared"]["precision"])}
+            ),
             seed=asked["seed"],
             limits=asked["limits"],
             leaves=tuple(asked["leaves"]),

@@ -9,7 +9,6 @@ import os
 import pickle
 import socket
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,9 +18,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pytest_attn.backends.named import OFFERED, NamedFunction
+from pytest_attn.backends.named import OFFERED, NamedFunction, is_imported_from_a_test
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError
 from pytest_attn.correctness.contract import ContractError, elements
+from pytest_attn.isolation.timed_row import WORD
 from pytest_attn.isolation.wire import FrameSocket, GarbageError, pickled, put, read_bytes, released, shared_memory
 from pytest_attn.latency.disturbance import thread_waited
 from pytest_attn.latency.work import WrongResultError
@@ -43,8 +43,6 @@ _START_SECONDS, _IMPORT_SECONDS, _END_SECONDS = 300.0, 60.0, 5.0
 _PAUSE_SECONDS, _MEASURE_SECONDS = 60.0, 1800.0
 #: bytes of an answer, characters of a text in it, and tensors and dimensions in a result
 _LONGEST, _TEXT, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 24, 20_000, 64, 16
-#: those of a seed, or of a sum in a digest
-_WORD = 8
 #: bytes that a result may have: so many, and so many times those that were given
 _BYTES, _TIMES = 1 << 30, 32
 #: dtypes that a result may have, by their names
@@ -132,10 +130,10 @@ class IsolatedProcess:
         seed: of what they are given, which it could not know before.
         """
         begun = time.perf_counter()
-        words = self._answer_to(seed.to_bytes(_WORD, "little"), "while it was called in a row").get("done")
+        words = self._answer_to(seed.to_bytes(WORD, "little"), "while it was called in a row").get("done")
         if type(words) is not int or not 0 <= words <= _LONGEST:
             self.give_up("its process did not make the calls that were asked for")
-        (found,) = self.read([words * _WORD])
+        (found,) = self.read([words * WORD])
         return time.perf_counter() - begun, found.view(torch.int64)
 
     def read(self, lengths: Sequence[int]) -> list[Tensor]:
@@ -509,9 +507,7 @@ def _text(value: object) -> str:
 def _require_absent(name: str) -> None:
     """Raise IsolatedRaisedError where the module of a function is imported here, and is none that is installed."""
     module = name.partition(":")[0]
-    path = getattr(sys.modules.get(module), "__file__", None)
-    installed = [Path(sysconfig.get_path(one)) for one in ("stdlib", "purelib", "platlib")]
-    if path and not any(place in Path(path).parents for place in installed):
+    if is_imported_from_a_test(module):
         raise IsolatedRaisedError(
             f"{name}: {module} is imported in the process that judges, too, which --attn-isolated is to keep its code out of:"
             " import it in no test or conftest"

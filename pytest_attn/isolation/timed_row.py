@@ -13,8 +13,8 @@ from pytest_attn.backends.streams import wait
 from pytest_attn.workloads.dtypes import movable
 from pytest_attn.workloads.kv_layout import spans_of
 
-#: bytes of a word, by which signs are changed and sums taken, and words of which a digest has one sum
-_WORD, _SUMMED = 8, 32
+#: bytes of a word, by which signs are changed and sums taken and a seed is sent; words of which a digest has one sum
+WORD, _SUMMED = 8, 32
 #: words after which signs repeat, a prime: rows of q and of k hardly ever have the same; and words at which a tensor may begin
 _PERIOD, _ALIGNED = 509, 8
 #: how often the time is taken of what a row does beside its calls; the shortest counts
@@ -59,12 +59,12 @@ class _Room:
         begin, elements = {}, 0
         for memory, (start, stop) in spans.items():
             begin[memory] = elements - start
-            elements += -((start - stop) * size // (_ALIGNED * _WORD)) * (_ALIGNED * _WORD // size)
-        self._numbers = torch.zeros(-(-elements * size // (_PERIOD * _WORD)), _PERIOD, dtype=torch.int64, device=device)
+            elements += -((start - stop) * size // (_ALIGNED * WORD)) * (_ALIGNED * WORD // size)
+        self._numbers = torch.zeros(-(-elements * size // (_PERIOD * WORD)), _PERIOD, dtype=torch.int64, device=device)
         self._filled = torch.empty_like(self._numbers)
         drawn = torch.empty(_PERIOD, dtype=torch.int64, device=device).random_(generator=generator)
         self._drawn = drawn.bitwise_left_shift_(1)  # no word that is drawn is negative
-        self._are_signs = int.from_bytes((b"\0" * (size - 1) + b"\x80") * (_WORD // size), "little", signed=True)
+        self._are_signs = int.from_bytes((b"\0" * (size - 1) + b"\x80") * (WORD // size), "little", signed=True)
         self._signs = torch.empty_like(drawn)
         self.views = []
         for one in tensors:
@@ -84,7 +84,7 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     sums = []
     for one in tensors:
         found = bytes_of(one)
-        if (more := -len(found) % (_SUMMED * _WORD)) or found.storage_offset() % _WORD:
+        if (more := -len(found) % (_SUMMED * WORD)) or found.storage_offset() % WORD:
             found = torch.nn.functional.pad(found, (0, more))
         sums.append(found.view(torch.int64).view(-1, _SUMMED).sum(-1))
     return torch.cat(sums or [torch.empty(0, dtype=torch.int64)])

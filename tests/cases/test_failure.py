@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mutations import MUTATED, mutated, read_or_refused, require_one_judgment
 
 from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload, draw_inputs
-from pytest_attn.backends.precision import Precision, precision_named
+from pytest_attn.backends.precision import Precision, Threshold, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases import saved_failure as failure_module
 from pytest_attn.cases import saving as folder_module
@@ -244,9 +244,10 @@ def test_nothing_that_was_saved_is_computed_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["flash", "mine"])
-def test_a_profile_of_ones_own_is_saved_as_it_is_whatever_its_name(name):
-    own = Precision(name, rounds_scores=True)
-    assert failure_module.decode_precision(failure_module.encode_precision(own)) == own
+@pytest.mark.parametrize("skips", [None, Threshold(1e-3, tile=(32, 128))])
+def test_a_profile_of_ones_own_is_saved_as_it_is_whatever_its_name(name, skips):
+    own = Precision(name, rounds_scores=True, skips=skips)
+    assert failure_module.decode_precision(json.loads(json.dumps(failure_module.encode_precision(own)))) == own
     assert failure_module.encode_precision(precision_named("flash")) == "flash"
 
 

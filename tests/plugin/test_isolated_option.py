@@ -376,7 +376,8 @@ def test_output(attn):
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(
         [
-            '--attn-isolated: mine computes in the process that judges it; *attn.check("test_it:mine"), or leave out*',
+            "--attn-isolated: mine computes in the process that judges it; *no test or conftest imports, as in"
+            ' attn.check("MODULE:mine"), or leave out*',
             "--attn-isolated: out computes in the process that judges it; *",
         ]
     )
