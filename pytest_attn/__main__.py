@@ -10,11 +10,10 @@ from pkgutil import resolve_name
 
 from pytest_attn.backends.machine import Machine, machine_of, resolve_device, versions_of
 from pytest_attn.backends.registry import Registry, tables
-from pytest_attn.reports.files import ESCAPED, write_atomically
-from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
+from pytest_attn.reports.files import ESCAPED
 from pytest_attn.reports.lines import aligned, room
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.merging import add_merge
+from pytest_attn.reports.merging import add_merge, require_output, write_report
 from pytest_attn.reports.ranking import rank
 from pytest_attn.reports.ranking_output import rank_summary
 from pytest_attn.reports.records import Record, read_records
@@ -48,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
         command.set_defaults(run=partial(_run_on_records, run), error=command.error)
         if run is _report:
-            command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="(default: %(default)s)")
+            into = "or FILE.md, as summary prints it (default: %(default)s)"
+            command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help=into)
     add_merge(commands)
     for name in (one for guest in guests() for one in guest.commands):
         resolve_name(name)(commands)
@@ -101,12 +101,9 @@ def _run_on_records(run: Callable[[Sequence[Record], argparse.Namespace], None],
 
 
 def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
-    if missing := missing_libraries():
-        given.error(f"needs {' and '.join(missing)}; {INSTALL}")
-    if any(os.path.realpath(given.output) == os.path.realpath(path) for path in given.files):
-        given.error(f"{given.output} is one of the input files: refusing to overwrite it; choose another -o")
+    require_output(given, given.output, "-o", (".html", ".md"))
     try:
-        write_atomically(given.output, report_page(records))
+        write_report(given.output, records)
     except OSError as error:
         given.error(f"cannot write {given.output}: {error.strerror}")
     print(f"written to {given.output}")

@@ -153,6 +153,7 @@ def _variance(rounding: Rounded | Quantized | torch.Tensor, name: str, exact: to
         raise TypeError(f"{name} is of type {kind}, expected Rounded(dtype, of), Quantized(step) or a standard error")
     of: object = rounding
     if isinstance(rounding, Rounded):
+        dtype_name(rounding.dtype, f"dtype of {name}")
         name, of = f"{name}.of", rounding.of
         if not 0 < rounding.times < math.inf:
             raise ValueError(f"times of {name[:-3]} is {rounding.times!r}, expected a number above 0, as the terms of a sum")

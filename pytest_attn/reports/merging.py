@@ -39,7 +39,11 @@ def add_merge(commands: Any) -> None:
 
 def run_merge(given: argparse.Namespace) -> int:
     """Merge; return 0, or 1 where the files are not one whole run, which is said. Other files are a usage error: exit 2."""
-    _require_possible(given)
+    require_output(given, given.out, "OUT", (".jsonl", ".html", ".md"))
+    real = [os.path.realpath(path) for path in given.files]
+    for path, other in zip(given.files, real, strict=True):
+        if real.count(other) > 1:
+            given.error(f"{path} is named more than once")
     try:
         runs = [run for path in given.files for run in read_runs(path)]
     except FileNotFoundError as error:
@@ -65,17 +69,14 @@ def run_merge(given: argparse.Namespace) -> int:
     return int(bool(found))
 
 
-def _require_possible(given: argparse.Namespace) -> None:
-    """End with a usage error where OUT cannot be made, or would be one of the inputs."""
-    if given.out.endswith(".support.md") or not given.out.endswith((".jsonl", ".html", ".md")):
-        given.error(f"OUT must end in .jsonl, .html or .md (not .support.md), got {given.out!r}")
-    real = [os.path.realpath(path) for path in given.files]
-    if os.path.realpath(given.out) in real:
-        given.error(f"{given.out} is one of the input files: refusing to overwrite it; choose another OUT")
-    for path, other in zip(given.files, real, strict=True):
-        if real.count(other) > 1:
-            given.error(f"{path} is named more than once")
-    if given.out.endswith(".html") and (missing := missing_libraries()):
+def require_output(given: argparse.Namespace, out: str, name: str, endings: tuple[str, ...]) -> None:
+    """End with a usage error where a file cannot be made, or would be one of the inputs. name: of its argument."""
+    if os.path.realpath(out) in map(os.path.realpath, given.files):
+        given.error(f"{out} is one of the input files: refusing to overwrite it; choose another {name}")
+    if out.endswith(".support.md") or not out.endswith(endings):
+        *others, last = endings
+        given.error(f"{name} must end in {', '.join(others)} or {last} (not .support.md), got {out!r}")
+    if out.endswith(".html") and (missing := missing_libraries()):
         given.error(f"needs {' and '.join(missing)}; {INSTALL}")
 
 
@@ -85,7 +86,12 @@ def _write(path: str, runs: Sequence[Run], records: Sequence[Record]) -> None:
         with written_atomically(path) as file:
             file.writelines(line for run in runs for line in run.lines)
     else:
-        write_atomically(path, (report_page if path.endswith(".html") else markdown_summary)(records))
+        write_report(path, records)
+
+
+def write_report(path: str, records: Sequence[Record]) -> None:
+    """Write a report atomically: the page, or the summary where the name ends in .md."""
+    write_atomically(path, (report_page if path.endswith(".html") else markdown_summary)(records))
 
 
 # -- the proof -----------------------------------------------------------------------------------------------------------

@@ -59,9 +59,9 @@ ALL_DTYPES = {one.name: one for one in _ALL}
 FLOATING_DTYPES = {one.name: one for one in _ALL if not one.is_whole}
 
 
-def dtype_name(dtype: object) -> str:
+def dtype_name(dtype: object, field: str = "dtype") -> str:
     """Return the full name of a dtype given as "bf16", "bfloat16" or torch.bfloat16; raise ValueError otherwise."""
-    return "float16" if str(dtype) == "half" else known_dtype("dtype", dtype, FLOATING_DTYPES)
+    return "float16" if str(dtype) == "half" else known_dtype(field, dtype, FLOATING_DTYPES)
 
 
 def known_dtype(field: str, dtype: object, known: dict[str, DType]) -> str:

@@ -26,7 +26,10 @@ def files(tmp_path, monkeypatch):
 
 def test_a_summary_goes_where_it_is_sent(files, capsys):
     assert main(["summary", "one.jsonl", "two.jsonl"]) == 0
-    assert capsys.readouterr().out == markdown_summary(read_records("one.jsonl", "two.jsonl"))
+    page = markdown_summary(read_records("one.jsonl", "two.jsonl"))
+    assert capsys.readouterr().out == page
+    assert main(["report", "one.jsonl", "two.jsonl", "-o", "page.md"]) == 0
+    assert (files / "page.md").read_text() == page
 
 
 def test_a_rank_is_that_of_the_run(files, capsys):
@@ -37,16 +40,16 @@ def test_a_rank_is_that_of_the_run(files, capsys):
 
 
 def test_what_cannot_be_written_is_an_error_and_leaves_nothing(files, capsys):
-    (files / "taken").mkdir()
+    (files / "taken.html").mkdir()
     with pytest.raises(SystemExit) as exited:
-        main(["report", "one.jsonl", "-o", "taken"])
+        main(["report", "one.jsonl", "-o", "taken.html"])
     assert exited.value.code == 2
-    assert "taken" in capsys.readouterr().err
-    assert sorted(path.name for path in files.iterdir()) == ["one.jsonl", "taken", "two.jsonl"]
+    assert "taken.html" in capsys.readouterr().err
+    assert sorted(path.name for path in files.iterdir()) == ["one.jsonl", "taken.html", "two.jsonl"]
 
 
 def test_without_the_library_of_charts_it_says_what_to_install(files, capsys, monkeypatch):
-    monkeypatch.setattr("pytest_attn.__main__.missing_libraries", lambda: ["altair"])
+    monkeypatch.setattr("pytest_attn.reports.merging.missing_libraries", lambda: ["altair"])
     with pytest.raises(SystemExit):
         main(["report", "one.jsonl"])
     assert 'needs altair; pip install "pytest-attn[report]"' in capsys.readouterr().err
@@ -79,20 +82,21 @@ def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, monkeypatc
 def test_a_report_follows_a_link_and_replaces_neither_device_nor_input(files, capsys):
     (files / "target.html").write_text("old")
     (files / "link.html").symlink_to("target.html")
-    os.mkfifo(files / "pipe")
+    os.mkfifo(files / "pipe.html")
     assert main(["report", "one.jsonl", "-o", "link.html"]) == 0
     assert (files / "link.html").is_symlink()
     assert (files / "target.html").read_text().startswith("<!DOCTYPE html>")
     for output, words in (
-        ("pipe", "cannot write pipe: is not a plain file"),
-        ("", "cannot write : is not a plain file"),
+        ("pipe.html", "cannot write pipe.html: is not a plain file"),
+        ("", "-o must end in .html or .md (not .support.md), got ''"),
+        ("one.support.md", "-o must end in .html or .md (not .support.md), got 'one.support.md'"),
         ("one.jsonl", "one.jsonl is one of the input files: refusing to overwrite it"),
         ("there/is/none.html", "cannot write there/is/none.html: No such file or directory"),
     ):
         with pytest.raises(SystemExit):
             main(["report", "one.jsonl", "-o", output])
         assert words in capsys.readouterr().err
-    assert (files / "pipe").is_fifo()
+    assert (files / "pipe.html").is_fifo()
 
 
 def test_a_reader_that_has_gone_is_no_error(files):
