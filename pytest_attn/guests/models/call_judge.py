@@ -10,10 +10,12 @@ and the limits stay what they are.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import fmean, stdev
 
 import torch
@@ -176,31 +178,33 @@ def with_empirical_limits(
     rows: tuple[TensorComparison, ...], tensors: Mapping[str, torch.Tensor], reference: Reference, inputs: Inputs
 ) -> tuple[TensorComparison, ...]:
     """Return the comparisons, those that failed with the limits that fault-free kernels need on these very tensors."""
-    failed = {row.name for row in rows if not row.passed and not row.wrong_positions}
+    failed = [row for row in rows if not row.passed and not row.wrong_positions]
     scores = score_elements(inputs.workload)
     if not failed or reference.is_sampled or scores > _MOST_SCORES:
         return rows
-    honest: list[dict[str, TensorComparison]] = []
-    found = rows
-    for kernels, deviations in (_FEW, _MANY):
-        for number in range(len(honest), kernels):
-            twin = _emulated_kernel(number, inputs, reference, backward=bool(failed - {"out"}))
-            levels = compare_all(
-                "", {name: twin[name] for name in failed}, reference, inputs.workload, (rows[0].limits, rows[0].limits)
-            )
-            honest.append({row.name: row for row in levels})
-        found = tuple(
-            _judged_anew(row, _raised(row.limits, [one[row.name] for one in honest], deviations))
-            if row.name in failed
-            else row
-            for row in rows
-        )
-        if scores > _MANY_SCORES or all(row.passed or row.excess > _FAR for row in found if row.name in failed):
+    kernels, honest = _emulated(failed, reference, inputs), list[dict[str, TensorComparison]]()
+    anew: dict[str, TensorComparison] = {}
+    for number, deviations in (_FEW, _MANY):
+        honest += islice(kernels, number - len(honest))
+        anew = {row.name: _judged_anew(row, [one[row.name] for one in honest], deviations) for row in failed}
+        if scores > _MANY_SCORES or all(row.passed or row.excess > _FAR for row in anew.values()):
             break
-    return found
+    return tuple(anew.get(row.name, row) for row in rows)
 
 
-def _judged_anew(row: TensorComparison, limits: Limits) -> TensorComparison:
+def _emulated(
+    failed: Sequence[TensorComparison], reference: Reference, inputs: Inputs
+) -> Iterator[dict[str, TensorComparison]]:
+    """Yield by name the comparisons of fault-free kernels, of what failed, without end."""
+    names, limits = [row.name for row in failed], (failed[0].limits, failed[0].limits)
+    for number in itertools.count():
+        twin = _emulated_kernel(number, inputs, reference, backward=names != ["out"])
+        levels = compare_all("", {name: twin[name] for name in names}, reference, inputs.workload, limits)
+        yield {row.name: row for row in levels}
+
+
+def _judged_anew(row: TensorComparison, honest: list[TensorComparison], deviations: float) -> TensorComparison:
+    limits = _raised(row.limits, honest, deviations)
     return replace(row, limits=limits, passed=limits.excess(*row.levels) <= 1)
 
 

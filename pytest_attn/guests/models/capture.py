@@ -401,20 +401,24 @@ class Recorder:
         call = self._call_of(read, pristine, raw, precision, subject)
         if not call.is_again:
             self.made(call)
-        if subject is not None:
-            call.changes = changes_of(*({name: getattr(held, name) for name in "qkv"} for held in (arguments, pristine)))
-        elif needed and (name := read.changed):
+        if subject is None and needed and (name := read.changed):
             reason = f"it changes its {name} in place, which hides the gradient; let it work on a copy"
             self.unread(intercepted.module, intercepted.function.shown, reason)
             return result
-        if raw.requires_grad or subject is not None:
+        if subject is not None:
+            call.changes = changes_of(*({name: getattr(held, name) for name in "qkv"} for held in (arguments, pristine)))
+        self._follow(call, read, raw, needed)
+        return result
+
+    def _follow(self, call: AttentionCall, read: ReadCall, raw: torch.Tensor, needed: set[str]) -> None:
+        """See which of the gradients that are needed a call gives, and wait for these; or hand it on."""
+        if raw.requires_grad or call.subject is not None:
             call.missing = read.unreached_from(raw, needed)
         call.is_detached = bool(needed) and not raw.requires_grad
         if raw.requires_grad and (awaited := needed.difference(call.missing)):
-            self._await(call, read.awaited(awaited, raw), arguments, raw)
+            self._await(call, read.awaited(awaited, raw), read.arguments, raw)
         else:
             self._finish(call)
-        return result
 
     def _call_of(
         self, read: ReadCall, pristine: Inputs, raw: torch.Tensor, precision: str | Precision, subject: Subject | None

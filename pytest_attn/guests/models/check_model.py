@@ -212,17 +212,15 @@ class _ModelJudge:
             return
         if self._backward and self._result.infers and not self._result.gradients:
             self._backward, self._about_gradients = False, _INFERS
-        how, model, step, backward = self._options, self._model, self._step, self._backward
-        repeatable = RepeatableStep(
-            model, step, again, backward, how.functions, self._subject, how.precision, self._recorder.beside
-        )
-        calls, is_approximate = self._judged.calls, self._subject is not None and self._subject.is_approximate
-        # what calls hold in rows that see no key must count for nothing
-        are_rounded = calls and not self._judged.fills_empty_rows and all(c.workload.dtype != "float32" for c in calls)
-        if how.scatter and are_rounded and not is_approximate:
+        how, model, step, beside = self._options, self._model, self._step, self._recorder.beside
+        repeatable = RepeatableStep(model, step, again, self._backward, how.functions, self._subject, how.precision, beside)
+        is_approximate = self._subject is not None and self._subject.is_approximate
+        if how.scatter and self._judged.all_are_rounded and not is_approximate:
             self._ratios = ratios_of(self._result, repeatable, how.scatter)
-        if not (how.compiled and runs_compiled(model, step)):
-            return
+        if how.compiled and runs_compiled(model, step):
+            self._judge_compiled(repeatable)
+
+    def _judge_compiled(self, repeatable: RepeatableStep) -> None:
         if self._subject is not None:
             self._about_compiled = _NOT_COMPILED.format(self._subject.name)
             return
@@ -296,6 +294,11 @@ class _CallJudge:
         self._limits, self._context = limits, context
         #: by what is worth knowing of some calls, their order and label
         self._noted: dict[str, list[tuple[int, str]]] = {_DIVERGED: [], _DETACHED: [], _NARROWER: []}
+
+    @property
+    def all_are_rounded(self) -> bool:
+        """True where calls are in half precision, and what they hold in rows that see no key counts for nothing."""
+        return bool(self.calls) and not self.fills_empty_rows and all(c.workload.dtype != "float32" for c in self.calls)
 
     def notes(self) -> Iterator[str]:
         """Say what cannot be seen in calls, and what was not judged of them."""

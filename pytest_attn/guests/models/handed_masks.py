@@ -12,10 +12,12 @@ or that nothing reads.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +32,8 @@ HIDES = -1e3
 _UNDERFLOWS = 104.0
 #: what a float mask among the arguments of a layer surely hides, which may pass a part of this value on
 _LOW = 9 * HIDES
-#: parts of the names of arguments that hold another sequence, to which a layer attends as well
-_OTHERS = ("encoder", "cross", "memory", "context", "key_value", "decoder")
+#: tells by its name that an argument holds another sequence, to which a layer attends as well
+_NAMES_OTHER = re.compile("encoder|cross|memory|context|key_value|decoder").search
 
 
 @dataclass(frozen=True)
@@ -78,26 +80,28 @@ def handed_to(
     parameters = _parameters(type(module).forward)
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-    masks = {n: t for n, t in tensors.items() if _names_mask(n) and not t.is_nested and 2 <= t.dim() <= 4}
+    may_hide = {n: t for n, t in tensors.items() if not t.is_nested and 2 <= t.dim() <= 4}
     takes = tuple(filter(_names_mask, dict.fromkeys((*parameters, *given))))
-    second = [t for key, t in tensors.items() if key not in takes and any(part in key for part in _OTHERS)]
-    memory = next((one for one in second if one.is_floating_point() and one.dim() == 3), None)
+    masks = {n: t for n, t in may_hide.items() if n in takes}
+    second = [t for key, t in tensors.items() if key not in takes and _NAMES_OTHER(key)]
+    memory = next(filter(_is_sequence, second), None)
     has_two = bool(second) or any(key.startswith(("decoder_", "tgt")) for key in parameters)
-    return HandedMasks(name, masks, takes, has_two, memory, parameters, _others(tensors, parameters, takes), unread)
+    widths = [t.shape[-1] for t in filter(_is_sequence, tensors.values())]
+    # of two sequences each has its own
+    others = {} if len(widths) > len({*widths}) else _alone(may_hide, {*parameters}.difference(takes))
+    return HandedMasks(name, masks, takes, has_two, memory, parameters, others, unread)
 
 
-def _others(
-    tensors: Mapping[str, torch.Tensor], parameters: Sequence[str], takes: Sequence[str]
-) -> Mapping[str, torch.Tensor]:
-    """Return what may be masks under other names, but of two of one shape, which may be of two sequences.
+def _is_sequence(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() == 3
 
-    None where a module is handed two sequences, of which each has its own.
-    """
-    hidden = [t.shape[-1] for t in tensors.values() if t.is_floating_point() and t.dim() == 3]
-    may_hide = {n: t for n, t in tensors.items() if t.dtype == torch.bool or (t.is_floating_point() and not t.requires_grad)}
-    named = {n: t for n, t in may_hide.items() if n in parameters and n not in takes and not t.is_nested and 2 <= t.dim() <= 4}
-    shapes = Counter(t.shape for t in named.values())
-    return {n: t for n, t in named.items() if shapes[t.shape] == 1} if len(hidden) == len({*hidden}) else {}
+
+def _alone(tensors: Mapping[str, torch.Tensor], names: Set[str]) -> Mapping[str, torch.Tensor]:
+    """Return what may be masks under other names, but of two of one shape, which may be of two sequences."""
+    named = {n: t for n, t in tensors.items() if n in names and not t.requires_grad}
+    found = {n: t for n, t in named.items() if t.dtype == torch.bool or t.is_floating_point()}
+    shapes = Counter(t.shape for t in found.values())
+    return {n: t for n, t in found.items() if shapes[t.shape] == 1}
 
 
 @cache
@@ -117,48 +121,75 @@ def forgotten(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:
 
     handed: of the module that makes the call, then of what runs that, outwards.
     """
-    if given.cu_seqlens is not None or given.score_mod is not None or not any(level.masks for level in handed):
+    if not _is_dense(given) or not any(level.masks for level in handed):
         return ""
-    shape = (*given.q.shape[:3], given.k.shape[2])
-    shown: torch.Tensor | None = None
+    pairs = _Pairs(given)
     for level, masks in _in_force(handed):
         for group in _groups(level, masks):
-            readings = [list(_readings(name, mask, shape)) for name, mask in group.items()]
-            if not all(readings):
-                continue
-            shown = shown_by(given) if shown is None else shown
-            found = [_pairs_shown(hidden, shown, shape) for alternatives in readings for hidden in alternatives]
-            if all(pairs is not None for pairs in found):
-                name = next(iter(group))
-                return (
-                    f"{name} {tuple(group[name].shape)} of {level.module or 'the model'} hides {_described(found[0], shape)}"
-                )
+            readings = [list(_readings(name, mask, pairs.shape)) for name, mask in group.items()]
+            name = next(iter(group))
+            if all(readings) and (lost := pairs.lost(name, level, group[name], chain.from_iterable(readings))):
+                return lost
     return ""
 
 
 def uses_of(given: AttentionArguments, handed: Sequence[HandedMasks]) -> Iterator[MaskUse]:
     """Yield what a call makes of tensors that may be masks: of the module that makes it, and of those that hand them on."""
-    if given.cu_seqlens is not None or given.score_mod is not None:
+    if not _is_dense(given):
         return
-    shape = (*given.q.shape[:3], given.k.shape[2])
-    shown: torch.Tensor | None = None
-    for number, level in enumerate(handed):
-        if level.has_two:
-            return
+    pairs = _Pairs(given)
+    for number, level in enumerate(takewhile(lambda level: not level.has_two, handed)):
         inwards = handed[:number]
         for name, mask in level.others.items():
             is_handed_on = all(name in inner.parameters and name not in inner.others for inner in inwards)
-            is_mask = mask.dtype == torch.bool or (mask.shape[-1] == shape[3] and bool(((mask == 0) | (mask <= _LOW)).all()))
-            if not (is_handed_on and is_mask) or not (readings := list(_readings(name, mask, shape))):
+            readings = list(_readings(name, mask, pairs.shape)) if is_handed_on and _is_mask(mask, pairs.shape[3]) else []
+            if not readings:
                 continue
             # nothing is padding all over
             readings = [one for one in readings if not bool(one.flatten(1).all(-1).any())] or readings
-            shown = shown_by(given) if shown is None else shown
-            found = [_pairs_shown(hidden, shown, shape) for hidden in readings]
-            is_kept = any(pairs is None for pairs in found)
-            lost = "" if is_kept else f"{name} {tuple(mask.shape)} of {level.module} hides {_described(found[0], shape)}"
             unread = [one.unread for one in handed[number:] if any(mask is other for other in one.others.values())]
+            lost = pairs.lost(name, level, mask, readings)
             yield MaskUse((name, readings[0].shape[-2] == 1), lost, id(mask), unread)
+
+
+def _is_dense(given: AttentionArguments) -> bool:
+    """Return whether a call says by masks alone what its rows see, of sequences that are not packed."""
+    return given.cu_seqlens is None and given.score_mod is None
+
+
+def _is_mask(tensor: torch.Tensor, keys: int) -> bool:
+    return tensor.dtype == torch.bool or (tensor.shape[-1] == keys and bool(((tensor == 0) | (tensor <= _LOW)).all()))
+
+
+class _Pairs:
+    """The pairs of a row and a key that a call of dense tensors shows. shape: (batch, heads, rows, keys)."""
+
+    def __init__(self, given: AttentionArguments) -> None:
+        self._given, self.shape = given, (*given.q.shape[:3], given.k.shape[2])
+
+    @cached_property
+    def _shown(self) -> torch.Tensor:
+        return shown_by(self._given)
+
+    def lost(self, name: str, level: HandedMasks, mask: torch.Tensor, readings: Iterable[torch.Tensor]) -> str:
+        """Say what the call shows of what each reading of a mask hides, "" where it keeps one."""
+        found = [self._shown_of(hidden) for hidden in readings]
+        if (seen := found[0]) is None or any(one is None for one in found):
+            return ""
+        batch, _, row, key = seen.nonzero()[0].tolist()
+        where = f" of batch entry {batch}" if seen.shape[0] > 1 else ""
+        number = int(seen.expand(*self.shape).sum())
+        hides = f"{name} {tuple(mask.shape)} of {level.module or 'the model'} hides key {key} from row {row}{where}"
+        return f"{hides}, and the call shows it ({number:,} such pairs)"
+
+    def _shown_of(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return which hidden keys the call shows, None where none; rows of padded queries are free."""
+        hidden = hidden.to(self._shown.device)
+        seen = hidden & self._shown & ~hidden.all(-1, keepdim=True)
+        if self.shape[2] == self.shape[3]:
+            is_padding = hidden.expand(-1, -1, self.shape[2], -1).all(-2)
+            seen = seen & ~is_padding[..., None]
+        return seen if bool(seen.any()) else None
 
 
 def beyond_window(given: AttentionArguments, window: object) -> str:
@@ -168,7 +199,7 @@ def beyond_window(given: AttentionArguments, window: object) -> str:
     not causal: its windows go to both sides, and count otherwise.
     """
     rows, keys = given.q.shape[-2], given.k.shape[-2]
-    if not isinstance(window, int) or window < 1 or rows != keys or given.cu_seqlens is not None or given.score_mod:
+    if not isinstance(window, int) or window < 1 or rows != keys or not _is_dense(given):
         return ""
     shown = shown_by(given)
     at = torch.arange(rows, device=shown.device)
@@ -189,7 +220,7 @@ def causal_across(given: AttentionArguments, handed: Sequence[HandedMasks]) -> s
     """
     rows, keys = given.q.shape[-2], given.k.shape[-2]
     is_across = bool(handed) and handed[0].memory is not None and handed[0].memory.shape[1] == keys
-    if not is_across or rows == keys or min(rows, keys) < 3 or given.cu_seqlens is not None or given.score_mod:
+    if not is_across or rows == keys or min(rows, keys) < 3 or not _is_dense(given):
         return ""
     shown = shown_by(given)
     causal = torch.ones(rows, keys, dtype=torch.bool, device=shown.device).tril()
@@ -270,20 +301,3 @@ def shown_by(given: AttentionArguments) -> torch.Tensor:
     most = bias.masked_fill(~shown, -math.inf).amax(-1, keepdim=True)
     visible: torch.Tensor = shown & (given.bias.detach() > HIDES) & ~(bias < most - 2 * largest - _UNDERFLOWS)
     return visible
-
-
-def _pairs_shown(hidden: torch.Tensor, shown: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return which hidden keys a call shows, None where none; rows of padded queries are free."""
-    hidden = hidden.to(shown.device)
-    seen = hidden & shown & ~hidden.all(-1, keepdim=True)
-    if shape[2] == shape[3]:
-        is_padding = hidden.expand(-1, -1, shape[2], -1).all(-2)
-        seen = seen & ~is_padding[..., None]
-    return seen if bool(seen.any()) else None
-
-
-def _described(seen: torch.Tensor | None, shape: tuple[int, ...]) -> str:
-    assert seen is not None
-    batch, _, row, key = seen.nonzero()[0].tolist()
-    where = f" of batch entry {batch}" if seen.shape[0] > 1 else ""
-    return f"key {key} from row {row}{where}, and the call shows it ({int(seen.expand(*shape).sum()):,} such pairs)"

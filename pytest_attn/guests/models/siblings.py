@@ -21,6 +21,7 @@ from pytest_attn.guests.models.capture import AttentionCall, digest_of
 from pytest_attn.guests.models.handed_masks import HIDES, MaskUse
 from pytest_attn.guests.models.interception import PROJECTS_KEYS, Tracker, build_of, is_setting
 from pytest_attn.guests.models.model_comparison import CallComparison, Traits
+from pytest_attn.reports.records import gathered
 from pytest_attn.workloads.dtypes import dtype_name
 from pytest_attn.workloads.workload import Workload
 
@@ -151,23 +152,25 @@ def _oddities(groups: Iterable[Siblings], finders: Iterable[Callable[[Siblings],
 
 
 def _lost_masks(calls: Iterable[CallComparison]) -> dict[int, str]:
-    """Return by the order of calls which mask they do not keep, of tensors whose names do not say that they are masks.
-
-    One of keys is a mask where no module that loses it reads it, or where one alone loses it and two keep it; one of pairs,
-    which only some layers may be meant to keep, where nothing reads it.
-    """
-    uses: dict[tuple[str, bool], list[tuple[CallComparison, MaskUse]]] = {}
-    for call in calls:
-        for use in call.traits.masks:
-            uses.setdefault(use.of, []).append((call, use))
+    """Return by the order of calls which mask they do not keep, of tensors whose names do not say that they are masks."""
+    uses = gathered((use.of, (call, use)) for call in calls for use in call.traits.masks)
     found: dict[int, str] = {}
     for (_, is_of_keys), some in uses.items():
         keeping = {call.module for call, use in some if not use.lost}
         losing = [(call, use) for call, use in some if call.module not in keeping]
-        is_lone = is_of_keys and len(keeping) > 1 and len({call.module for call, _ in losing}) == 1
-        if is_lone or (not any(use.is_read for _, use in losing) and (is_of_keys or not keeping)):
+        if _is_meant(is_of_keys, len(keeping), losing):
             found |= {call.order: f"a mask was forgotten: {use.lost}" for call, use in losing}
     return found
+
+
+def _is_meant(is_of_keys: bool, keeping: int, losing: Sequence[tuple[CallComparison, MaskUse]]) -> bool:
+    """Return whether a tensor is a mask that all layers are meant to keep. keeping: how many modules do.
+
+    One of keys is where no module that loses it reads it, or where one alone loses it and two keep it; one of pairs, which
+    only some layers may be meant to keep, where nothing reads it.
+    """
+    is_lone = is_of_keys and keeping > 1 and len({call.module for call, _ in losing}) == 1
+    return is_lone or (not any(use.is_read for _, use in losing) and (is_of_keys or not keeping))
 
 
 def _position(name: str, module: torch.nn.Module) -> tuple[type, str]:
@@ -344,19 +347,26 @@ def _lone(values: Sequence[Any], is_odd: Callable[[Any], bool], others: int = 2)
 def _gives_gradients(call: CallComparison, tracker: Tracker) -> dict[str, bool]:
     """Return which of q, k and v, and of the parameters behind a call, have a gradient, by name.
 
-    Nothing of a parameter where the loss does not depend on the call. Where a module made several calls, the loss may depend
-    on some only. Parts with a number are left out: of experts only those have a gradient that are chosen.
+    Where a module made several calls, the loss may depend on some only.
     """
-    module, before, arrived = tracker.callers[call.module], tracker.before.get(call.module, []), call.traits.gradients
-    found = {name: f"d{name}" in arrived for name in "qkv"} if arrived or (arrived is not None and len(before) == 1) else {}
+    before, arrived = tracker.before.get(call.module, []), call.traits.gradients
+    is_told = arrived or (arrived is not None and len(before) == 1)
+    of_call = {name: f"d{name}" in arrived for name in "qkv"} if arrived is not None and is_told else {}
+    return {**of_call, **(_learning(call, tracker.callers[call.module], before[0]) if len(before) == 1 else {})}
+
+
+def _learning(call: CallComparison, module: torch.nn.Module, parts: Sequence[torch.nn.Module]) -> dict[str, bool]:
+    """Return which parameters of a module, itself and of these parts, have a gradient; none where the loss needs no call.
+
+    Parts with a number are left out: of experts only those have a gradient that are chosen.
+    """
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if len(before) != 1 or not (call.has_gradients or any(parameter.grad is not None for parameter in named.values())):
-        return found
-    behind = {id(one) for part in before[0] for one in part.parameters()} | {
-        id(one) for one in module.parameters(recurse=False)
-    }
-    of_parts = {n: p for n, p in named.items() if id(p) in behind and not any(part.isdigit() for part in n.split("."))}
-    return {**found, **{name: parameter.grad is not None for name, parameter in of_parts.items()}}
+    has_gradient = {name: parameter.grad is not None for name, parameter in named.items()}
+    if not call.has_gradients and not any(has_gradient.values()):
+        return {}
+    behind = {id(one) for part in parts for one in part.parameters()} | {id(one) for one in module.parameters(recurse=False)}
+    is_numbered = re.compile(r"(^|.*\.)\d+(\.|$)").match
+    return {name: has for name, has in has_gradient.items() if id(named[name]) in behind and not is_numbered(name)}
 
 
 def _loses_sinks(call: CallComparison, module: torch.nn.Module | None) -> str:
