@@ -337,11 +337,16 @@ def replaced(wrappers: Mapping[int, Callable[[Any], Any]], model: torch.nn.Modul
     finally:
         for owner, name, value in reversed(changed):
             setattr(owner, name, value)
-        rules = sys.modules.get("torch._dynamo.trace_rules")
-        if rules is not None and rules.get_torch_obj_rule_map.cache_info().currsize:
-            known = rules.get_torch_obj_rule_map().keys()
-            if not known.isdisjoint(one for one in made.values() if isinstance(one, Hashable)):
-                rules.get_torch_obj_rule_map.cache_clear()  # Dynamo looked up torch's functions while these stood there
+        _forgotten_by_dynamo(made.values())
+
+
+def _forgotten_by_dynamo(functions: Iterable[object]) -> None:
+    """Have Dynamo look up torch's functions anew where it did so while these stood there."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and rules.get_torch_obj_rule_map.cache_info().currsize:
+        known = rules.get_torch_obj_rule_map().keys()
+        if not known.isdisjoint(one for one in functions if isinstance(one, Hashable)):
+            rules.get_torch_obj_rule_map.cache_clear()
 
 
 def _wrapper_of(value: Any, wrappers: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -140,10 +140,15 @@ def _is_named(model: TokenModel, module: Any, workload: Workload) -> bool:
     if not type(getattr(model.module, "_orig_mod", model.module)).__module__.startswith("transformers.") or "mscale" in rope:
         return True
     says = {**vars(model.config), **vars(getattr(module, "config", None) or model.config)}
-    positive = {name: value for name, value in says.items() if isinstance(value, int | float) and value > 0}
-    sizes, scales = ([v for n, v in positive.items() if any(part in n for part in parts)] for parts in (_OF_SIZES, _OF_SCALES))
+    sizes, scales = (_numbers(says, parts) for parts in (_OF_SIZES, _OF_SCALES))
     named = [1.0, *(v**-0.5 for v in (workload.head_dim, *sizes, *scales)), *scales, *(1 / v for v in scales)]
     return any(abs(scale / one - 1) < 1e-4 for one in named)
+
+
+def _numbers(says: Mapping[str, Any], parts: Sequence[str]) -> list[int | float]:
+    """Return the positive numbers of a configuration whose names have one of these parts."""
+    numbers = {name: value for name, value in says.items() if isinstance(value, int | float) and value > 0}
+    return [value for name, value in numbers.items() if any(part in name for part in parts)]
 
 
 #: parts of the names of numbers of a configuration: scores may be divided by the root of one, or else multiplied with it
@@ -349,16 +354,12 @@ def _decoded(model: TokenModel, kind: str) -> str:
         cache = transformers.StaticCache(config=model.config, max_cache_len=tokens + 3)
     elif kind == "dynamic" and model.window is not None and not model.mixes_otherwise:  # which keeps all
         cache = transformers.DynamicCache()
-    middle = 1 if model.batch.is_decoder else tokens // 2  # beside an encoder it begins with one token
-    steps = [(0, middle, f"prefill with a {kind} cache")]
-    if not (model.mixes_otherwise or model.batch.is_decoder):
-        steps.append((middle, middle + 3, f"three tokens at once with a {kind} cache"))
-    steps += [(at, at + 1, f"decoding with a {kind} cache") for at in range(steps[-1][1], tokens)]
     positions = torch.arange(tokens, device=model.ids.device).expand_as(model.ids)
     arguments: dict[str, torch.Tensor] = {}
-    for start, end, what in steps:
+    for number, (start, end, doing) in enumerate(_steps(model)):
         part, places, before = model.ids[:, start:end], model.places[:, start:end], None
-        if start == middle and model.mixes_otherwise and model.takes("position_ids"):
+        what = f"{doing} with a {kind} cache"
+        if number == 1 and model.mixes_otherwise and model.takes("position_ids"):
             before = copy.deepcopy(cache)
         if arguments:
             arguments = {"position_ids": positions[:, start:end]}
@@ -378,6 +379,17 @@ def _decoded(model: TokenModel, kind: str) -> str:
     return ""
 
 
+def _steps(model: TokenModel) -> Iterator[tuple[int, int, str]]:
+    """Yield from where to where tokens go through a cache at once, and in which words."""
+    tokens = model.ids.shape[1]
+    middle = 1 if model.batch.is_decoder else tokens // 2  # beside an encoder it begins with one token
+    yield 0, middle, "prefill"
+    if not (model.mixes_otherwise or model.batch.is_decoder):
+        yield middle, middle + 3, "three tokens at once"
+        middle += 3
+    yield from ((at, at + 1, "decoding") for at in range(middle, tokens))
+
+
 def _cached(model: TokenModel, cache: Any, ids: torch.Tensor, places: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Any]:
     """Run some tokens through a cache, None for the one that the model makes itself; return rows and cache."""
     given = {} if cache is None else {model.cache_name: cache}
@@ -390,36 +402,47 @@ _SHIFT, _SHIFTED = 7, 24
 _ABSOLUTE = re.compile(r"pos|wpe").search
 
 
+def _ran(model: TokenModel) -> Iterator[tuple[str, torch.nn.Module]]:
+    ran = set(map(id, model.requests.parts))
+    return ((name, part) for name, part in model.module.named_modules() if id(part) in ran)
+
+
+def _learns_positions(model: TokenModel) -> bool:
+    return any(isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in _ran(model))
+
+
+#: kinds of rotary embeddings whose angles depend on how long a sequence is
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+def _has_few_angles(model: TokenModel) -> bool:
+    says = {**vars(model.config), **(model.says("rope_parameters") or {})}
+    is_by_length = any(kind in str(says.get("rope_parameters")) for kind in _BY_LENGTH)
+    return is_by_length or min(_numbers(says, ("max_position", "floor")), default=_SHIFT) < _SHIFT + _SHIFTED
+
+
+#: why positions that all begin later may give other rows: what is asked first comes first
+_UNSHIFTED: Mapping[str, Callable[[TokenModel], bool]] = {
+    "it is not a model of transformers that takes position_ids": lambda model: (
+        not (model.takes("position_ids") and model.requests.masks and not model.mixes_otherwise)
+    ),
+    "the rounding of its angles may decide between experts": lambda model: bool(model.routing),
+    "it rotates nothing by position_ids": lambda model: (
+        not any("rotary" in type(part).__name__.lower() for _, part in _ran(model))
+    ),
+    "it learns an embedding of each position": _learns_positions,
+    "its angles depend on the length, or its positions end early": _has_few_angles,
+}
+
+
 def shifted(model: TokenModel) -> str:
     """Rotation tells how far tokens are apart, so positions that all begin later give the same rows."""
-    if reason := _not_shifted_because(model):
+    if reason := next((reason for reason, holds in _UNSHIFTED.items() if holds(model)), ""):
         raise NotApplicable(reason)
     ids, places = model.ids[:, :_SHIFTED], model.places[:, :_SHIFTED]
     at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     first, later = (model.rows_of(ids, places, position_ids=at + start) for start in (0, _SHIFT))
     return model.far_rows(later, first, f"with positions that begin at {_SHIFT}")
-
-
-def _not_shifted_because(model: TokenModel) -> str:
-    if not (model.takes("position_ids") and model.requests.masks and not model.mixes_otherwise):
-        return "it is not a model of transformers that takes position_ids"
-    if model.routing:
-        return "the rounding of its angles may decide between experts"
-    ran = set(map(id, model.requests.parts))
-    parts = [(name, part) for name, part in model.module.named_modules() if id(part) in ran]
-    if not any("rotary" in type(part).__name__.lower() for _, part in parts):
-        return "it rotates nothing by position_ids"
-    if any(isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in parts):
-        return "it learns an embedding of each position"
-    says = {**vars(model.config), **(model.says("rope_parameters") or {})}
-    bounds = [v for name, v in says.items() if isinstance(v, int) and v > 0 and ("max_position" in name or "floor" in name)]
-    is_by_length = any(kind in str(says.get("rope_parameters")) for kind in _BY_LENGTH)
-    has_few = is_by_length or min(bounds, default=_SHIFT) < _SHIFT + _SHIFTED
-    return "its angles depend on the length, or its positions end early" if has_few else ""
-
-
-#: kinds of rotary embeddings whose angles depend on how long a sequence is
-_BY_LENGTH = ("dynamic", "longrope")
 
 
 def batch_order(model: TokenModel) -> str:
