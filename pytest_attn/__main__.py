@@ -13,7 +13,7 @@ from pytest_attn.backends.registry import Registry, tables
 from pytest_attn.reports.files import ESCAPED
 from pytest_attn.reports.lines import aligned, room
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.merging import add_merge, require_output, write_report
+from pytest_attn.reports.merging import add_merge, require_output, usage_errors, write_report
 from pytest_attn.reports.ranking import rank
 from pytest_attn.reports.ranking_output import rank_summary
 from pytest_attn.reports.records import Record, read_records
@@ -88,13 +88,8 @@ def _lines(machine: Machine, closing: str) -> Iterator[str]:
 def _run_on_records(run: Callable[[Sequence[Record], argparse.Namespace], None], given: argparse.Namespace) -> int:
     """Run a command; return 0. A missing or unwritable file is a usage error: exit 2."""
     try:
-        run(read_records(*given.files), given)
-    except BrokenPipeError:
-        raise
-    except FileNotFoundError as error:
-        given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
-    except (OSError, ValueError) as error:
-        given.error(str(error))
+        with usage_errors(given):
+            run(read_records(*given.files), given)
     except (KeyError, TypeError, AttributeError) as error:  # fields that are missing or of another shape
         given.error(f"these records cannot be read: {type(error).__name__}: {error}; did --attn-output write them?")
     return 0

@@ -133,20 +133,26 @@ def _ending(error: BaseException, calls: bool) -> str | None:
         return None
     if kind.__module__.startswith("pytest_attn."):
         return f"pytest-attn's own {kind.__name__}" if calls and _is_foreign(error) else None
-    answers = (vars(one).get(name) for one in kind.__mro__ for name in ("__class__", "__getattribute__"))
-    if any(type(one) not in (NoneType, WrapperDescriptorType, GetSetDescriptorType) for one in answers):  # pytest believes it
+    if _says_its_class(kind):
         return f"{kind.__name__}, which says itself of which class it is"
     known = (_ENDING.get((one.__module__, one.__name__)) for one in kind.__mro__)
     what = next(filter(None, known), None if isinstance(error, Exception) else kind.__name__)
-    if what is None or what == "hypothesis.assume":
-        return what
+    return None if what not in (None, "hypothesis.assume") and _interrupts(error) else what
+
+
+def _says_its_class(kind: type) -> bool:
+    """Return whether exceptions of a class say themselves what they are, which pytest believes."""
+    answers = (vars(one).get(name) for one in kind.__mro__ for name in ("__class__", "__getattribute__"))
+    return any(type(one) not in (NoneType, WrapperDescriptorType, GetSetDescriptorType) for one in answers)
+
+
+def _interrupts(error: BaseException) -> bool:
+    """Return whether an exception is raised for a person, or for a time limit, and not by what is judged."""
     if isinstance(error, KeyboardInterrupt):
-        is_signaled = isinstance(error.__context__, KeyboardInterrupt) or not _is_raised_by_its_author(error.__traceback__)
-        return None if is_signaled else what
+        return isinstance(error.__context__, KeyboardInterrupt) or not _is_raised_by_its_author(error.__traceback__)
     raisers = [frame for frame, _ in walk_tb(error.__traceback__) if _library_of(frame) != "_pytest"]
     home = str(raisers[-1].f_globals.get("__name__", "")) if raisers else ""
-    interrupts = home.partition(".")[0] in _INTERRUPTS or home.startswith("pytest_attn.session")
-    return None if interrupts else what
+    return home.partition(".")[0] in _INTERRUPTS or home.startswith("pytest_attn.session")
 
 
 def _is_foreign(error: BaseException) -> bool:

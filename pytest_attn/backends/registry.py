@@ -155,13 +155,11 @@ class Registry:
         __tracebackhide__ = True
         if name is not None and not (isinstance(name, str) and name.strip() and "|" not in name):
             raise TypeError(f"name must be a text without '|', got {name!r}")
-        if dequantized is not None and isinstance(target, str | Backend) and not self._names_function(target):
-            raise TypeError("dequantized says what a callable makes of q, k and v; a backend says it itself")
         if isinstance(target, str):
-            if not self._names_function(target):
-                return self[target]
-            target = self.function_named(target)
+            target = self.function_named(target) if self._names_function(target) else self[target]
         if isinstance(target, Backend):
+            if dequantized is not None:
+                raise TypeError("dequantized says what a callable makes of q, k and v; a backend says it itself")
             if (shown := printable(target.name)) != target.name:
                 target = copy.copy(target)
                 target.name = shown

@@ -112,13 +112,16 @@ def closing(records: Sequence[Record]) -> Line:
     """Return the sentence that says how it all went."""
     counts = Counter(verdict_of(r) for r in records)
     parts = [f"{counts[v]:,} {_COUNTED_AS.get(v, v.counted)}" for v in _COUNTED if counts[v]]
-    text = "latency: " + ", ".join(parts)
-    faster = [r for r in records if (latency_of(r).get("decision") or {}).get("is_faster")]
-    if faster:
-        text += f'; {len(faster)} faster, keep it with --attn-update-baselines "faster"'
-    elif remedy := next((r["remedy"] for r in records if r["remedy"]), ""):
-        text += f"; record with {remedy}"
-    elif any(r["verdict"] == Verdict.INCONCLUSIVE and latency_of(r).get("threads") for r in records):
-        text += f"; compare {COMPARE}"
+    text = f"latency: {', '.join(parts)}{_next(records)}"
     is_bad = any(v is not None and v.is_wrong for v in counts)
     return text, {"red": True} if is_bad else {"green": True} if counts[Verdict.FAST] else {}
+
+
+def _next(records: Sequence[Record]) -> str:
+    """Say what to type next."""
+    if faster := sum(bool((latency_of(r).get("decision") or {}).get("is_faster")) for r in records):
+        return f'; {faster} faster, keep it with --attn-update-baselines "faster"'
+    if remedy := next((r["remedy"] for r in records if r["remedy"]), ""):
+        return f"; record with {remedy}"
+    is_undecided = any(r["verdict"] == Verdict.INCONCLUSIVE and latency_of(r).get("threads") for r in records)
+    return f"; compare {COMPARE}" if is_undecided else ""

@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pytest_attn.reports.files import write_atomically, written_atomically
@@ -40,16 +41,7 @@ def add_merge(commands: Any) -> None:
 def run_merge(given: argparse.Namespace) -> int:
     """Merge; return 0, or 1 where the files are not one whole run, which is said. Other files are a usage error: exit 2."""
     require_output(given, given.out, "OUT", (".jsonl", ".html", ".md"))
-    real = [os.path.realpath(path) for path in given.files]
-    for path, other in zip(given.files, real, strict=True):
-        if real.count(other) > 1:
-            given.error(f"{path} is named more than once")
-    try:
-        runs = [run for path in given.files for run in read_runs(path)]
-    except FileNotFoundError as error:
-        given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
-    except OSError as error:
-        given.error(str(error))
+    runs = _runs_of(given)
     found = problems(runs)
     for said in found:
         print(f"merge: {said}", file=sys.stderr)
@@ -62,11 +54,33 @@ def run_merge(given: argparse.Namespace) -> int:
     except OSError as error:
         given.error(f"cannot write {given.out}: {error.strerror or error}")
     tests, records = len(_union(run.facts["ran"] for run in runs if run.facts)), sum(run.records for run in runs)
-    failed = failures(read)
-    counts = f"{count(len(runs), 'run')}, {count(tests, 'test')}, {count(records, 'record')}"
-    counts += f", {count(failed, 'test')} failed" if failed else ""
-    print(f"{'not whole: ' * bool(found)}{counts}: written to {given.out}")
+    counts = [count(len(runs), "run"), count(tests, "test"), count(records, "record")]
+    if failed := failures(read):
+        counts.append(f"{count(failed, 'test')} failed")
+    print(f"{'not whole: ' * bool(found)}{', '.join(counts)}: written to {given.out}")
     return int(bool(found))
+
+
+def _runs_of(given: argparse.Namespace) -> list[Run]:
+    """Return the runs in the files, each of which is named once."""
+    real = list(map(os.path.realpath, given.files))
+    if twice := [path for path, other in zip(given.files, real, strict=True) if real.count(other) > 1]:
+        given.error(f"{twice[0]} is named more than once")
+    with usage_errors(given):
+        return [run for path in given.files for run in read_runs(path)]
+
+
+@contextmanager
+def usage_errors(given: argparse.Namespace) -> Iterator[None]:
+    """Make it a usage error, exit 2, where a file is missing, or cannot be read or written."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except FileNotFoundError as error:
+        given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
+    except (OSError, ValueError) as error:
+        given.error(str(error))
 
 
 def require_output(given: argparse.Namespace, out: str, name: str, endings: tuple[str, ...]) -> None:

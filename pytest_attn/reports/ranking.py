@@ -22,7 +22,7 @@ lines, of five in 84 %, of twenty 5 % apart in 94 %; with ten processes 1 % apar
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist, median
@@ -152,18 +152,17 @@ def candidates_of(
 
     judged: the records of checks and invariants; asked: those of them whose tests measure this direction.
     """
-    origins, known = _origins(timed), set[_Origin]()
+    origins, judgments = _origins(timed), gathered((_origin_of(r), r) for r in judged)
+    tests_of = Counter(name for name, _ in {(origin.name, origin.function) for origin in origins})
     for origin, latencies in origins.items():
-        known.add(first := origin._replace(number=1))
-        mine = [r for r in judged if _origin_of(r) == first]
-        is_ambiguous = len({other.function for other in origins if other.name == origin.name}) > 1
-        label = f"{origin.name} of {origin.function.rpartition('::')[2]}" if is_ambiguous else origin.name
+        label = f"{origin.name} of {origin.function.rpartition('::')[2]}" if tests_of[origin.name] > 1 else origin.name
         label += f" #{origin.number}" if origin.number > 1 else ""
-        yield _candidate(label, latencies, mine, direction)
-    for other in dict.fromkeys(_origin_of(r) for r in asked if _origin_of(r) not in known):
-        mine = [r for r in judged if _origin_of(r) == other]
+        yield _candidate(label, latencies, judgments.get(origin._replace(number=1), []), direction)
+    timed_ones = {origin._replace(number=1) for origin in origins}
+    for other in dict.fromkeys(origin for r in asked if (origin := _origin_of(r)) not in timed_ones):
+        mine = judgments[other]
         excluded, reason = _flaw(mine, direction) or ("", "")
-        if excluded and excluded != "unchecked" and other.name not in ("-", "out"):
+        if excluded not in ("", "unchecked") and other.name not in ("-", "out"):
             yield Candidate(other.name, mine[0]["version"], excluded=excluded, reason=reason)
 
 
@@ -378,12 +377,13 @@ def rank(records: Iterable[Record], tuned: str = "") -> Ranking:
 
 
 def _lines_at(scope: _Scope, records: Sequence[Record], directions: Mapping[str, set[str]]) -> Iterator[RankingLine]:
-    machine = next((r["machine"] for r in records if r["machine"]), {})
+    machine = next(filter(None, (r["machine"] for r in records)), {})
+    latencies = gathered((r["direction"], r) for r in records if r["question"] == "latency")
     judged = [r for r in records if r["question"] != "latency"]
     for direction in DIRECTIONS:
-        timed = [r for r in records if r["question"] == "latency" and r["direction"] == direction]
+        timed = latencies.get(direction, [])
         asked = [r for r in judged if direction in directions.get(function_of(r), ())]
-        known = dict.fromkeys(_conditions(r) for r in timed if _is_timed(r))  # L2 state and threads
+        known = dict.fromkeys(map(_conditions, filter(_is_timed, timed)))  # L2 state and threads
         for conditions in known or [("", None)]:
             here = [r for r in timed if not _is_timed(r) or _conditions(r) == conditions]
             if candidates := list(candidates_of(here, judged, asked, direction)):

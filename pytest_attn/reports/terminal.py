@@ -40,8 +40,8 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     """
     if verbose:
         yield from _rows(records, width)
-        yield from (line for lines in each("lines") for line in lines(records, width))
-    yield from (line for lines in each("tables") for line in lines(records, width))
+        yield from _of_guests("lines", records, width)
+    yield from _of_guests("tables", records, width)
     yield from _problems(records)
     if verbose:
         yield from _compilations(records)
@@ -55,6 +55,10 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
         yield f"note          {RAN_EAGERLY}{why}", {"yellow": True}
     text, markup = closing(records)
     yield f"{text}{counted_cases(records)}{_next(records, are_saved)}", markup
+
+
+def _of_guests(what: str, records: Sequence[Record], width: int | None) -> Iterator[Line]:
+    return (line for lines in each(what) for line in lines(records, width))
 
 
 def _rows(records: Sequence[Record], width: int | None) -> Iterator[Line]:

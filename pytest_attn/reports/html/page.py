@@ -290,20 +290,17 @@ def sentence(records: Sequence[Record]) -> str:
         return "No attention test ran."
     judged = [record for record in records if is_judged(record)]
     counts = Counter(shown_verdict(record) for record in judged)
-    wrong, doubtful = (_counted(counts, tone) for tone in ("bad", "doubt"))
-    fine = _counted(counts, "good", "plain", "none")
+    wrong, doubtful, fine = _counted(counts, "bad"), _counted(counts, "doubt"), _counted(counts, "good", "plain", "none")
     said = list(ending(records))
     if wrong:
         said.append(f"{_wrong(judged):,} of {count(len(judged), 'judgment')} went wrong: {wrong}.")
     if beside := sum(not is_judged(record) and record["phase"] != RUN for record in records):
         said.append(f"{beside:,} {Verdict.FAILED.counted}.")
-    is_fine = not said
-    if is_fine and not _counted(counts, "good", "doubt"):
+    if not said and not _counted(counts, "good", "doubt"):
         return f"Nothing was found right or wrong: {fine}."
-    said += ["Nothing went wrong."] if is_fine else []
-    said += [f"To look at: {doubtful}."] if doubtful else []
-    if fine:
-        said.append(f"{fine[0].upper()}{fine[1:]}." if is_fine else f"The rest: {fine}.")
+    rest = f"The rest: {fine}." if said else f"{fine[:1].upper()}{fine[1:]}."
+    said = said or ["Nothing went wrong."]
+    said += [f"To look at: {doubtful}."] * bool(doubtful) + [rest] * bool(fine)
     return " ".join(said)
 
 
