@@ -12,6 +12,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from pytest_attn.backends.precision import Precision, Threshold, default_on, precision_named
@@ -206,9 +207,13 @@ class Declaration:
 
     def stated(self) -> dict[str, Any]:
         """Return the properties that are not the default, by name, as JSON can hold them."""
-        values = {one.name: (getattr(self, one.name), one.default) for one in arguments_of(Declaration)}
-        return {name: _as_json(value) for name, (value, default) in values.items() if value != default}
+        said = {}
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) != field.default:
+                said[field.name] = _as_json(value)
+        return said
 
+    @lru_cache(maxsize=256)  # noqa: B019 - tests of one kind declare the same
     def on(self, kind: str) -> Declaration:
         """Return it with the precision profile that holds on a type of device where it names none."""
         return self if self.precision is not None else dataclasses.replace(self, precision=default_on(kind))
@@ -220,12 +225,12 @@ class Declaration:
 
     # -- what it means -------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of what it returns, in its order."""
         return tuple(self.returns) if self.returns is not None else ("out", "lse") if self.returns_lse else ("out",)
 
-    @property
+    @cached_property
     def results(self) -> tuple[str, ...]:
         """The results that are compared, gradients aside, in the order of RESULTS."""
         return tuple(name for name in RESULTS if name == "out" or name in self.names)
@@ -235,39 +240,40 @@ class Declaration:
         """The results of a timed call that are looked at; the probabilities that it drops are for a check."""
         return tuple(name for name in self.results if name != "keep")
 
-    @property
+    @cached_property
     def has_lse(self) -> bool:
         """True where lse is among what it returns."""
         return "lse" in self.names
 
-    @property
+    @cached_property
     def inner_layout(self) -> str:
         """The layout of q, k and v with a batch dimension."""
         return "thd" if self.layout in OF_PACKED else WITHOUT_BATCH.get(self.layout, self.layout)
 
-    @property
+    @cached_property
     def has_batch(self) -> bool:
         """True where q, k and v have a batch dimension."""
         return self.layout not in WITHOUT_BATCH
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """True where layout and returns_lse say all: the callable takes and returns what every judgment does."""
         says_no_more = self.lse_base == "e" and self._lse_layout == "bhs" and not self.takes_out
         is_usual = self.names == (("out", "lse") if self.returns_lse else ("out",))
         return self.inner_layout == self._out_layout == self.layout and says_no_more and is_usual
 
-    @property
+    @cached_property
     def profile(self) -> Precision:
         """The precision profile that it declares; one that names none is asked `on` a device first."""
         assert self.precision is not None
-        return precision_named(self.precision).skipping(self.skips)
+        profile = precision_named(self.precision)
+        return profile if self.skips is None else profile.skipping(self.skips)
 
-    @property
+    @cached_property
     def _out_layout(self) -> str:
         return self.layout if self.out_layout is None else self.out_layout
 
-    @property
+    @cached_property
     def _lse_layout(self) -> str:
         return ("bhs" if self.has_batch else "hs") if self.lse_layout is None else self.lse_layout
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from pytest_attn.backends.machine import release
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES, QUANTIZED_DTYPES
@@ -139,18 +140,16 @@ class Precision:
     half_sum_keys: int = 0
     skips: Threshold | None = None
 
-    def skipping(self, skips: Threshold | None) -> Precision:
+    def skipping(self, skips: Threshold) -> Precision:
         """Return the profile of a kernel that leaves out these tiles as well."""
-        if skips is None:
-            return self
         return dataclasses.replace(self, name=f"{self.name}, skips below {skips.weight:g}", skips=skips)
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         """True where P has fewer bits than the workload's dtype: a profile for approximate kernels."""
         return bool(self.p_step or self.p_dtype)
 
-    @property
+    @cached_property
     def has_noisy_scores(self) -> bool:
         """True where scores are rounded to the dtype, in one way or another."""
         of_operands = self.rounds_scaled_query or self.rounds_scaled_key or self.rounds_products

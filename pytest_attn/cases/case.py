@@ -44,7 +44,7 @@ from pytest_attn.session.marks import arguments_of_attention
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
 from pytest_attn.workloads.fields import did_you_mean, suggests_arguments
-from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
+from pytest_attn.workloads.parameters import PARAMETERS
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 #: with which the names of judgments begin
@@ -129,7 +129,7 @@ class AttentionCase(CaseTensors):
         """
         __tracebackhide__ = True
         self._checked, self._comparison = self._subject(fn, name, dequantized), None
-        self._comparison = conclude(self._context, KernelEvaluator(self._checked, self._spec, lambda: self.unread))
+        self._comparison = conclude(self._context, KernelEvaluator(self._checked, self._spec, self))
         self._executor.leave(self._comparison)
         return self._comparison
 
@@ -310,9 +310,10 @@ def backend_of(case: AttentionCase) -> Backend:
 class KernelEvaluator(Evaluator[Comparison]):
     """Holds a subject against exact attention on every input distribution."""
 
-    def __init__(self, subject: Subject, spec: CheckSpec, unread: Callable[[], Sequence[str]] = tuple) -> None:
+    def __init__(self, subject: Subject, spec: CheckSpec, tensors: CaseTensors | None = None) -> None:
+        """tensors: of the test, which its callable may read."""
         self.subject: Subject = subject
-        self._spec, self.workload, self._unread = spec, spec.workload, unread
+        self._spec, self.workload, self._tensors = spec, spec.workload, tensors
         self.doing, self.on = f"checking {subject.name}", spec.workload.id
 
     @property
@@ -323,9 +324,7 @@ class KernelEvaluator(Evaluator[Comparison]):
         __tracebackhide__ = True
         executor, spec = context.executor.of(self.subject), self._spec
         subject = self.subject = executor.place(self.subject, context.session.progress)
-        # not what takes the other calls of an invariant
-        shown = (d for d in context.defects_of(subject) if (d.tensors or d.changes_input) and not d.invariants)
-        defects = [d for d in shown if d.inputs is None or d.inputs in spec.inputs]
+        defects = self._defects_on(context) if subject.known_defects else []
 
         def known(comparison: Comparison) -> str:
             return _described(defect for defect in defects if defect.explains(comparison, context.workload))
@@ -333,19 +332,15 @@ class KernelEvaluator(Evaluator[Comparison]):
         peak = PeakMemory(spec.device)
         by = replace(context.judging(subject), comparing=peak, is_known=lambda found: bool(known(found)))
         comparison = judged(Kernel(subject, spec), by)
-        if subject.user_function is not None and not executor.elsewhere:
-            comparison = _with_unread(comparison, self._unread())
         facts: Any = {
             "fields": {**figures_of(comparison), "memory": peak.bytes},
             "properties": z_property(comparison, subject),
         }
         if not comparison.passed:
-            text, evidence = mismatch_text.describe(comparison), replace(self.evidence, comparison=comparison)
-            if is_of_parameter(gradient := comparison.reported.name):  # dsinks, dbias or dalibi: asked for by name
-                drawn = context.session.references.inputs_of(spec, spec.inputs[0])
-                wanted = {**spec.parameters, gradient[1:]: getattr(drawn, PARAMETERS[gradient[1:]].tensor)}
-                evidence = replace(evidence, spec=replace(spec, parameters=wanted))
-            facts |= {"text": text, "evidence": evidence, "rows": comparison.drawn, "known_defects": known(comparison)}
+            if self._tensors is not None and subject.user_function is not None and not executor.elsewhere:
+                comparison = _with_unread(comparison, self._tensors.unread)
+            facts |= {"evidence": self._evidence_of(comparison, context), "known_defects": known(comparison)}
+            facts |= {"text": mismatch_text.describe(comparison), "rows": comparison.drawn}
             return Judgment(Verdict.MISMATCH, reason=mismatch_text.headline(comparison), **facts)
         if context.session.settings.profile:
             try:
@@ -354,9 +349,24 @@ class KernelEvaluator(Evaluator[Comparison]):
                 reason = f"while it was profiled, {type(error).__name__}: {error}".splitlines()[0]
                 return Judgment(Verdict.RAISED, reason=reason, error=error, **facts)
             facts["fields"]["profiles"] = tuple(one.to_dict() for one in profiles)
-        unshown = [f"{defect.issue} did not show: {defect.summary}" for defect in defects]
-        facts["fields"]["cause"] = Cause.DEFECT_NOT_SHOWN.value if unshown else ""
-        return Judgment(Verdict.PASSED, comparison, "; ".join(unshown) or eager_because(), **facts)
+        if not defects:
+            return Judgment(Verdict.PASSED, comparison, eager_because(), **facts)
+        facts["fields"]["cause"] = Cause.DEFECT_NOT_SHOWN.value
+        unshown = "; ".join(f"{defect.issue} did not show: {defect.summary}" for defect in defects)
+        return Judgment(Verdict.PASSED, comparison, unshown, **facts)
+
+    def _evidence_of(self, comparison: Comparison, context: CaseContext) -> FailureToSave:
+        spec = self._spec
+        if (parameter := comparison.reported.name[1:]) in PARAMETERS:  # whose gradient was asked for by name
+            drawn = context.session.references.inputs_of(spec, spec.inputs[0])
+            wanted = {**spec.parameters, parameter: getattr(drawn, PARAMETERS[parameter].tensor)}
+            spec = replace(spec, parameters=wanted)
+        return FailureToSave(spec, self.subject, comparison)
+
+    def _defects_on(self, context: CaseContext) -> list[KnownDefect]:
+        """List the known defects that this shows, which are not those that take the other calls of an invariant."""
+        shown = (d for d in context.defects_of(self.subject) if (d.tensors or d.changes_input) and not d.invariants)
+        return [d for d in shown if d.inputs is None or d.inputs in self._spec.inputs]
 
 
 class OutputEvaluator(Evaluator[None]):

@@ -34,7 +34,8 @@ def conclude(context: CaseContext, evaluator: Evaluator[Result]) -> Result:
     """
     __tracebackhide__ = True
     context.is_judged, context.question = True, evaluator.question
-    _require_contained(context, evaluator)
+    if context.session.settings.isolated is not None:
+        _require_contained(context, evaluator)
     found = _judged(context, evaluator)
     if context.session.settings.declines == "fail" and context.session.kernels.are_tested:
         found = found.failing_if_declined()
@@ -106,7 +107,7 @@ def _require_contained(context: CaseContext, evaluator: Evaluator[Any]) -> None:
     __tracebackhide__ = True
     subject = evaluator.subject
     is_contained = isinstance(evaluator, Refusal) or (isinstance(subject, Subject) and context.executor.contains(subject))
-    if context.session.settings.isolated is None or is_contained:
+    if is_contained:
         return
     fn = subject.user_function if isinstance(subject, Subject) else None
     module, function = (str(getattr(fn, name, None)) for name in ("__module__", "__qualname__"))

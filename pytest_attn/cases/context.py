@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import pytest
 
@@ -134,12 +135,14 @@ class CaseContext:
         """Return what makes the context of one call, which must end in time."""
         executor = self.executor.of(subject)
         case = f"{subject.name} on {self.workload.id}, {self.item.nodeid}"
-        doing = iter([f"compiling {subject.name}"] if subject.compiles and not executor.elsewhere else ())  # in the first call
+        limited = nullcontext if executor.has_deadline else partial(self.session.deadline.around, case)
+        if executor.elsewhere or not subject.compiles:
+            return limited
+        doing = iter([f"compiling {subject.name}"])  # in the first call
 
         @contextmanager
         def around() -> Iterator[None]:
-            limited = nullcontext() if executor.has_deadline else self.session.deadline.around(case)
-            with self.session.progress.during(next(doing, ""), self.workload.id), limited:
+            with self.session.progress.during(next(doing, ""), self.workload.id), limited():
                 yield
 
         return around

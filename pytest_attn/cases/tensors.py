@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,14 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.workloads.distributions import distribution_names
+from pytest_attn.workloads.distributions import DEFAULT_DISTRIBUTIONS
 from pytest_attn.workloads.inputs import Descales, Inputs, PageLists, page_lists
 from pytest_attn.workloads.kv_layout import SplitCache, fused_pool, split_cache, with_keys_moved
 from pytest_attn.workloads.parameters import PARAMETERS, parameters_of
 from pytest_attn.workloads.workload import Workload
+
+#: a spec is checked once, whichever tests ask for it
+_known_spec = lru_cache(maxsize=256)(CheckSpec)
 
 
 class ReferenceTensors(NamedTuple):
@@ -231,17 +234,14 @@ class CaseTensors:
             *(self._in_layout(tensors[name]) if name in tensors else None for name in ("dq", "dk", "dv")),
         )
 
-    @property
-    def _spec(self) -> CheckSpec:
-        return dataclasses.replace(self._declared, parameters=self._parameters)
-
     @cached_property
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        """Tensors that a test may close over and is asked for gradients of."""
-        return {
-            name: getattr(self._inputs, PARAMETERS[name].tensor)
-            for name in parameters_of(self._workload, self._mark.parameters)
-        }
+    def _spec(self) -> CheckSpec:
+        """The spec, with the tensors that a test may close over and is asked for gradients of."""
+        if not self._mark.parameters:
+            return self._declared
+        named = parameters_of(self._workload, self._mark.parameters)
+        asked = {name: getattr(self._inputs, PARAMETERS[name].tensor) for name in named}
+        return dataclasses.replace(self._declared, parameters=asked)
 
     def _read_parameters(self) -> dict[str, torch.Tensor]:
         """Return those tensors of the test that may be trained; none where it has read no tensor."""
@@ -253,16 +253,8 @@ class CaseTensors:
     def _declared(self) -> CheckSpec:
         """The spec, but for tensors."""
         mark, settings = self._mark, self._session.settings
-        return CheckSpec(
-            workload=self._workload,
-            device=self.device,
-            backward=mark.backward,
-            leaves=mark.leaves,
-            inputs=distribution_names(mark.inputs),
-            declared=mark.declared,
-            seed=settings.seed,
-            limits=settings.limits,
-        )
+        asked = mark.backward, mark.inputs or DEFAULT_DISTRIBUTIONS, mark.declared, settings.seed, settings.limits, mark.leaves
+        return _known_spec(self._workload, self.device, *asked)
 
     @property
     def _reference(self) -> Reference:

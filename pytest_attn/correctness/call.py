@@ -25,15 +25,12 @@ from pytest_attn.correctness.switches import switches_kept
 from pytest_attn.workloads.dtypes import beside, movable
 from pytest_attn.workloads.kv_layout import WatchedCache, watching_caches
 from pytest_attn.workloads.parameters import PARAMETERS
-from pytest_attn.workloads.workload import Workload
 
 # -- what was written into a cache -------------------------------------------------------------------------------------
 
 
-def fault_of_caches(w: Workload, watched: Sequence[WatchedCache]) -> str | None:
-    """Say what is wrong with the cache that was handed out last, None where it is right. Other workloads need none."""
-    if w.cached is None:
-        return None
+def fault_of_caches(watched: Sequence[WatchedCache]) -> str | None:
+    """Say what is wrong with the cache that was handed out last, None where it is right."""
     if not watched:
         return (
             "the callable got the cached prefix and the new keys together, and did not split them:"
@@ -277,9 +274,6 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 @contextmanager
 def seeded(spec: CheckSpec) -> Iterator[None]:
     """Have torch's generators start anew for a kernel with dropout, and leave them as they were."""
-    if not spec.workload.dropout:
-        yield
-        return
     devices = [spec.device] if spec.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(spec.seed)
@@ -311,11 +305,14 @@ def call_kernel(
     given = [t.requires_grad_(name in leaves) for name, t in zip("qkv", laid, strict=True)]
     names = spec.results
     empty_rows = EmptyRows(pristine, spec.declared.empty_rows)
+    has_cache = spec.workload.cached is not None
+    seed = seeded(spec) if spec.workload.dropout else nullcontext()
     gradients = nullcontext() if spec.backward else torch.no_grad()
-    with seeded(spec), gradients, watching_caches() as caches, switches_kept(spec.device.type):
+    watching = watching_caches() if has_cache else nullcontext(())
+    with seed, gradients, watching as caches, switches_kept(spec.device.type):
         result = kernel(*given)
     wait(spec.device)
-    if fault := fault_of_caches(spec.workload, caches):
+    if has_cache and (fault := fault_of_caches(caches)):
         raise ContractError(fault, fault="new-keys-misplaced" if caches else "")
     handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
     tensors = dict(zip(names, handed_out, strict=True))
@@ -393,10 +390,11 @@ def late_refusals_of(subject: Subject) -> Iterator[None]:
 
 def changes_of(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return by how much at most each tensor is not what it was before; nothing of those that are."""
-    changes = {}
-    pairs = {name: (tensor.detach(), before[name].to(tensor.device)) for name, tensor in now.items()}
-    for name in set_among({name: (is_now != was).any() for name, (is_now, was) in pairs.items()}):  # or NaN in both
-        is_now, was = (tensor.double() for tensor in pairs[name])
+    changes, flags = {}, {}
+    for name, tensor in now.items():
+        flags[name] = (tensor.detach() != before[name].to(tensor.device)).any()  # or NaN in both
+    for name in set_among(flags):
+        is_now, was = now[name].detach().double(), before[name].to(now[name].device).double()
         differs = (is_now != was) & ~(is_now.isnan() & was.isnan())
         if differs.any():
             changes[name] = float((is_now - was)[differs].abs().max())

@@ -188,18 +188,17 @@ def check_contract(
 
 def _results_named(result: object, names: tuple[str, ...]) -> list[Any]:
     """Return what a callable returned under each name; raise ContractError for another number of results."""
-    fault = f"the callable returned {_counted(result)}; expected {_words(names)}"
-    if result is None:
-        raise ContractError(fault)
     several = elements(result)
-    if len(names) == 1:
-        if several is not None:
-            advice = "Say returns_lse=True in the marker if it returns (out, lse), else return its first element"
-            raise ContractError(f"{fault}. {advice}")
+    if len(names) == 1 and several is None and result is not None:
         return [result]
-    if several is None or len(several) != len(names):
-        raise ContractError(f"{fault} (returns_lse=True)")
-    return several
+    if several is not None and len(several) == len(names) > 1:
+        return several
+    fault = f"the callable returned {_counted(result)}; expected {_words(names)}"
+    if result is not None and len(names) > 1:
+        fault += " (returns_lse=True)"
+    elif result is not None:
+        fault += ". Say returns_lse=True in the marker if it returns (out, lse), else return its first element"
+    raise ContractError(fault)
 
 
 def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs, hint: str = "") -> None:

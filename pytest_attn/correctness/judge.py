@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +54,8 @@ from pytest_attn.correctness.reference import Expected, Reference, always_sample
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.verdict import LONG_SUMS
 from pytest_attn.workloads.masks.band import Window
-from pytest_attn.workloads.parameters import LEAVES, PARAMETERS, is_of_parameter, parameters_of
-from pytest_attn.workloads.workload import Workload, sequence_lengths
+from pytest_attn.workloads.parameters import LEAVES, PARAMETERS, parameters_of
+from pytest_attn.workloads.workload import Workload
 
 #: With fewer rows the RMS over a head adds nothing to that of its rows, and the row's limit applies.
 FEW_ROWS = 16
@@ -194,7 +194,9 @@ class _Judgment:
         tensors, pattern = self._results(distribution, reference, pattern)
         if self.keep is not None:
             reference = with_mask(reference, self.keep, self.spec.backward)
-        reference = self.references.after_call(self._as_left_out(distribution, reference, tensors))
+        if self.spec.declared.skips is not None:
+            reference = self._as_left_out(distribution, reference, tensors)
+        reference = self.references.after_call(reference)
         self.is_sampled |= reference.is_sampled
         self.sampled |= reference.sampled
         if self.first is None:
@@ -210,14 +212,12 @@ class _Judgment:
                 hints = hints or self._about_equal_calls(row, reference, tensors, pattern)
                 self.failed = _Failed(row, Returned(distribution, reference, tensors), hints)
         self.returned.append(Returned(distribution, reference, tensors))
-        if self.failed is None:
+        if self.failed is None and self.unshown:
             self.unshown = unshown_by(reference, w, tuple(tensors), self.unshown)
 
     def _as_left_out(self, distribution: str, reference: Reference, tensors: Mapping[str, torch.Tensor]) -> Reference:
         """Return the reference, or that of a kernel that leaves nothing out, as it may, where only this one explains all."""
         spec = self.spec
-        if spec.declared.skips is None:
-            return reference
         whole = replace(spec, declared=replace(spec.declared, skips=None))
         either = reference, self.references.reference_of(whole, distribution, self.subject)
         limits = limits_named(spec.limits)
@@ -246,11 +246,13 @@ class _Judgment:
         """
         __tracebackhide__ = True
         spec = self.spec
+        if self.failed or self.first is None or not spec.backward:
+            return
         asked = self.named or (PARAMETERS if spec.leaves == LEAVES else ())
         names = [name for name in parameters_of(spec.workload, asked) if name not in spec.parameters]
         if self.subject.bias_of is not None and "bias" in names:
             names.remove("bias")  # whose gradient goes to q
-        if self.failed or self.first is None or not spec.backward or not names:
+        if not names:
             return
         if why := self._unasked_because():
             self.unjudged = dict.fromkeys(names, why)
@@ -397,7 +399,7 @@ class _Judgment:
                     otherwise = replace(self.spec, seed=self.spec.seed + 1, backward=False)
                     others, _ = call_kernel(self.kernel, otherwise, reference, pattern)
                     require_unlike(self.keep, others["keep"], reference.called_with)
-            if not self.subject.known_to_change.issuperset(changes):
+            if changes and not self.subject.known_to_change.issuperset(changes):
                 raise ContractError(fault_of_change(changes), fault="input-changed")
         return tensors, pattern
 
@@ -535,17 +537,19 @@ def compare_all(
     limits: tuple[Limits, Limits],
 ) -> list[TensorComparison]:
     """Compare tensors by their names, native ones. limits: of out and lse, and of gradients."""
-    precision, lengths = reference.precision, sequence_lengths(workload)
-    is_long = any(max(keys, queries * workload.group) > _MOST_TERMS for queries, keys in lengths)
+    precision, measured = reference.precision, []
+    queries, keys = max(workload.q_lens or [workload.q_len]), max(workload.kv_lens or [workload.kv_len])
+    is_long = max(keys, queries * workload.group) > _MOST_TERMS
     has_no_slopes = is_long or precision.scales_heads(bool(workload.sinks))
-
-    def own(name: str) -> Limits:
-        unsloped = has_no_slopes or (precision.has_noisy_scores and name in _SUMS_OVER_QUERIES)
-        return limits_of(name, limits).without_slope if unsloped else limits_of(name, limits)
-
-    return _rows_of(
-        _measured_tensor(name, distribution, tensor, reference, workload, own(name)) for name, tensor in tensors.items()
-    )
+    for name, tensor in tensors.items():
+        own, expected = limits_of(name, limits), reference.tensors[name]
+        if has_no_slopes or (precision.has_noisy_scores and name in _SUMS_OVER_QUERIES):
+            own = own.without_slope
+        got, faults = as_compared(name, tensor.detach(), workload), 0
+        if expected.rows is not None:
+            got, faults = _compared_rows(got, expected)
+        measured.append(_measured(name, distribution, got, expected, workload, own, faults))
+    return _rows_of(measured)
 
 
 def compare_rows(
@@ -563,20 +567,11 @@ class _Measured(NamedTuple):
     to_row: Callable[[Mapping[str, float]], TensorComparison]
 
 
-def _rows_of(comparisons: Iterable[_Measured]) -> list[TensorComparison]:
+def _rows_of(measured: Sequence[_Measured]) -> list[TensorComparison]:
     """Read the numbers of all at once: whoever reads waits, also for other processes' work on the device."""
-    measured = list(comparisons)
     numbers = [number.double() for one in measured for number in one.numbers.values()]
     read = iter(torch.stack(numbers).tolist() if numbers else [])
     return [one.to_row(dict(zip(one.numbers, read, strict=False))) for one in measured]
-
-
-def _measured_tensor(
-    name: str, distribution: str, tensor: torch.Tensor, reference: Reference, workload: Workload, limits: Limits
-) -> _Measured:
-    expected = reference.tensors[name]
-    got, unsampled_faults = _compared_rows(as_compared(name, tensor.detach(), workload), expected)
-    return _measured(name, distribution, got, expected, workload, limits, unsampled_faults)
 
 
 def _measured(
@@ -589,7 +584,7 @@ def _measured(
     unsampled_faults: int = 0,
 ) -> _Measured:
     """Measure the rows that are exact. unsampled_faults: how many elements are not finite, in others."""
-    if is_of_heads := is_of_parameter(name) and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
+    if is_of_heads := name[1:] in PARAMETERS and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
         limits = replace(limits, row=limits.element, head=limits.element)
     if name in ("lse", "max"):
         return _measured_lse(name, distribution, got, expected)
@@ -672,8 +667,7 @@ def apart(
 
 def _compared_rows(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor, int]:
     """Return the rows that were computed exactly, and how many elements of all rows are not finite, where all should be."""
-    if expected.rows is None:
-        return got, 0
+    assert expected.rows is not None
     looked_through = got.flatten(0, 1) if bool(expected.value.isfinite().all()) else got[:0]
     faults = sum(int((~head.isfinite()).sum()) for head in looked_through)  # one at a time: each takes memory
     return got[:, :, expected.rows.to(got.device)], faults
@@ -785,6 +779,7 @@ _LONG = 2048
 _TRIED_ROWS = 32
 
 
+@cache  # of the workloads of a run
 def without_each(w: Workload) -> dict[str, Workload]:
     """Return the workload without each option that it has: softcap, window, sinks, bias, ALiBi, score_mod."""
     fields: dict[str, tuple[object, dict[str, Any]]] = {
@@ -831,5 +826,5 @@ def _is_shown(reference: Reference, without: Workload, judged: tuple[str, ...]) 
 def untested(workload: Workload, unshown: Sequence[str]) -> tuple[str, ...]:
     """Return what a judgment that passed cannot have shown, as `Comparison.untested`."""
     is_half = workload.dtype in ("bfloat16", "float16")
-    longest = max((keys for _, keys in sequence_lengths(workload)), default=0)
+    longest = max(workload.kv_lens or [workload.kv_len])
     return (*unshown, *((LONG_SUMS,) if is_half and longest < _LONG else ()))

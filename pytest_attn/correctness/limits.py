@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 
 
@@ -32,6 +33,7 @@ class Limits:
 LIMITS = MappingProxyType({"default": ((8, 4, 1.5), (8, 4, 1.5)), "strict": ((6, 2, 1), (8, 4, 1.5))})
 
 
+@cache
 def limits_named(name: str) -> tuple[Limits, Limits]:
     """Return limits (out, gradients) by name; raise ValueError for an unknown one."""
     if name not in LIMITS:

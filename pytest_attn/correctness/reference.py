@@ -46,7 +46,7 @@ from pytest_attn.correctness.exact_gradients import (
 )
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Sequences
-from pytest_attn.workloads.parameters import PARAMETERS, is_of_parameter
+from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.positions import SAMPLED, drawn_positions, far_positions, sampled_positions
 from pytest_attn.workloads.workload import Workload, grouped, grouped_order, is_interleaved, sequence_lengths, ungrouped
 
@@ -314,7 +314,7 @@ def heads_first(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
 
 def as_compared(name: str, tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
     """View a native result as it is compared: (batch, heads, rows, ...), or as the gradient of a parameter is."""
-    return tensor.view(PARAMETERS[name[1:]].shape(workload)) if is_of_parameter(name) else heads_first(tensor, workload)
+    return tensor.view(PARAMETERS[name[1:]].shape(workload)) if name[1:] in PARAMETERS else heads_first(tensor, workload)
 
 
 @contextmanager

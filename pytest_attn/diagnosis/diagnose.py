@@ -81,7 +81,7 @@ from pytest_attn.diagnosis.hypothesis import (
 )
 from pytest_attn.diagnosis.steps import Region, regions_of
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.parameters import is_of_parameter
+from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload, is_interleaved, key_heads, repeated, sequence_lengths
 
 _Tried = TypeVar("_Tried")
@@ -463,7 +463,7 @@ def _of_gradient(row: TensorComparison, bad: torch.Tensor, reference: Reference,
     name = row.name
     every = [WholeGradient.of(name, got, of, bad if of is reference else None) for got, of in case.of(name)]
     multiple = _hints(_first(multiples_of_gradient(name, case.workload, row.alpha), lambda: every))
-    if multiple or is_of_parameter(name):
+    if multiple or name[1:] in PARAMETERS:
         return multiple
     return (
         _hints(_first(swapped_gradients(name), lambda: every))

@@ -276,8 +276,9 @@ class Probe:
         given = dict(zip("qkv", (tensors.q, tensors.k, v), strict=True))
         leaves = [t.detach().requires_grad_(spec.backward and name in needing) for name, t in given.items()]
         self.count.calls += 1
+        seed = seeded(spec) if spec.workload.dropout else nullcontext()
         without = nullcontext() if spec.backward else torch.no_grad()
-        with self.calling(), seeded(spec), without, switches_kept(self.device.type):
+        with self.calling(), seed, without, switches_kept(self.device.type):
             result = kernel(*leaves)
         names = spec.results
         empty = Reference(self.inputs, spec.profile)

@@ -3,8 +3,8 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from threading import Event, Lock, Thread
 
 import pytest
@@ -25,7 +25,7 @@ class _Phase:
     total: int = 0
     more: int = 0
     done: int = 0
-    begun: float = field(default_factory=lambda: time.monotonic())
+    begun: float = 0.0
 
     def words(self, now: float) -> str:
         """Return what is done, and for how long."""
@@ -51,14 +51,11 @@ class Progress:
                 self._stderr = os.dup(2)
                 config.add_cleanup(self.close)
 
-    def during(self, doing: str, on: str, within: float = 0.0) -> AbstractContextManager[None]:
-        """Say what the block does. doing: "" for what is not worth a word. on: the workload, "" for none. within: seconds."""
-        return self._phase(_Phase(doing, on, within))
-
     @contextmanager
     def counting(self, doing: str, total: int, more: int = 0) -> Iterator[Callable[[int], None]]:
         """Give the block what takes how many of `total` it has done; `more` may follow, where some of these were disturbed."""
-        with self._phase(phase := _Phase(doing, total=total, more=more)):
+        with self.during(doing, "") as phase:
+            phase.total, phase.more = total, more
             yield lambda number: setattr(phase, "done", number)
 
     def close(self) -> None:
@@ -69,16 +66,18 @@ class Progress:
             self._stderr = None
 
     @contextmanager
-    def _phase(self, phase: _Phase) -> Iterator[None]:
-        if not phase.doing or self._stderr is None:
-            yield
+    def during(self, doing: str, on: str, within: float = 0.0) -> Iterator[_Phase]:
+        """Say what the block does. doing: "" for what is not worth a word. on: the workload, "" for none. within: seconds."""
+        phase = _Phase(doing, on, within, begun=time.monotonic())
+        if not doing or self._stderr is None:
+            yield phase
             return
         ended, is_outermost = Event(), not self._phases
         self._phases.append(phase)
         if is_outermost:  # no thread lives longer: who forks is warned of any
             Thread(target=self._tick, args=(ended,), daemon=True).start()
         try:
-            yield
+            yield phase
         finally:
             self._phases.remove(phase)
             ended.set()

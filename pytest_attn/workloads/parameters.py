@@ -74,8 +74,3 @@ def _gradient_names(backward: object) -> tuple[str, ...]:
         shown = ", ".join(f'"{name}"' for name in known)
         raise ValueError(f"backward must be True, False, or a tuple of {shown}, got {backward!r}")
     return names
-
-
-def is_of_parameter(name: str) -> bool:
-    """Return whether a result is the gradient of a parameter: dsinks, dbias, dalibi."""
-    return name[1:] in PARAMETERS
