@@ -12,7 +12,8 @@ from pytest_attn.reports import files
 from pytest_attn.reports.files import ProcessFolder, remove_left
 
 HOLDS = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have it ignore
 from pytest_attn.reports.files import ProcessFolder
 folder = ProcessFolder("", sys.argv[1])
 open(folder.name + "/data", "w").write("mine")
