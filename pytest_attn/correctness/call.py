@@ -23,6 +23,7 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.switches import switches_kept
 from pytest_attn.workloads.dtypes import beside, movable
+from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import WatchedCache, watching_caches
 from pytest_attn.workloads.parameters import PARAMETERS
 
@@ -295,22 +296,15 @@ def call_kernel(
     __tracebackhide__ = True
     pristine = reference.called_with
     kept = spec.untouched(pristine)
-    if spec.workload.kv_pages is None:
-        laid = [pattern.of(name, t, spec.layout) for name, t in zip("qkv", kept, strict=True)]
-    else:
-        laid = list(spec.handed(pristine))
-    if spec.workload.v_in_k:
-        laid[2] = laid[1][..., : spec.workload.v_head_dim]
-    leaves = spec.leaves if spec.backward else ()
-    given = [t.requires_grad_(name in leaves) for name, t in zip("qkv", laid, strict=True)]
-    names = spec.results
+    given, names = _handed(spec, pristine, kept, pattern), spec.results
+    wanted = {name: t.requires_grad_() for name, t in given.items() if spec.backward and name in spec.leaves}
     empty_rows = EmptyRows(pristine, spec.declared.empty_rows)
     has_cache = spec.workload.cached is not None
     seed = seeded(spec) if spec.workload.dropout else nullcontext()
     gradients = nullcontext() if spec.backward else torch.no_grad()
     watching = watching_caches() if has_cache else nullcontext(())
     with seed, gradients, watching as caches, switches_kept(spec.device.type):
-        result = kernel(*given)
+        result = kernel(*given.values())
     wait(spec.device)
     if has_cache and (fault := fault_of_caches(caches)):
         raise ContractError(fault, fault="new-keys-misplaced" if caches else "")
@@ -318,15 +312,26 @@ def call_kernel(
     tensors = dict(zip(names, handed_out, strict=True))
     if spec.backward:
         dout = spec.in_layout(empty_rows.blanked(pristine.dout))
-        wanted = {name: t for name, t in zip("qkv", given, strict=True) if name in leaves} | _found(spec, tensors["out"])
+        wanted |= _found(spec, tensors["out"])
         drawn = {name for name, tensor in spec.parameters.items() if not tensor.requires_grad}
         with switches_kept(spec.device.type):
             tensors.update(_gradients(tensors["out"], wanted, pattern.of("dout", dout, spec.layout), drawn, optional))
         wait(spec.device)
-    changes = changes_of(dict(zip("qkv", given, strict=True)), dict(zip("qkv", kept, strict=True)))
+    changes = changes_of(given, dict(zip("qkv", kept, strict=True)))
     laid_out = ("out", "dq", "dk", "dv")
     native = {name: spec.in_layout(t) if name in laid_out else t for name, t in tensors.items()}
     return empty_rows.forget(native), changes
+
+
+def _handed(spec: CheckSpec, pristine: Inputs, kept: Sequence[Tensor], pattern: StridePattern) -> dict[str, Tensor]:
+    """Return q, k and v as the kernel is given them. kept: copies of them."""
+    if spec.workload.kv_pages is None:
+        named = {name: pattern.of(name, tensor, spec.layout) for name, tensor in zip("qkv", kept, strict=True)}
+    else:
+        named = dict(zip("qkv", spec.handed(pristine), strict=True))
+    if spec.workload.v_in_k:
+        named["v"] = named["k"][..., : spec.workload.v_head_dim]
+    return named
 
 
 def _gradients(

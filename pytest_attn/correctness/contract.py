@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from pytest_attn.backends.declaration import IGNORED, Declaration, turned
 from pytest_attn.backends.dense import index_tensors
 from pytest_attn.backends.subject import AttentionFn, CallableSubject
 from pytest_attn.backends.variants import Compilation, compilation_of
-from pytest_attn.correctness.reference import Reference, compute_reference
+from pytest_attn.correctness.reference import Reference, compute_reference, own_dims
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.functions import describe
 from pytest_attn.workloads.inputs import Inputs
@@ -126,31 +127,33 @@ class EmptyRows:
         return self._rows if is_lse else self._rows.unsqueeze(-1)
 
 
-def rows_without_keys(inputs: Inputs) -> Tensor:
-    """Return True where a row sees no key: (batch, heads, q_len), packed (heads, all rows)."""
+def rows_without_keys(inputs: Inputs, among: MaskMod | None = None) -> Tensor:
+    """Return True where a row sees no key: (batch, heads, q_len), packed (heads, all rows). among: which keys count."""
     w, device = inputs.workload, inputs.device
     if not w.is_packed:
-        return _rows_without_keys(inputs.mask_mod(), (w.batch, w.heads, w.q_len, w.kv_len), device)
+        return _rows_without_keys((inputs.mask_mod(), among), (w.batch, w.heads, w.q_len, w.kv_len), device)
     parts = []
     for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
         mask_mod = w.plain_mask.bind(Sequences(1, w.heads, q_len, kv_len, device)) if w.plain_mask else None
-        parts.append(_rows_without_keys(mask_mod, (1, w.heads, q_len, kv_len), device, batch)[0])
+        parts.append(_rows_without_keys((mask_mod, among), (1, w.heads, q_len, kv_len), device, batch)[0])
     return torch.cat(parts, -1)
 
 
 def _rows_without_keys(
-    mask_mod: MaskMod | None, sizes: tuple[int, int, int, int], device: torch.device, first_batch: int = 0
+    masks: Iterable[MaskMod | None], sizes: tuple[int, int, int, int], device: torch.device, first_batch: int = 0
 ) -> Tensor:
     """Return True where a row of (batch, heads, q_len) sees none of kv_len keys. first_batch: the first entry's."""
     batch, heads, q_len, kv_len = sizes
     empty = torch.full(sizes[:3], kv_len == 0, device=device)
-    if mask_mod is None or kv_len == 0:
+    given = [mask_mod for mask_mod in masks if mask_mod is not None]
+    if not given or kv_len == 0:
         return empty
     b, h, rows, keys = (torch.arange(size, device=device) for size in sizes)
     step = max(1, _PAIRS // (batch * heads * kv_len))
     for start in range(0, q_len, step):
         some = rows[None, None, start : start + step, None]
-        seen = mask_mod(b[:, None, None, None] + first_batch, h[None, :, None, None], some, keys[None, None, None])
+        index = b[:, None, None, None] + first_batch, h[None, :, None, None], some, keys[None, None, None]
+        seen = functools.reduce(torch.logical_and, (mask_mod(*index) for mask_mod in given))
         empty[:, :, start : start + step] = ~seen.any(-1)
     return empty
 
@@ -176,7 +179,8 @@ def check_contract(
 
     `names` begins with "out", "lse".
     """
-    tensors = _results_named(result, names)
+    advice = ". Say returns_lse=True in the marker if it returns (out, lse), else return its first element"
+    tensors = _results_named(result, names, *(("", "") if result is None else (advice, " (returns_lse=True)")))
     for number, name in enumerate(names):
         shape = native_shape(name, workload)
         if layout == "bshd" and name == "out":
@@ -186,19 +190,18 @@ def check_contract(
     return tensors
 
 
-def _results_named(result: object, names: tuple[str, ...]) -> list[Any]:
-    """Return what a callable returned under each name; raise ContractError for another number of results."""
+def _results_named(result: object, names: tuple[str, ...], if_one: str, if_several: str) -> list[Any]:
+    """Return what a callable returned under each name; raise ContractError for another number of results.
+
+    if_one, if_several: what is said behind that, where one result was expected, or several.
+    """
     several = elements(result)
     if len(names) == 1 and several is None and result is not None:
         return [result]
-    if several is not None and len(several) == len(names) > 1:
+    if len(names) > 1 and several is not None and len(several) == len(names):
         return several
-    fault = f"the callable returned {_counted(result)}; expected {_words(names)}"
-    if result is not None and len(names) > 1:
-        fault += " (returns_lse=True)"
-    elif result is not None:
-        fault += ". Say returns_lse=True in the marker if it returns (out, lse), else return its first element"
-    raise ContractError(fault)
+    advice = if_one if len(names) == 1 else if_several
+    raise ContractError(f"the callable returned {_counted(result)}; expected {_words(names)}{advice}")
 
 
 def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs, hint: str = "") -> None:
@@ -268,18 +271,12 @@ def _is_tensor(value: object) -> bool:
 
 def native_shape(name: str, w: Workload) -> tuple[int, ...]:
     """Return the shape of a tensor in the workload's native layout ("bhsd", or "thd" where packed)."""
+    is_of_keys = name in ("k", "v", "dk", "dv")
+    heads, own = w.kv_heads if is_of_keys else w.heads, own_dims(name, w, w.kv_len)
     if w.q_lens is not None and w.kv_lens is not None:
-        total = sum(w.kv_lens) if name in ("k", "v", "dk", "dv") else sum(w.q_lens)
-        heads = w.kv_heads if name in ("k", "v", "dk", "dv") else w.heads
-        dim = w.v_head_dim if name in ("out", "v", "dv") else w.head_dim
-        return (heads, total) if name in ("lse", "max") else (total, heads, dim)
-    if name in ("lse", "max"):
-        return (w.batch, w.heads, w.q_len)
-    if name in ("weights", "keep"):
-        return (w.batch, w.heads, w.q_len, w.kv_len)
-    if name in ("dk", "dv", "k", "v"):
-        return (w.batch, w.kv_heads, w.kv_len, w.head_dim if name in ("dk", "k") else w.v_head_dim)
-    return (w.batch, w.heads, w.q_len, w.v_head_dim if name == "out" else w.head_dim)
+        total = sum(w.kv_lens if is_of_keys else w.q_lens)
+        return (total, heads, *own) if own else (heads, total)
+    return (w.batch, heads, w.kv_len if is_of_keys else w.q_len, *own)
 
 
 def _layout_hint(tensor: Any, shape: tuple[int, ...], layout: str) -> str:
@@ -427,13 +424,7 @@ def declared_shape(name: str, declared: Declaration, inputs: Inputs) -> tuple[in
 
 def _split(result: object, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the results that are compared by their names; raise ContractError for another number of results."""
-    several = elements(result)
-    if len(names) == 1:
-        if several is not None or result is None:
-            raise ContractError(f"the callable returned {_counted(result)}; expected {_words(names)}")
-        return {names[0]: result} if names[0] != IGNORED else {}
-    if several is None or len(several) != len(names):
-        raise ContractError(f"the callable returned {_counted(result)}; expected {_words(names)}, as returns={names!r} says")
+    several = _results_named(result, names, "", f", as returns={names!r} says")
     return {name: tensor for name, tensor in zip(names, several, strict=True) if name != IGNORED}
 
 

@@ -586,16 +586,17 @@ def _measured(
     """Measure the rows that are exact. unsampled_faults: how many elements are not finite, in others."""
     if is_of_heads := name[1:] in PARAMETERS and PARAMETERS[name[1:]].is_of_heads:  # an element for each makes no row
         limits = replace(limits, row=limits.element, head=limits.element)
-    if name in ("lse", "max"):
-        return _measured_lse(name, distribution, got, expected)
+    if is_of_rows := name in ("lse", "max"):
+        got, expected, limits = got.double(), replace(expected, tau=_allowed_of_lse(expected)), Limits(1, 1, 1)
     # one rounding of a query's row sum D, or of its lse, moves the gradients of all keys that it sees
     independent = min(got.shape[2], sum(workload.q_lens or (workload.q_len,))) if name in ("dk", "dv") else got.shape[2]
     if independent < FEW_ROWS:
         limits = replace(limits, head=limits.row)
+    has_slopes = limits.slope < math.inf and independent >= _SLOPE_ROWS and not is_of_rows
     residual, wrong = _residual(got, expected)
     z = residual_over_budget(residual, expected.tau)
-    magnitude, rows = z.abs(), z.square().mean(-1)
-    place = torch.where(wrong, math.nan, magnitude).argmax()  # NaN counts as the largest
+    magnitude, rows = z.abs(), z.square() if is_of_rows else z.square().mean(-1)
+    place = magnitude.argmax() if is_of_rows else torch.where(wrong, math.nan, magnitude).argmax()  # NaN counts as the largest
     shape = z.shape
     numbers = {
         "z_element": magnitude.max(),
@@ -605,13 +606,14 @@ def _measured(
         "wrong": wrong.sum(),
         **_at(place, got, expected.value, expected.tau),
         **_familiar(residual, expected.value),
-        **(_steepest(z, expected) if limits.slope < math.inf and independent >= _SLOPE_ROWS else {}),
+        **(_steepest(z, expected) if has_slopes else {}),
     }
 
     def to_row(read: Mapping[str, float]) -> TensorComparison:
         levels = read["z_element"], read["row"] ** 0.5, read["head"] ** 0.5, read.get("z_slope", 0.0)
         z_element, z_row, z_head, z_slope = levels
-        wrong_count, at = max(int(read["wrong"]), unsampled_faults), unraveled(int(read["place"]), shape)
+        wrong_count = int(read["wrong"]) if is_of_rows else max(int(read["wrong"]), unsampled_faults)
+        at = unraveled(int(read["place"]), shape)
         return TensorComparison(
             name=name,
             distribution=distribution,
@@ -630,7 +632,7 @@ def _measured(
             z_slope=z_slope,
             slope=1 + read.get("slope_off", 0.0),
             slope_error=read.get("slope_error", 0.0),
-            slope_head=unraveled(int(read.get("slope_place", 0)), shape[:2]),
+            slope_head=() if is_of_rows else unraveled(int(read.get("slope_place", 0)), shape[:2]),
             **_familiar_figures(read, shape.numel()),
         )
 
@@ -685,44 +687,10 @@ def _residual(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor, torc
     return torch.where(both, got.double() - value, 0.0), ~alike
 
 
-def _measured_lse(name: str, distribution: str, got: torch.Tensor, expected: Expected) -> _Measured:
-    residual, wrong = _residual(got.double(), expected)
-    finite = expected.value.isfinite()
-    exact = expected.value.where(finite, expected.value.new_zeros(()))
-    allowed = LSE_TOLERANCE * (1 + exact.abs()) + LSE_BUDGETS * expected.tau.to(exact.device)
-    z = residual / allowed
-    magnitude, shape = z.abs(), z.shape
-    numbers = {
-        "z_element": magnitude.max(),
-        "head": z.square().mean(-1).max(),
-        "exceeding": (magnitude > 1).sum(),
-        "wrong": wrong.sum(),
-        **_at(magnitude.argmax(), got, expected.value, allowed),
-        **_familiar(residual, exact),
-    }
-
-    def to_row(read: Mapping[str, float]) -> TensorComparison:
-        z_element, wrong_count = read["z_element"], int(read["wrong"])
-        return TensorComparison(
-            name=name,
-            distribution=distribution,
-            passed=not wrong_count and z_element <= 1,
-            z_element=z_element,
-            z_row=z_element,
-            z_head=read["head"] ** 0.5,
-            elements=shape.numel(),
-            exceeding=int(read["exceeding"]),
-            wrong_positions=wrong_count,
-            worst=_true_index(unraveled(int(read["place"]), shape), expected),
-            found=read["found"],
-            exact=read["exact"],
-            budget=read["budget"],
-            limits=Limits(1, 1, 1),
-            slope_head=(),
-            **_familiar_figures(read, shape.numel()),
-        )
-
-    return _Measured(numbers, to_row)
+def _allowed_of_lse(expected: Expected) -> torch.Tensor:
+    """Return by how much lse, or a maximum, may be off."""
+    exact = expected.value.where(expected.value.isfinite(), 0.0)
+    return LSE_TOLERANCE * (1 + exact.abs()) + LSE_BUDGETS * expected.tau.to(exact.device)
 
 
 def _at(place: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, budget: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -317,6 +317,21 @@ def as_compared(name: str, tensor: torch.Tensor, workload: Workload) -> torch.Te
     return tensor.view(PARAMETERS[name[1:]].shape(workload)) if name[1:] in PARAMETERS else heads_first(tensor, workload)
 
 
+def own_dims(name: str, w: Workload, kv_len: int) -> tuple[int, ...]:
+    """Return the dimensions that a result has beside (batch, heads, rows)."""
+    if name in ("lse", "max"):
+        return ()
+    if name in ("weights", "keep"):
+        return (kv_len,)
+    return (w.v_head_dim if name in ("out", "v", "dv") else w.head_dim,)
+
+
+def _zeros(shape: tuple[int, ...], at: torch.Tensor | None, device: torch.device) -> Expected:
+    """Return a result that is all 0. at: where its rows are, None for all."""
+    value = torch.zeros(shape, dtype=torch.float64, device=device)
+    return Expected(value, torch.zeros(shape, dtype=torch.float32, device=device), at)
+
+
 @contextmanager
 def few_threads(w: Workload) -> Iterator[None]:
     """Compute with one thread of a CPU meanwhile if a workload is small: on a busy one, several wait for one another."""
@@ -354,12 +369,10 @@ def compute_reference(
     precision, given = precision.of_inputs_in(w.dtype), inputs
     inputs = given.dequantized()
     reference = Reference(inputs, precision, given=None if inputs is given else given, parameters=parameters)
-    rows, keys = _computed_positions(w, device, rows, keys, positions)
+    rows, keys = _computed_positions(w, device, rows, keys, positions, backward)
     has_path = backward and inputs.bias_of is not None and w.bias is not None
     if has_path and rows is not None:
         raise ValueError(f"{w.id}: a bias that is made of q has exact gradients where all rows are computed; use fewer")
-    if rows is not None and not backward:
-        keys = None
     with torch.no_grad(), few_threads(w):
         _allocate(reference, w, device, rows, keys, backward, extra)
         sums = sums_of((*parameters, *(["bias"] if has_path and "bias" not in parameters else [])), w, device)
@@ -415,8 +428,9 @@ def _computed_positions(
     rows: torch.Tensor | None,
     keys: torch.Tensor | None,
     positions: tuple[int, ...],
+    backward: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the rows, and the keys, that are computed, None for all: those asked for, or the sample of a long workload."""
+    """Return the rows, and the keys of gradients, that are computed, None for all: those asked for, or a long one's sample."""
     if rows is None:
         if w.is_packed or score_elements(w) <= _FULL_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]:
             return None, keys
@@ -424,6 +438,8 @@ def _computed_positions(
         chosen = always_sampled(w, w.kv_heads, w.kv_len).union(positions, drawn_positions(w.kv_len))
         keys = torch.tensor(sorted(p for p in chosen if p < w.kv_len))
     rows = rows.to(device)
+    if not backward:
+        return rows, None
     return rows, rows.new_empty(0) if keys is None else keys.to(device)
 
 
@@ -533,14 +549,10 @@ class _Patch:
         return {name: tensors[name] for name in names}
 
     def _empty(self, name: str) -> Expected:
-        w, at = self.segment.workload, self.at
-        heads = len(self.kv_heads) * (1 if name in ("dk", "dv") else w.group)
-        rows = at[:0] if self.is_of_keys and name == "dq" else at
-        other = {"lse": (), "max": (), "weights": (self.segment.lengths[1],)}
-        dim = other.get(name, (w.v_head_dim if name in ("out", "dv") else w.head_dim,))
-        shape = (len(self.batches), heads, len(rows), *dim)
-        value = torch.zeros(shape, dtype=torch.float64, device=at.device)
-        return Expected(value, torch.zeros_like(value, dtype=torch.float32), rows)
+        heads = len(self.kv_heads) * (1 if name in ("dk", "dv") else self.segment.workload.group)
+        rows = self.at[:0] if self.is_of_keys and name == "dq" else self.at
+        own = own_dims(name, self.segment.workload, self.segment.lengths[1])
+        return _zeros((len(self.batches), heads, len(rows), *own), rows, self.at.device)
 
     def placed(self, expected: dict[str, Expected], held: Held | None) -> ExactRows:
         """Say where a result has what was computed, without the heads that are not held."""
@@ -624,26 +636,14 @@ def _allocate(
     backward: bool,
     extra: tuple[str, ...],
 ) -> None:
-    def expected(heads: int, length: int, dim: int, at: torch.Tensor | None) -> Expected:
-        shape = (batch, heads, length if at is None else len(at), dim)
-        value = torch.zeros(shape, dtype=torch.float64, device=device)
-        return Expected(value, torch.zeros(shape, dtype=torch.float32, device=device), at)
-
     batch = 1 if w.is_packed else w.batch
     q_total = sum(w.q_lens) if w.q_lens else w.q_len
     kv_total = sum(w.kv_lens) if w.q_lens and w.kv_lens else w.kv_len
-    reference.tensors["out"] = expected(w.heads, q_total, w.v_head_dim, rows)
-    lse = reference.tensors["out"].value.new_empty(reference.tensors["out"].value.shape[:3])
-    reference.tensors["lse"] = Expected(lse, lse.new_zeros(lse.shape, dtype=torch.float32), rows)
-    if backward:
-        reference.tensors["dq"] = expected(w.heads, q_total, w.head_dim, rows)
-        reference.tensors["dk"] = expected(w.kv_heads, kv_total, w.head_dim, keys)
-        reference.tensors["dv"] = expected(w.kv_heads, kv_total, w.v_head_dim, keys)
-    if "max" in extra:
-        top = lse.new_full(lse.shape, -math.inf)
-        reference.tensors["max"] = Expected(top, lse.new_zeros(lse.shape, dtype=torch.float32), rows)
-    if "weights" in extra:
-        reference.tensors["weights"] = expected(w.heads, q_total, w.kv_len, rows)
+    gradients = ("dq", "dk", "dv") if backward else ()
+    for name in ("out", "lse", *gradients, *(one for one in ("max", "weights") if one in extra)):
+        heads, length, at = (w.kv_heads, kv_total, keys) if name in ("dk", "dv") else (w.heads, q_total, rows)
+        shape = (batch, heads, length if at is None else len(at), *own_dims(name, w, w.kv_len))
+        reference.tensors[name] = _zeros(shape, at, device)
 
 
 def segments_of(

@@ -5,12 +5,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.correctness.contract import rows_without_keys
 from pytest_attn.correctness.reference import heads_first
 from pytest_attn.invariants.invariant import FEW_PAIRS, UNQUANTIZED, Probe, Results, at_first, difference, invariant, prefixed
 from pytest_attn.workloads.dtypes import DTYPES, exchanged
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.workload import sequence_lengths
 
 #: Relative error of a probability read through the kernel: it is rounded up to four times.
@@ -86,7 +85,9 @@ def _change_hidden_keys(probe: Probe) -> str:
     inputs = probe.inputs
     if inputs.page_table is not None:
         return ""
-    fully_masked = _fully_masked_rows(inputs)
+    halves = torch.tensor([kv_len // 2 for _, kv_len in sequence_lengths(inputs.workload)], device=inputs.device)
+    unseeing = rows_without_keys(inputs, among=lambda b, h, q, kv: kv >= halves[b])
+    fully_masked = unseeing[None] if inputs.workload.is_packed else unseeing
     if not bool(fully_masked.any()):
         return ""
     changed = _second_half(inputs)
@@ -132,24 +133,3 @@ def _second_half(inputs: Inputs) -> Tensor:
         return torch.arange(w.kv_len, device=inputs.device) >= half[:, None]
     parts = [torch.arange(kv_len, device=inputs.device) >= kv_len // 2 for _, kv_len in sequence_lengths(w)]
     return torch.cat(parts)
-
-
-def _fully_masked_rows(inputs: Inputs) -> Tensor:
-    """Return True where a row sees no key of the second half: (batch, heads, q_len), packed (1, heads, tokens)."""
-    w, late = inputs.workload, _second_half(inputs)
-    if not w.is_packed:
-        visible = boolean_mask(inputs)
-        if visible is None:
-            return torch.zeros(w.batch, w.heads, w.q_len, dtype=torch.bool, device=inputs.device)
-        return ~(visible & late[:, None, None, :]).any(-1).expand(w.batch, w.heads, w.q_len)
-    parts, start = [], 0
-    for batch, (q_len, kv_len) in enumerate(sequence_lengths(w)):
-        seen = late[start : start + kv_len].expand(w.heads, q_len, kv_len)
-        if w.plain_mask is not None:
-            h, rows, keys = (torch.arange(size, device=inputs.device) for size in (w.heads, q_len, kv_len))
-            may_see = w.plain_mask.bind(Sequences(1, w.heads, q_len, kv_len, inputs.device))
-            b = torch.full((1, 1, 1), batch, device=inputs.device)
-            seen = seen & may_see(b, h[:, None, None], rows[None, :, None], keys[None, None])
-        parts.append(~seen.any(-1))
-        start += kv_len
-    return torch.cat(parts, -1)[None]

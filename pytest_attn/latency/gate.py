@@ -168,16 +168,9 @@ def _decision_from(figures: _Figures, context: GateContext) -> Decision:
     recorded, policy = context.recorded, context.policy
     doubt = _anchor_doubt(figures.drift, recorded, policy, context.agreed)
     slower = Verdict.INCONCLUSIVE if doubt else Verdict.REGRESSED
-    now, then = median(run.launch for run in figures.runs), max(run.launch for run in recorded.runs)
-    # far longer than it ever took the host, which the device's time does not show
-    if then > 0 and min(run.launch for run in figures.runs) > max(_LAUNCH_RATIO * then, then + _LAUNCH_MORE):
-        launches = f"the host takes {now * 1e6:,.0f} us to launch a call, recorded at most {then * 1e6:,.0f} us"
+    if launches := _slower_launches(figures.runs, recorded.runs):
         return figures.decision(slower, doubt or launches)
-    # chance alone does not make such a change, nor one slow process
-    slow_runs = sum(value > recorded.slow for value in figures.values)
-    may_stray = 0 if policy.is_shared else 1
-    is_certain = figures.tail < figures.level and slow_runs >= max(1, len(figures.runs) - may_stray)
-    if figures.change >= figures.least and is_certain:
+    if figures.change >= figures.least and figures.is_certain:
         return figures.decision(slower, doubt)
     if doubt and (policy.is_shared or math.expm1(figures.change) >= policy.slowdown):
         return figures.decision(Verdict.INCONCLUSIVE, doubt)
@@ -186,6 +179,15 @@ def _decision_from(figures: _Figures, context: GateContext) -> Decision:
     reason = f"a slowdown of {policy.margin * policy.slowdown:.0%} cannot be excluded"
     reason += "" if context.is_same_device else "; not known to be recorded on this very device"
     return figures.decision(Verdict.INCONCLUSIVE, doubt or reason)
+
+
+def _slower_launches(now: Sequence[Run], then: Sequence[Run]) -> str:
+    """Say that launching takes far longer than it ever took the host, which the device's time does not show; "" if not."""
+    slowest = max(run.launch for run in then)
+    if slowest <= 0 or min(run.launch for run in now) <= max(_LAUNCH_RATIO * slowest, slowest + _LAUNCH_MORE):
+        return ""
+    launch = median(run.launch for run in now)
+    return f"the host takes {launch * 1e6:,.0f} us to launch a call, recorded at most {slowest * 1e6:,.0f} us"
 
 
 def _relevant(slowdown: float, recorded: Recording, policy: Policy) -> float:
@@ -198,7 +200,8 @@ class _Figures:
 
     least: the smallest change that fails; can_fail: the smallest that can be certain, too. scatter: the standard error of
     the change between processes, with its degrees of freedom; error: and between devices. tail: the probability of such a
-    change by chance; level: below which it is certain. upper: the bound of the change. values: of the runs, adjusted.
+    change by chance; level: below which it is certain, where nearly each run is slow, too. upper: the bound of the change.
+    values: of the runs, adjusted.
     """
 
     def __init__(self, runs: Sequence[Run], context: GateContext) -> None:
@@ -226,6 +229,9 @@ class _Figures:
         self.least = math.log1p(_relevant(policy.slowdown, self.recorded, policy))
         self.can_fail = max(self.least, certain * between)
         self.tail = t_tail(self.change / self.error, self.degrees_of_error)
+        # chance alone does not make such a change, nor one slow process
+        slow_runs, may_stray = sum(value > self.recorded.slow for value in self.values), 0 if policy.is_shared else 1
+        self.is_certain = self.tail < self.level and slow_runs >= max(1, len(runs) - may_stray)
         self.upper = self.change + t_quantile(_BOUND_ALPHA, self.degrees_of_error) * self.error
         self.detectable = math.expm1(max(certain * later_error, self.least) + likely * later_error)
 

@@ -178,10 +178,7 @@ class Stopwatch:
         self._like = {ATTENTION: attention_like(work.workload)} if self.device.type == "cpu" and work.workload else {}
         plan, blocks, disturbances = self._plan_and_blocks(work, mode, seconds)
         disturbances += [lasting] if (lasting := self.monitor.lasting_disturbance()) else []
-        if mode in GRAPHS and plan.mode in ("batched", "events"):
-            disturbances.append(_NO_GRAPH)
-        elif mode == "graph" and plan.mode == "replay":
-            disturbances.append(_NOT_ON_DEVICE)
+        disturbances += _no_graph_because(mode, plan.mode)
         medians = [median(block[SUBJECT]) for block in blocks]
         anchors = {name: median(median(block[name]) for block in blocks) for name in (*self.anchors, *self._like)}
         return Latency(
@@ -284,6 +281,13 @@ class Stopwatch:
         for item, seconds in zip(items, times, strict=True):
             block.setdefault(item.name, []).append(seconds)
         return block
+
+
+def _no_graph_because(recorded: Mode | None, taken: Mode) -> list[str]:
+    """Say why a time cannot be compared with one that was recorded in a graph; nothing where it can."""
+    if recorded in GRAPHS and taken in ("batched", "events"):
+        return [_NO_GRAPH]
+    return [_NOT_ON_DEVICE] if (recorded, taken) == ("graph", "replay") else []
 
 
 def protocol_of(kind: str) -> int:
