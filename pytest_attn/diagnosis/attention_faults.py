@@ -14,7 +14,7 @@ from pytest_attn.correctness.arithmetic import slopes_of
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
 from pytest_attn.workloads.inputs import Descales, Inputs, dequantized, factors_of
 from pytest_attn.workloads.kv_layout import with_keys_moved
-from pytest_attn.workloads.masks import Band, BooleanMask, MaskMod, NearMiss, ScoreMod, Sequences, StoredMask
+from pytest_attn.workloads.masks import Band, BooleanMask, MaskMod, NearMiss, ScoreMod, StoredMask
 from pytest_attn.workloads.masks.band import in_band
 from pytest_attn.workloads.workload import Workload, key_heads, sequence_lengths, sequences_of
 
@@ -67,26 +67,7 @@ TILES = (256, 128, 64, 32, 16)
 
 def near_misses(w: Workload, drawn: Inputs) -> Iterator[NearMiss]:
     """Yield the near misses of a workload's mask: of its kind, then with its tiles, then with the ends of sequences."""
-    mask, over = w.plain_mask, sequences_of(w, drawn.device)
-    visible = seen_by(drawn, w)
-    if w.cached is not None:
-        cached = torch.tensor(w.cached, device=drawn.device)
-        words = "without the new keys: only those count that were in the cache"
-        yield NearMiss("new-keys-unread", words, lambda b, h, q, kv: visible(b, h, q, kv) & (kv < cached[b]))
-    has_more_keys = any(q_len < kv_len for q_len, kv_len in over.lengths)
-    of_last, of_first = _as_many_as_queries(visible, over)
-    if has_more_keys:
-        yield of_last
-    if mask is not None:
-        yield from mask.near_misses(over)
-        if mask.band is not None:
-            yield from _tiles(mask.band, w, over)
-        else:
-            yield from _of_others(visible, w, over)
-    if has_more_keys:
-        yield of_first
-    yield from _ends(visible, over)
-    yield from _both_sides(w, over)
+    return _MaskFaults(w, drawn).near_misses()
 
 
 def other_places(number: int, few: bool = False) -> Iterator[tuple[str, list[int]]]:
@@ -110,71 +91,173 @@ def other_places(number: int, few: bool = False) -> Iterator[tuple[str, list[int
             yield words, order
 
 
-def _of_others(visible: MaskMod, w: Workload, over: Sequences) -> Iterator[NearMiss]:
-    """Yield a given mask of another batch entry or head, and one by whose diagonal the tiles of keys are chosen."""
+class _MaskFaults:
+    """The faults of one workload's mask. q_lens, kv_lens: of the sequences that it is laid over, (batch,)."""
 
-    def of_other(place: int, order: list[int]) -> MaskMod:
-        def moved(*index: torch.Tensor) -> torch.Tensor:
-            others = list(index)
-            others[place] = torch.tensor(order, device=index[place].device)[index[place]]
-            return visible(*others)
+    def __init__(self, w: Workload, drawn: Inputs) -> None:
+        self.w, self.drawn, self.over, self.visible = w, drawn, sequences_of(w, drawn.device), seen_by(drawn, w)
+        assert self.over.q_lens is not None
+        assert self.over.kv_lens is not None
+        self.q_lens, self.kv_lens = self.over.q_lens, self.over.kv_lens
 
-        return moved
+    def near_misses(self) -> Iterator[NearMiss]:
+        """Yield other masks, as `near_misses` says."""
+        w, mask = self.w, self.w.plain_mask
+        if w.cached is not None:
+            cached = torch.tensor(w.cached, device=self.drawn.device)
+            words = "without the new keys: only those count that were in the cache"
+            yield NearMiss("new-keys-unread", words, self._seen_where(lambda b, h, q, kv: kv < cached[b]))
+        has_more_keys = any(q_len < kv_len for q_len, kv_len in self.over.lengths)
+        if has_more_keys:
+            of_last = self._seen_where(lambda b, h, q, kv: kv >= self.kv_lens[b] - self.q_lens[b])
+            words = "that does not read the keys before the new tokens: only the last q_len keys count"
+            yield NearMiss("cached-keys-unread", words, of_last)
+        if mask is not None:
+            yield from mask.near_misses(self.over)
+            yield from self._of_others() if mask.band is None else self._tiles(mask.band)
+        if has_more_keys:
+            of_first = self._seen_where(lambda b, h, q, kv: kv < self.q_lens[b])
+            yield NearMiss("keys-beyond-unseen", "without the keys from q_len on: as many keys as queries count", of_first)
+        yield from self._ends()
+        if mask is not None and w.band is not None:
+            yield from self._both_sides(w.band)
 
-    for place, number, what in ((0, w.batch, "batch-entry"), (1, w.heads, "head")):
-        for words, order in other_places(number):
-            text = f"with masks of other {what.replace('-', ' ').replace('entry', 'entrie')}s: {words}"
-            yield NearMiss(f"mask-of-another-{what}", text, of_other(place, order))
-    q_lens, kv_lens = over.q_lens, over.kv_lens
-    assert q_lens is not None
-    assert kv_lens is not None
+    def _seen_where(self, condition: MaskMod) -> MaskMod:
+        """Return the mask that hides all but where a condition holds, too."""
+        return lambda b, h, q, kv: self.visible(b, h, q, kv) & condition(b, h, q, kv)
 
-    def before_diagonal(tile: int) -> MaskMod:
-        return lambda b, h, q, kv: visible(b, h, q, kv) & (kv // tile * tile < (q // tile + 1) * tile + kv_lens[b] - q_lens[b])
+    def _of_others(self) -> Iterator[NearMiss]:
+        """Yield a given mask of another batch entry or head, and one by whose diagonal the tiles of keys are chosen."""
 
-    for tile in TILES:
-        if w.kv_len > tile:
-            words = f"without the tiles of {tile} keys beyond the diagonal, as if the mask were causal"
-            yield NearMiss("tiles-beyond-diagonal-missing", words, before_diagonal(tile))
-    if w.plain_mask is not None:
-        words = "whose mask is causal, too"
-        yield NearMiss("causal-not-asked-for", words, before_diagonal(1))
+        def of_other(place: int, order: list[int]) -> MaskMod:
+            def moved(*index: torch.Tensor) -> torch.Tensor:
+                others = list(index)
+                others[place] = torch.tensor(order, device=index[place].device)[index[place]]
+                return self.visible(*others)
 
+            return moved
 
-def _both_sides(w: Workload, over: Sequences) -> Iterator[NearMiss]:
-    """Yield other ends of a window, and a causal mask whose lengths are subtracted the wrong way round."""
-    band = w.band
-    if w.plain_mask is None or band is None:
-        return
-    if not band.top_left and not over.are_square:
-        words = "with the wrong sign of an alignment: rows stand at i + q_len - kv_len, not i + kv_len - q_len"
-        yield NearMiss("alignment-sign-flipped", words, _with_flipped_alignment(band, over))
-    if band.left is None or band.right is None:
-        return
-    words = "whose window hides nothing on the left, and on the right what is not beyond its length there"
-    near, beyond = (in_band(Band(None, end, band.top_left), over) for end in (band.right, band.left))
-    yield NearMiss("window-edge-on-other-side", words, lambda *index: near(*index) | ~beyond(*index))
-    if band.right:
-        for much, by in (("short", -1), ("long", 1)):
-            words = f"whose window is one key too {much} on both sides"
-            yield NearMiss(
-                f"window-both-one-too-{much}", words, in_band(Band(band.left + by, band.right + by, band.top_left), over)
-            )
-        yield NearMiss("window-left-only", "whose window has its left side alone", in_band(band._replace(right=0), over))
-        yield NearMiss("window-right-only", "whose window has its right side alone", in_band(band._replace(left=0), over))
-        half = Band(band.left // 2, band.right // 2, band.top_left)
-        yield NearMiss("window-halved", "whose window is half as long on each side", in_band(half, over))
-    elif band.left:
-        words = "whose window is as long on the right as on the left"
-        yield NearMiss("window-both-sided", words, in_band(band._replace(right=band.left), over))
+        def before_diagonal(tile: int) -> MaskMod:
+            def is_before(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+                return kv // tile * tile < (q // tile + 1) * tile + self.kv_lens[b] - self.q_lens[b]
 
+            return self._seen_where(is_before)
 
-def _with_flipped_alignment(band: Band, over: Sequences) -> MaskMod:
-    inside = in_band(band._replace(top_left=True), over)
-    q_lens, kv_lens = over.q_lens, over.kv_lens
-    assert q_lens is not None
-    assert kv_lens is not None
-    return lambda b, h, q, kv: inside(b, h, q - (kv_lens[b] - q_lens[b]), kv)
+        w = self.w
+        for place, number, what, several in ((0, w.batch, "batch-entry", "batch entries"), (1, w.heads, "head", "heads")):
+            for words, order in other_places(number):
+                yield NearMiss(f"mask-of-another-{what}", f"with masks of other {several}: {words}", of_other(place, order))
+        for tile in TILES:
+            if w.kv_len > tile:
+                words = f"without the tiles of {tile} keys beyond the diagonal, as if the mask were causal"
+                yield NearMiss("tiles-beyond-diagonal-missing", words, before_diagonal(tile))
+        yield NearMiss("causal-not-asked-for", "whose mask is causal, too", before_diagonal(1))
+
+    def _both_sides(self, band: Band) -> Iterator[NearMiss]:
+        """Yield other ends of a window, and a causal mask whose lengths are subtracted the wrong way round."""
+        over = self.over
+        if not band.top_left and not over.are_square:
+            words = "with the wrong sign of an alignment: rows stand at i + q_len - kv_len, not i + kv_len - q_len"
+            top_left = in_band(band._replace(top_left=True), over)
+            flipped: MaskMod = lambda b, h, q, kv: top_left(b, h, q - (self.kv_lens[b] - self.q_lens[b]), kv)  # noqa: E731
+            yield NearMiss("alignment-sign-flipped", words, flipped)
+        left, right, _ = band
+        if left is None or right is None:
+            return
+        words = "whose window hides nothing on the left, and on the right what is not beyond its length there"
+        near, beyond = (in_band(Band(None, end, band.top_left), over) for end in (right, left))
+        yield NearMiss("window-edge-on-other-side", words, lambda *index: near(*index) | ~beyond(*index))
+        others = {}
+        if right:
+            others = {
+                ("window-both-one-too-short", "is one key too short on both sides"): (left - 1, right - 1),
+                ("window-both-one-too-long", "is one key too long on both sides"): (left + 1, right + 1),
+                ("window-left-only", "has its left side alone"): (left, 0),
+                ("window-right-only", "has its right side alone"): (0, right),
+                ("window-halved", "is half as long on each side"): (left // 2, right // 2),
+            }
+        elif left:
+            others = {("window-both-sided", "is as long on the right as on the left"): (left, left)}
+        for (fault, words), ends in others.items():
+            yield NearMiss(fault, f"whose window {words}", in_band(Band(*ends, band.top_left), over))
+
+    def _tiles(self, band: Band) -> Iterator[NearMiss]:
+        """Yield tiles that are not masked, or left out, at an edge."""
+        inside = in_band(band, self.over)
+        for tile in TILES:
+            if self.w.q_len > tile:
+                text, local = f"whose mask counts rows within tiles of {tile}", _with_local_rows(inside, tile)
+                visited = self._tiled(
+                    band, tile, lambda at, first, last, _, local=local: local(*at) & (first >= 0) & (last <= 0)
+                )
+                yield NearMiss("mask-rows-within-tile", text, local)
+                yield NearMiss("mask-rows-within-tile", text, visited)
+        for tile in TILES[1:]:
+            for fault, text, seen in self._of_tiles(band, inside, tile) if self.w.kv_len > tile else ():
+                yield NearMiss(fault, text, self._tiled(band, tile, seen))
+
+    def _of_tiles(self, band: Band, inside: MaskMod, tile: int) -> Iterator[tuple[str, str, Callable[..., torch.Tensor]]]:
+        """Yield which keys are seen, as `_tiled` takes it, by what is done to tiles of so many keys."""
+        text = f"that masks the last tile of {tile} keys only, though an edge runs through earlier ones"
+        yield "mask-on-last-tile-only", text, lambda at, first, last, _: inside(*at) | (first >= 0) & (last < 0)
+        text = f"that masks nothing within the tiles of {tile} keys that it visits"
+        lens = self.kv_lens
+        yield "mask-ignored-within-tiles", text, lambda at, first, last, _: (first >= 0) & (last <= 0) & (at[3] < lens[at[0]])
+        text = f"without the last tile of {tile} keys that a row sees"
+        yield "last-visible-tile-missing", text, lambda at, first, last, _: inside(*at) & (last < 0)
+        text = f"without the tiles of {tile} keys that all rows of a tile see: only those at an edge are visited"
+        yield "full-tiles-missing", text, lambda at, *_: inside(*at) & ~self._is_full(inside, at, tile)
+        if band.left is not None:
+            text = f"without the tile of {tile} keys in which the window begins"
+            yield "first-window-tile-missing", text, lambda at, first, last, is_whole: inside(*at) & is_whole
+
+    def _tiled(self, band: Band, tile: int, seen: Callable[..., torch.Tensor]) -> MaskMod:
+        """Return a mask that knows of each key whether it is seen, and its tile's place among those that are visited."""
+
+        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            start, end = self._span(band, b, q, tile)
+            return seen((b, h, q, kv), kv // tile - start // tile, kv // tile - end // tile, kv // tile * tile >= start)
+
+        return mask_mod
+
+    def _span(self, band: Band, b: torch.Tensor, q: torch.Tensor, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first and the last key that any row of q's tile sees, if it sees any."""
+        first = q // tile * tile
+        last = (first + tile - 1).minimum(self.q_lens[b] - 1)
+        before = self.q_lens[b] * 0 if band.top_left else self.kv_lens[b] - self.q_lens[b]
+        start = first * 0 if band.left is None else (first + before - band.left).clamp(min=0)
+        end = self.kv_lens[b] - 1
+        return start, end if band.right is None else end.minimum(last + before + band.right)
+
+    def _is_full(self, inside: MaskMod, at: tuple[torch.Tensor, ...], tile: int) -> torch.Tensor:
+        """Return whether all rows of q's tile see all keys of kv's."""
+        b, h, q, kv = at
+        rows, keys = q // tile * tile, kv // tile * tile
+        ends = (rows + tile - 1).minimum(self.q_lens[b] - 1), (keys + tile - 1).minimum(self.kv_lens[b] - 1)
+        return inside(b, h, rows, ends[1]) & inside(b, h, ends[0], keys)
+
+    def _ends(self) -> Iterator[NearMiss]:
+        """Yield keys at the beginning or end of sequences that are left out."""
+
+        def without_last_tile(tile: int, full: int) -> MaskMod:
+            """Hide the last tile. full: 1 where that may be a full one, 0 where it is none if it is."""
+            return self._seen_where(lambda b, h, q, kv: kv < (self.kv_lens[b] - full) // tile * tile)
+
+        without_last = self._seen_where(lambda b, h, q, kv: kv < self.kv_lens[b] - 1)
+        yield NearMiss("last-key-missing", "without the last key", without_last)
+        yield NearMiss("first-key-missing", "without the first key", self._seen_where(lambda b, h, q, kv: kv > 0))
+        lengths, tails = [kv_len for _, kv_len in self.over.lengths], set[tuple[int, ...]]()
+        for tile in TILES:
+            tail = tuple(length // tile * tile for length in lengths)
+            if tail in tails or all(end in (0, length) for end, length in zip(tail, lengths, strict=True)):
+                continue
+            tails.add(tail)
+            where = f"from {tail[0]}" if len(set(tail)) == 1 else f"of {tile}"
+            text = f"without the keys of the last part-filled tile ({where})"
+            yield NearMiss("tail-tile-missing", text, without_last_tile(tile, 0))
+        for tile in TILES[1:]:
+            if any(length > tile and length % tile == 0 for length in lengths):
+                yield NearMiss("last-tile-missing", f"without the last tile of {tile} keys", without_last_tile(tile, 1))
 
 
 def seen_by(inputs: Inputs, w: Workload) -> MaskMod:
@@ -184,118 +267,8 @@ def seen_by(inputs: Inputs, w: Workload) -> MaskMod:
     return w.plain_mask.bind(sequences_of(w, inputs.device))
 
 
-def _tiles(band: Band, w: Workload, over: Sequences) -> Iterator[NearMiss]:
-    """Yield tiles that are not masked, or left out, at an edge."""
-    inside, q_lens, kv_lens = in_band(band, over), over.q_lens, over.kv_lens
-    assert q_lens is not None
-    assert kv_lens is not None
-
-    def span(b: torch.Tensor, q: torch.Tensor, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first and the last key that any row of q's tile sees, if it sees any."""
-        first = q // tile * tile
-        last = (first + tile - 1).minimum(q_lens[b] - 1)
-        before = q_lens[b] * 0 if band.top_left else kv_lens[b] - q_lens[b]
-        start = first * 0 if band.left is None else (first + before - band.left).clamp(min=0)
-        end = kv_lens[b] - 1
-        return start, end if band.right is None else end.minimum(last + before + band.right)
-
-    def tiled(tile: int, seen: Callable[..., torch.Tensor]) -> MaskMod:
-        """Return a mask that knows of each key whether it is seen, and its tile's place among those that are visited."""
-
-        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            start, end = span(b, q, tile)
-            return seen((b, h, q, kv), kv // tile - start // tile, kv // tile - end // tile, kv // tile * tile >= start)
-
-        return mask_mod
-
-    def is_full(at: tuple[torch.Tensor, ...], tile: int) -> torch.Tensor:
-        """Return whether all rows of q's tile see all keys of kv's."""
-        b, h, q, kv = at
-        rows, keys = q // tile * tile, kv // tile * tile
-        ends = (rows + tile - 1).minimum(q_lens[b] - 1), (keys + tile - 1).minimum(kv_lens[b] - 1)
-        return inside(b, h, rows, ends[1]) & inside(b, h, ends[0], keys)
-
-    for tile in TILES:
-        if w.q_len > tile:
-            text, local = f"whose mask counts rows within tiles of {tile}", _with_local_rows(inside, tile)
-            yield NearMiss("mask-rows-within-tile", text, local)
-            yield NearMiss(
-                "mask-rows-within-tile",
-                text,
-                tiled(tile, lambda at, first, last, _, local=local: local(*at) & (first >= 0) & (last <= 0)),
-            )
-    for tile in TILES[1:]:
-        if w.kv_len > tile:
-            text = f"that masks the last tile of {tile} keys only, though an edge runs through earlier ones"
-            yield NearMiss(
-                "mask-on-last-tile-only", text, tiled(tile, lambda at, first, last, _: inside(*at) | (first >= 0) & (last < 0))
-            )
-            text = f"that masks nothing within the tiles of {tile} keys that it visits"
-            yield NearMiss(
-                "mask-ignored-within-tiles",
-                text,
-                tiled(tile, lambda at, first, last, _: (first >= 0) & (last <= 0) & (at[3] < kv_lens[at[0]])),
-            )
-            text = f"without the last tile of {tile} keys that a row sees"
-            yield NearMiss("last-visible-tile-missing", text, tiled(tile, lambda at, first, last, _: inside(*at) & (last < 0)))
-            text = f"without the tiles of {tile} keys that all rows of a tile see: only those at an edge are visited"
-            yield NearMiss("full-tiles-missing", text, tiled(tile, lambda at, *_, tile=tile: inside(*at) & ~is_full(at, tile)))
-            if band.left is not None:
-                text = f"without the tile of {tile} keys in which the window begins"
-                yield NearMiss(
-                    "first-window-tile-missing", text, tiled(tile, lambda at, first, last, is_whole: inside(*at) & is_whole)
-                )
-
-
 def _with_local_rows(seen: MaskMod, tile: int) -> MaskMod:
     return lambda b, h, q, kv: seen(b, h, q % tile, kv)
-
-
-def _ends(visible: MaskMod, over: Sequences) -> Iterator[NearMiss]:
-    """Yield keys at the beginning or end of sequences that are left out."""
-    q_lens, kv_lens = over.q_lens, over.kv_lens
-    assert q_lens is not None
-    assert kv_lens is not None
-
-    def without(hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> MaskMod:
-        return lambda b, h, q, kv: visible(b, h, q, kv) & ~hidden(b, kv)
-
-    yield NearMiss("last-key-missing", "without the last key", without(lambda b, kv: kv >= kv_lens[b] - 1))
-    yield NearMiss("first-key-missing", "without the first key", without(lambda b, kv: kv == 0))
-    tails: set[tuple[int, ...]] = set()
-    for tile in TILES:
-        tail = tuple(kv_len // tile * tile for _, kv_len in over.lengths)
-        if tail in tails or all(end in (0, kv_len) for end, (_, kv_len) in zip(tail, over.lengths, strict=True)):
-            continue
-        tails.add(tail)
-        where = f"from {tail[0]}" if len(set(tail)) == 1 else f"of {tile}"
-        text = f"without the keys of the last part-filled tile ({where})"
-        yield NearMiss("tail-tile-missing", text, without(partial(_is_in_last_tile, kv_lens, tile, 0)))
-    for tile in TILES[1:]:
-        if any(kv_len > tile and kv_len % tile == 0 for _, kv_len in over.lengths):
-            yield NearMiss(
-                "last-tile-missing",
-                f"without the last tile of {tile} keys",
-                without(partial(_is_in_last_tile, kv_lens, tile, 1)),
-            )
-
-
-def _as_many_as_queries(visible: MaskMod, over: Sequences) -> tuple[NearMiss, NearMiss]:
-    """Return the last, and the first, of the keys that count, as many as there are queries."""
-    q_lens, kv_lens = over.q_lens, over.kv_lens
-    assert q_lens is not None
-    assert kv_lens is not None
-    last = "that does not read the keys before the new tokens: only the last q_len keys count"
-    first = "without the keys from q_len on: as many keys as queries count"
-    return (
-        NearMiss("cached-keys-unread", last, lambda b, h, q, kv: visible(b, h, q, kv) & (kv >= kv_lens[b] - q_lens[b])),
-        NearMiss("keys-beyond-unseen", first, lambda b, h, q, kv: visible(b, h, q, kv) & (kv < q_lens[b])),
-    )
-
-
-def _is_in_last_tile(kv_lens: torch.Tensor, tile: int, full: int, b: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Return whether keys lie in the last tile. full: 1 where that may be a full one, 0 where it is none if it is."""
-    return kv >= (kv_lens[b] - full) // tile * tile
 
 
 _ROPE_BASE = 10000.0
@@ -303,7 +276,9 @@ _ROPE_BASE = 10000.0
 
 def misread_tensors(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     """Yield faults with what is read. drawn: as that of `attention_faults`."""
-    yield from _lengths(w, drawn)
+    if drawn.kv_lens is not None:
+        yield from _misread_lengths(w, w.kv_lens or (w.kv_len,))
+    yield from _padding(w, drawn)
     yield from _heads(w)
     yield from _batch_entries(w)
     yield from _packed_keys(w)
@@ -316,29 +291,30 @@ def misread_tensors(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
 # -- how far a sequence goes -----------------------------------------------------------------------------------------------
 
 
-def _lengths(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
-    if drawn.kv_lens is not None:
-        if min(w.kv_lens or (w.kv_len,)) < w.kv_len:
-            words = "that ignores kv_lens and sees padding"
-            yield AttentionFault("kv-lens-ignored", words, partial(_with_padding_seen, w))
-            if not w.is_packed and not w.kv_pages:
-                words = f"that takes the padding on the {w.pad} to be on the other side"
-                yield AttentionFault("padding-on-other-side", words, partial(_with_padding_on_other_side, w))
-        if len(set(w.kv_lens or ())) > 1:
-            of_first = _with(w, "kv_lens", lambda lens: lens[:1].expand_as(lens))
-            yield AttentionFault("kv-len-of-first-batch-entry", "with the length of the first batch entry for all", of_first)
-            for words, order in other_places(w.batch) if not w.is_packed else ():
-                if (lens := tuple((w.kv_lens or ())[n] for n in order)) != w.kv_lens:
-                    words = f"with the lengths of other batch entries: {words}"
-                    yield AttentionFault("kv-len-of-another-batch-entry", words, partial(_with_lengths, w, lens))
-        or_window = ", or a window one key too early" if _window(w) else ""
-        words = f"with kv_lens one too short{or_window}: the newest key is not seen"
-        one_less = _with(w, "kv_lens", lambda lens: (lens - 1).clamp(min=0))
-        yield AttentionFault("newest-key-missing", words, one_less)
-        if min(w.kv_lens or (w.kv_len,)) < w.kv_len:
-            words = "with kv_lens one too long: one key of padding is seen"
-            yield AttentionFault("one-key-beyond-length", words, partial(_with_one_key_more, w))
-    yield from _padding(w, drawn)
+def _misread_lengths(w: Workload, lens: Sequence[int]) -> Iterator[AttentionFault]:
+    """Yield other lengths of keys than these."""
+    has_padding, lies_in_rows = min(lens) < w.kv_len, not w.is_packed and not w.kv_pages
+    if has_padding:
+        words = "that ignores kv_lens and sees padding"
+        yield AttentionFault("kv-lens-ignored", words, partial(_with_padding_seen, w))
+    if has_padding and lies_in_rows:
+        words = f"that takes the padding on the {w.pad} to be on the other side"
+        yield AttentionFault("padding-on-other-side", words, partial(_with_padding_on_other_side, w))
+    if len(set(lens)) > 1:
+        of_first = _with(w, "kv_lens", lambda lens: lens[:1].expand_as(lens))
+        yield AttentionFault("kv-len-of-first-batch-entry", "with the length of the first batch entry for all", of_first)
+        for words, order in other_places(w.batch) if not w.is_packed else ():
+            if (others := tuple(lens[n] for n in order)) != lens:
+                words = f"with the lengths of other batch entries: {words}"
+                yield AttentionFault("kv-len-of-another-batch-entry", words, partial(_with_lengths, w, others))
+    or_window = ", or a window one key too early" if _window(w) else ""
+    words = f"with kv_lens one too short{or_window}: the newest key is not seen"
+    one_less = _with(w, "kv_lens", lambda lens: (lens - 1).clamp(min=0))
+    yield AttentionFault("newest-key-missing", words, one_less)
+    if has_padding:
+        words = "with kv_lens one too long: one key of padding is seen"
+        one_more = tuple(min(length + 1, w.kv_len) for length in lens)
+        yield AttentionFault("one-key-beyond-length", words, partial(_with_lengths, w, one_more))
 
 
 def _zeros_counted(w: Workload) -> Iterator[AttentionFault]:
@@ -361,10 +337,6 @@ def _zeros_counted(w: Workload) -> Iterator[AttentionFault]:
 def _with_lengths(w: Workload, lens: tuple[int, ...], inputs: Inputs) -> Other:
     assert inputs.kv_lens is not None
     return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens)), w.replace(kv_lens=lens)
-
-
-def _with_one_key_more(w: Workload, inputs: Inputs) -> Other:
-    return _with_lengths(w, tuple(min(length + 1, w.kv_len) for length in w.kv_lens or ()), inputs)
 
 
 def _with_padding_seen(w: Workload, inputs: Inputs) -> Other:
@@ -512,10 +484,17 @@ def _with_key_heads(w: Workload, order: tuple[int, ...], inputs: Inputs) -> Othe
 _FEW_ENTRIES = 4
 
 
-def _exchanged(one: int, other: int, t: torch.Tensor) -> torch.Tensor:
-    order = list(range(len(t)))
-    order[one], order[other] = other, one
-    return t[order]
+def exchanged_entries(batch: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield which two of a few batch entries are in each other's place, in words, and the order that makes."""
+    for one, other in itertools.combinations(range(batch), 2) if 2 < batch <= _FEW_ENTRIES else ():
+        order = list(range(batch))
+        order[one], order[other] = other, one
+        yield f"batch entries {one} and {other}", order
+
+
+def in_order(place: int, order: list[int], tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with a dimension in another order."""
+    return tensor.index_select(place, torch.tensor(order, device=tensor.device))
 
 
 def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
@@ -529,9 +508,8 @@ def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
     def first(t: torch.Tensor) -> torch.Tensor:
         return t[:1].expand_as(t)
 
-    for one, other in itertools.combinations(range(w.batch), 2) if 2 < w.batch <= _FEW_ENTRIES else ():
-        words = f"with k and v of batch entries {one} and {other} exchanged"
-        yield fault("batch-entries-exchanged", words, "kv", partial(_exchanged, one, other))
+    for entries, order in exchanged_entries(w.batch):
+        yield fault("batch-entries-exchanged", f"with k and v of {entries} exchanged", "kv", partial(in_order, 0, order))
     yield fault("keys-of-first-batch-entry", "with the keys of the first batch entry for all", "k", first)
     yield fault("values-of-first-batch-entry", "with the values of the first batch entry for all", "v", first)
     yield fault("kv-of-first-batch-entry", "with k and v of the first batch entry for all", "kv", first)
@@ -741,15 +719,14 @@ def _contents_in_rows(w: Workload) -> Iterator[AttentionFault]:
     if w.v_head_dim != w.head_dim:
         words = "that reads rows of v head_dim apart, as those of k"
         yield AttentionFault("v-with-head-dim-of-k", words, _with(w, "v", partial(_far_rows, w)))
-    shape = (w.batch, w.kv_heads, w.kv_len)
     viewed = (("v", "v-viewed-not-transposed"), ("k", "k-viewed-not-transposed"))
     for name, fault in viewed if 1 < w.kv_heads != w.kv_len and not w.v_in_k else ():
         for layout, read in (
-            ("(batch, seqlen, heads, dim)", _read_as_rows_first),
-            ("(batch, heads, seqlen, dim)", _read_as_heads_first),
+            ("(batch, seqlen, heads, dim)", read_rows_first),
+            ("(batch, heads, seqlen, dim)", read_heads_first),
         ):
             words = f"whose {name} is viewed as {layout}, where a transpose belongs: heads and rows are mixed up"
-            yield AttentionFault(fault, words, _with(w, name, partial(read, shape)))
+            yield AttentionFault(fault, words, _with(w, name, read))
     if w.kv_heads == w.kv_len > 1:
         swapped = _with(w, "k", lambda k: k.transpose(1, 2).contiguous())
         yield AttentionFault("k-heads-and-rows-swapped", "with heads and rows of k swapped", swapped)
@@ -761,16 +738,15 @@ def _contents_in_rows(w: Workload) -> Iterator[AttentionFault]:
             yield AttentionFault("key-positions-wrap", words, partial(_wrapped, w, 1 << bits))
 
 
-def _read_as_rows_first(shape: tuple[int, int, int], t: torch.Tensor) -> torch.Tensor:
+def read_rows_first(t: torch.Tensor) -> torch.Tensor:
     """Read memory (batch, heads, rows, dim) as (batch, rows, heads, dim), heads-first."""
-    batch, heads, rows = shape
+    batch, heads, rows, _ = t.shape
     return t.reshape(batch, rows, heads, -1).transpose(1, 2)
 
 
-def _read_as_heads_first(shape: tuple[int, int, int], t: torch.Tensor) -> torch.Tensor:
+def read_heads_first(t: torch.Tensor) -> torch.Tensor:
     """Read memory (batch, rows, heads, dim) as (batch, heads, rows, dim)."""
-    batch, heads, rows = shape
-    return t.transpose(1, 2).reshape(batch, heads, rows, -1)
+    return t.transpose(1, 2).reshape(t.shape)
 
 
 def _shortened(whole: int, q: torch.Tensor) -> torch.Tensor:
@@ -962,7 +938,7 @@ def _misread_bias(w: Workload) -> Iterator[AttentionFault]:
         for words, order in other_places(number) if "bh"[place] in (w.bias or "") else ():
             fault = "bias-of-another-" + ("batch-entry", "head")[place]
             yield AttentionFault(
-                fault, f"with the bias of other {what}: {words}", _with(w, "bias", partial(_in_order, place, order))
+                fault, f"with the bias of other {what}: {words}", _with(w, "bias", partial(in_order, place, order))
             )
     for tile in TILES:
         for place, length, what in ((2, w.q_len, "rows"), (3, w.kv_len, "keys")):
@@ -973,10 +949,6 @@ def _misread_bias(w: Workload) -> Iterator[AttentionFault]:
                 words = f"whose bias is that of the first of {tile} {what} for the whole tile"
                 constant = _with(w, "bias", partial(_constant_in_tiles, place, tile))
                 yield AttentionFault("bias-within-tile-constant", words, constant)
-
-
-def _in_order(place: int, order: list[int], bias: torch.Tensor) -> torch.Tensor:
-    return bias.index_select(place, torch.tensor(order, device=bias.device))
 
 
 def _first_tile_of(place: int, length: int, tile: int, bias: torch.Tensor) -> torch.Tensor:
@@ -1056,14 +1028,10 @@ def _of_another_head(w: Workload, tensor: str, words: str, fault: str, fault_of_
         ("heads in reverse", heads[::-1]),
     ):
         if w.heads > 1:
-            yield AttentionFault(fault, f"with {words} of the {whose}", _with(w, tensor, partial(_of_heads, order)))
+            yield AttentionFault(fault, f"with {words} of the {whose}", _with(w, tensor, partial(in_order, -1, order)))
     if w.group > 1:
-        of_key_head = _with(w, tensor, partial(_of_heads, key_heads(w)))
+        of_key_head = _with(w, tensor, partial(in_order, -1, [*key_heads(w)]))
         yield AttentionFault(fault_of_key_head, f"with {words} of the key head, not of the query head", of_key_head)
-
-
-def _of_heads(order: list[int], values: torch.Tensor) -> torch.Tensor:
-    return values[..., order]
 
 
 # -- their places ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,18 @@ from pytest_attn.correctness.arithmetic import over_keys, sinks_of, weights_give
 from pytest_attn.correctness.judge import LSE_TOLERANCE
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
-from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, modified_by, other_places, rounded_scores, seen_by
+from pytest_attn.diagnosis.attention_faults import (
+    TILES,
+    attention_faults,
+    exchanged_entries,
+    in_order,
+    modified_by,
+    other_places,
+    read_heads_first,
+    read_rows_first,
+    rounded_scores,
+    seen_by,
+)
 from pytest_attn.diagnosis.hypothesis import (
     OF_FLOAT32,
     OF_STEPS,
@@ -114,15 +125,12 @@ def misplaced_rows(shape: torch.Size, is_sampled: bool, limits: Limits) -> Itera
     for shift in range(1, min(batch, 8)):
         words = f"batch entry b holds what belongs to batch entry b - {shift}: batch entries are swapped"
         yield fault("batch-entries-shifted", words, partial(torch.roll, shifts=shift, dims=0))
-    for one, other in itertools.combinations(range(batch), 2) if 2 < batch <= _FEW_ENTRIES else ():
-        order = list(range(batch))
-        order[one], order[other] = other, one
-        words = f"batch entries {one} and {other} of out are exchanged"
-        yield fault("batch-entries-shifted", words, partial(_in_order, order))
+    for entries, order in exchanged_entries(batch):
+        yield fault("batch-entries-shifted", f"{entries} of out are exchanged", partial(in_order, 0, order))
     if not is_sampled and 1 < heads != rows > 1:
         for words, move in (
-            ("(batch, heads, rows, dim) viewed as (batch, rows, heads, dim)", lambda t: t.transpose(1, 2).reshape(t.shape)),
-            ("(batch, rows, heads, dim) viewed as (batch, heads, rows, dim)", _viewed_as_heads_first),
+            ("(batch, heads, rows, dim) viewed as (batch, rows, heads, dim)", read_heads_first),
+            ("(batch, rows, heads, dim) viewed as (batch, heads, rows, dim)", read_rows_first),
         ):
             words = f"out is {words}, where a transpose belongs"
             yield fault("out-viewed-not-transposed", words, move)
@@ -151,19 +159,6 @@ def misplaced_columns(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothes
     first = int(moved[0])
     words = f"columns of out are those of others: column {first} holds what belongs to column {int(order[first])}, ..."
     yield FaultHypothesis("columns-misplaced", words, predict, Tolerance(element=limits.element))
-
-
-#: batch entries of which each two are tried in each other's place
-_FEW_ENTRIES = 4
-
-
-def _in_order(order: list[int], t: torch.Tensor) -> torch.Tensor:
-    return t[order]
-
-
-def _viewed_as_heads_first(t: torch.Tensor) -> torch.Tensor:
-    batch, heads, rows, _ = t.shape
-    return t.reshape(batch, rows, heads, -1).transpose(1, 2)
 
 
 def heads_as_rows(w: Workload, limits: Limits) -> Iterator[FaultHypothesis[RowsOfOut]]:
@@ -666,9 +661,9 @@ def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
     if not reference.is_sampled:
         for one, other, order in ((1, 2, "(batch, rows, heads)"), (0, 1, "(heads, batch, rows)")):
             words = f"lse lies in memory as {order}; (batch, heads, rows) expected"
-            yield _hypothesis("lse-layout", words, partial(_laid_out, one, other), LSE_TOLERANCE)
+            yield _hypothesis("lse-layout", words, partial(_swapped, one, other, False), LSE_TOLERANCE)
             words = f"lse is read as {order}, which it is not, and transposed"
-            yield _hypothesis("lse-layout", words, partial(_read_as, one, other), LSE_TOLERANCE)
+            yield _hypothesis("lse-layout", words, partial(_swapped, one, other, True), LSE_TOLERANCE)
     if score_elements(w) > _ELEMENTS:
         return
     words = "lse is the logarithm of the sum relative to the row's maximum: the maximum is not added"
@@ -693,19 +688,13 @@ def _rounded_to(dtype: torch.dtype, seen: WholeResult) -> Prediction:
     return Prediction(exact, lambda: exact.abs() * torch.finfo(dtype).eps)
 
 
-def _read_as(one: int, other: int, seen: WholeResult) -> torch.Tensor:
+def _swapped(one: int, other: int, is_read: bool, seen: WholeResult) -> torch.Tensor:
+    """Return lse as it lies in memory with two dimensions swapped, which shapes need not show, or as it is read then."""
     exact = _exact(seen)
     if exact.shape[one] == 1 or exact.shape[other] == 1:
         raise ValueError
-    return exact.reshape(exact.transpose(one, other).shape).transpose(one, other)
-
-
-def _laid_out(one: int, other: int, seen: WholeResult) -> torch.Tensor:
-    """Return lse as it lies in memory with two dimensions swapped, which shapes need not show."""
-    exact = _exact(seen)
-    if exact.shape[one] == 1 or exact.shape[other] == 1:
-        raise ValueError
-    return exact.transpose(one, other).reshape(exact.shape)
+    swapped = exact.transpose(one, other)
+    return exact.reshape(swapped.shape).transpose(one, other) if is_read else swapped.reshape(exact.shape)
 
 
 def _of_attention(fault: AttentionFault, seen: WholeResult) -> torch.Tensor:
