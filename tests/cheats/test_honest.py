@@ -12,38 +12,15 @@ BACKWARD = f"{SMALL}, backward=True"
 CAUSAL = 'Workload(64, heads=4, kv_heads=2, head_dim=32, dtype="float32", mask="causal"), backward=True'
 #: the marker's arguments of each kernel; one whose marker asks for gradients is timed with them, too
 HONEST = {
-    "workspace": SMALL,
-    "plan_by_shape": BACKWARD,
-    "autotuned": BACKWARD,
-    "thread_pool": BACKWARD,
-    "logged": BACKWARD,
-    "view_of_larger": BACKWARD,
-    "padded": BACKWARD,
-    "scratch_in_place": BACKWARD,
-    "lazily_compiled": BACKWARD,
-    "cached_mask": CAUSAL,
-    "lazy_import": SMALL,
-    "partial": CAUSAL,
-    "module": BACKWARD,
-    "bound_method": BACKWARD,
-    "switches_restored": BACKWARD,
-    "without_collector": BACKWARD,
-    "under_a_mode": BACKWARD,
-    "custom_operator": BACKWARD,
-    "operator_with_scratch": SMALL,
-    "static_buffers": SMALL,
-    "forked": BACKWARD,
-    "replayed_steps": SMALL,
-    "cached_on_disk": BACKWARD,
-    "with_an_alarm": BACKWARD,
-    "in_an_event_loop": BACKWARD,
-    "process_restored": BACKWARD,
+    **dict.fromkeys(("workspace", "lazy_import", "operator_with_scratch", "static_buffers", "replayed_steps"), SMALL),
+    **dict.fromkeys(("cached_mask", "partial"), CAUSAL),
+    **dict.fromkeys(("plan_by_shape", "autotuned", "thread_pool", "logged", "view_of_larger", "padded"), BACKWARD),
+    **dict.fromkeys(("scratch_in_place", "lazily_compiled", "module", "bound_method", "switches_restored"), BACKWARD),
+    **dict.fromkeys(("without_collector", "under_a_mode", "custom_operator", "forked", "cached_on_disk"), BACKWARD),
+    **dict.fromkeys(("with_an_alarm", "in_an_event_loop", "process_restored"), BACKWARD),
 }
-ON_CUDA = {
-    **{name: marker for name, marker in HONEST.items() if name != "lazy_import"},
-    "replayed_graph": SMALL,
-    "streams": SMALL,
-}
+ON_CUDA = {**HONEST, "replayed_graph": SMALL, "streams": SMALL}
+del ON_CUDA["lazy_import"]
 
 
 @pytest.fixture
