@@ -35,6 +35,11 @@ def as_packed(kernel: AttentionFn, w: Workload) -> AttentionFn:
     return call
 
 
+def first_of(returned: Any) -> Any:
+    """Return out of what a function returns: alone, or before others as lse. What may be the tensor itself is not indexed."""
+    return returned[0] if isinstance(returned, tuple | list) else returned
+
+
 #: the names that flash-attention has for what `sequence_boundaries` returns
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 

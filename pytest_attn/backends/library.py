@@ -105,15 +105,15 @@ def refusal_of_build(error: Exception) -> str | None:
     return None if is_fault or not re.search(r"head|build|support|dtype|fp16", text) else text
 
 
-def refusal_of_trial(trial: Callable[[], object]) -> str | None:
+def refusals_of_trial(trial: Callable[[], object]) -> tuple[str, ...]:
     """Call a library with little, and return what its build says it was made without; any other fault is raised."""
     try:
         trial()
     except RuntimeError as error:
         if (reason := refusal_of_build(error)) is None:
             raise
-        return reason
-    return None
+        return (reason,)
+    return ()
 
 
 def try_imports(libraries: Sequence[Library]) -> None:

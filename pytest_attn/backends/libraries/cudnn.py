@@ -39,8 +39,7 @@ class CudnnFrontend(LibraryBackend):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """Build the graphs, without memory, and say why cuDNN supports none, in its own words."""
-        reason = _not_supported_because(workload, machine.device, backward)
-        return [reason] if reason else []
+        return [*_not_supported_because(workload, machine.device, backward)]
 
     def pads_by_mask(self, workload: Workload) -> bool:
         return True
@@ -145,7 +144,7 @@ def _handle(device: str) -> Any:
 
 
 @cache
-def _not_supported_because(w: Workload, device: str, backward: bool) -> str | None:
+def _not_supported_because(w: Workload, device: str, backward: bool) -> tuple[str, ...]:
     cudnn, handle = _SOURCE.load(), _handle(device)
     given = _like_inputs(w)
     made = _results(given, backward)
@@ -158,8 +157,8 @@ def _not_supported_because(w: Workload, device: str, backward: bool) -> str | No
             for build, described, outputs in graphs:
                 build(cudnn, handle, w, described, outputs).check()
         except cudnn.cudnnGraphNotSupportedError as error:
-            return " ".join(str(error).split())
-    return None
+            return (" ".join(str(error).split()),)
+    return ()
 
 
 def _like_inputs(w: Workload) -> dict[str, torch.Tensor]:

@@ -21,12 +21,13 @@ from pytest_attn.backends.layouts import (
     as_packed,
     bottom_right_window,
     ends_of,
+    first_of,
     in_bshd,
     not_decoding_because,
     sequence_boundaries,
     without_padding,
 )
-from pytest_attn.backends.library import Library, refusal_of_trial
+from pytest_attn.backends.library import Library, refusals_of_trial
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -74,7 +75,7 @@ class FlashAttention(LibraryBackend):
         """Return one of the library's functions, of q, k and v alone."""
         function = getattr(self.source.load(), name)
         options = {**self.options(inputs), **options}
-        return lambda q, k, v: without_lse(function(q, k, v, **options))
+        return lambda q, k, v: first_of(function(q, k, v, **options))
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
         """Return the arguments that all three functions take."""
@@ -90,11 +91,6 @@ def options_of(w: Workload, open_side: int | None = -1) -> dict[str, Any]:
     return {"softmax_scale": w.softmax_scale, "causal": causal, "window_size": (left, right), "softcap": w.softcap or 0.0}
 
 
-def without_lse(returned: Any) -> Any:
-    """Return out: some builds return (out, lse), others out alone. Never index what may be the tensor itself."""
-    return returned[0] if isinstance(returned, tuple) else returned
-
-
 def refused_by_compiler(error: Exception) -> str | None:
     """Return the words of flash-attn 4's compiler, which finds no layout for some head sizes; None for other errors."""
     words = " ".join(str(error).split())[:160]
@@ -102,12 +98,12 @@ def refused_by_compiler(error: Exception) -> str | None:
 
 
 @cache
-def refused_by_build(head_dim: int, dtype: str, device: str) -> str | None:
+def refused_by_build(head_dim: int, dtype: str, device: str) -> tuple[str, ...]:
     """Ask with one token whether this flash-attn 2 has kernels for a head dimension: builds for a few of them are common."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
-        return None
+        return ()
     one = torch.zeros(1, 1, 1, head_dim, dtype=getattr(torch, dtype), device=device)
-    return refusal_of_trial(lambda: FLASH2.load().flash_attn_func(one, one, one))
+    return refusals_of_trial(lambda: FLASH2.load().flash_attn_func(one, one, one))
 
 
 # -- flash-attn 2 ------------------------------------------------------------------------------------------------------------
@@ -145,8 +141,7 @@ class Flash2(FlashAttention):
             return ["splits the keys of a page table only, for queries of one length"]
         if workload.kv_pages and workload.kv_pages.size % _PAGE_STEP:
             return [f"takes pages of a multiple of {_PAGE_STEP} tokens, not {workload.kv_pages.size}"]
-        reason = refused_by_build(workload.head_dim, workload.dtype, machine.device)
-        return [reason] if reason else []
+        return [*refused_by_build(workload.head_dim, workload.dtype, machine.device)]
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
         return {**super().options(inputs), "alibi_slopes": inputs.alibi_slopes}
@@ -167,8 +162,7 @@ class Flash2KvCache(Flash2):
         return _SPLITS
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
-        reason = refused_by_build(workload.head_dim, workload.dtype, machine.device)
-        return not_decoding_because(workload) or ([reason] if reason else [])
+        return not_decoding_because(workload) or [*refused_by_build(workload.head_dim, workload.dtype, machine.device)]
 
     def prepare(self, inputs: Inputs, backward: bool = False) -> AttentionFn:
         """Fill the cache with the prompt, all keys before the first query's own."""
@@ -179,7 +173,7 @@ class Flash2KvCache(Flash2):
             if w.cached:  # it appends the new keys at the end of the prefix
                 s = split_cache(inputs, k, v, "bshd")
                 new = {"cache_seqlens": s.cache_seqlens, **options}
-                return without_lse(function(q, s.k_cache, s.v_cache, s.k_new, s.v_new, **new))
+                return first_of(function(q, s.k_cache, s.v_cache, s.k_new, s.v_new, **new))
             cache_k, cache_v = torch.zeros_like(k), torch.zeros_like(v)
             cache_k[:, :prompt], cache_v[:, :prompt] = k[:, :prompt], v[:, :prompt]
             rows = []
@@ -269,8 +263,7 @@ class Flash3(FlashAttention):
                 "takes a v_head_dim of 97 to 128 with a head_dim of 129 to 192, or any with a head_dim of at most 64,"
                 f" not head_dim {dim}, v_head_dim {v_dim}"
             ]
-        reason = _refused_by_build(_smallest_like(workload), machine.device, backward)
-        return [reason] if reason else []
+        return [*_refused_by_build(_smallest_like(workload), machine.device, backward)]
 
 
 def _smallest_like(w: Workload) -> Workload:
@@ -293,7 +286,7 @@ def _smallest_like(w: Workload) -> Workload:
 
 
 @cache
-def _refused_by_build(trial: Workload, device: str, backward: bool) -> str | None:
+def _refused_by_build(trial: Workload, device: str, backward: bool) -> tuple[str, ...]:
     """Ask with a few tokens whether this build has the kernels: builds for a few of them are common."""
     inputs = draw_inputs(trial, "flat", device=device)
     kernel = Flash3().prepare(inputs, backward)
@@ -305,9 +298,9 @@ def _refused_by_build(trial: Workload, device: str, backward: bool) -> str | Non
     except RuntimeError as error:
         words = str(error).partition("\n")[0]
         if any(phrase in words for phrase in _BUILD_WORDS):
-            return words
+            return (words,)
         raise
-    return None
+    return ()
 
 
 # -- flash-attn 4 ------------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from pytest_attn.backends.layouts import (
     BOUNDARIES,
     as_packed,
     bottom_right_window,
+    first_of,
     in_bshd,
     sequence_boundaries,
     without_padding,
 )
-from pytest_attn.backends.libraries.flash_attention import without_lse
 from pytest_attn.backends.library import Library, describe_error, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
@@ -164,4 +164,4 @@ def _bare(function: Any, w: Workload, **tensors: Any) -> AttentionFn:
         options["window_size"] = (*(is_open if side == -1 else side for side in window), *rest)
     options |= {name: value for name, value in (("softmax_scale", w.scale), ("softcap", w.softcap)) if value is not None}
 
-    return lambda q, k, v: without_lse(function(q, k, v, **options))
+    return lambda q, k, v: first_of(function(q, k, v, **options))

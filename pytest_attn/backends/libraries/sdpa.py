@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_attn.backends.backend import Backend, LibraryBackend, half_precision_only
 from pytest_attn.backends.capabilities import ANY_SIZE, Capabilities, refusals_without
-from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.contexts import within
 from pytest_attn.backends.defects import (
     CUDNN_NAN,
@@ -37,7 +36,7 @@ from pytest_attn.backends.layouts import (
     on_values,
     sequence_boundaries,
 )
-from pytest_attn.backends.library import Library
+from pytest_attn.backends.libraries.flash_attention import FLASH3, FLASH4
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
 from pytest_attn.workloads.inputs import Inputs
@@ -244,7 +243,7 @@ class SdpaFa3(LibraryBackend):
 
     name = "sdpa_fa3"
     implementation = "FA3"
-    source = Library(("flash-attn-3",), "flash_attn_interface", "build it from the folder hopper of Dao-AILab/flash-attention")
+    source = FLASH3[-1]
     needs = "CUDA, sm90, torch 2.11, flash-attn-3"
     capability_range = ((9, 0), (9, 0))
     capabilities = Capabilities(
@@ -294,7 +293,7 @@ class SdpaFa4(SdpaFa3):
 
     name, runs_kernels_of = "sdpa_fa4", "flash4"
     implementation = "FA4"
-    source = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4", keeping_flash4)
+    source = FLASH4
     needs = "CUDA, sm90 or sm100, torch 2.11, flash-attn-4"
     capability_range = ((9, 0), (10, 3))
 

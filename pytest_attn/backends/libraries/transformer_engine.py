@@ -22,7 +22,7 @@ from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
 from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_by_compiler, refused_head_dims
-from pytest_attn.backends.library import Library, refusal_of_trial
+from pytest_attn.backends.library import Library, refusals_of_trial
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -338,8 +338,7 @@ class TeFlash(TransformerEngine):
         token = Workload(
             1, head_dim=w.head_dim, v_head_dim=w.v_head_dim, dtype=w.dtype, alibi=w.alibi, softcap=w.softcap
         )  # what decides on flash-attn's version
-        reason = _refused_by_build(token, machine.device)
-        return [reason] if reason else []
+        return [*_refused_by_build(token, machine.device)]
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         """ALiBi's distances, which it writes out twice and does not use."""
@@ -392,7 +391,7 @@ class TeUnfused(TransformerEngine):
 
 
 @cache
-def _refused_by_build(token: Workload, device: str) -> str | None:
+def _refused_by_build(token: Workload, device: str) -> tuple[str, ...]:
     """Try one token: flash-attn is often built for a few head dimensions, of which Transformer Engine knows nothing."""
     inputs = draw_inputs(token, device=device)
-    return refusal_of_trial(lambda: TeFlash().prepare(inputs)(inputs.q, inputs.k, inputs.v))
+    return refusals_of_trial(lambda: TeFlash().prepare(inputs)(inputs.q, inputs.k, inputs.v))

@@ -14,7 +14,7 @@ from pytest_attn.backends.capabilities import Capabilities, refusals_of
 from pytest_attn.backends.defects import CUTLASS_OFFSETS, CUTLASS_SHARED_GROUP, CUTLASS_SHARED_HEAD, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask
 from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
-from pytest_attn.backends.library import Library, refusal_of_trial
+from pytest_attn.backends.library import Library, refusals_of_trial
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.dtypes import element_bytes
@@ -90,8 +90,8 @@ class Xformers(LibraryBackend):
             found = re.findall(r"`(\S+)` is not supported because:\n((?:    .+\n?)+)", str(error))
             reasons = [f"{name}: {'; '.join(line.strip() for line in lines.splitlines())}" for name, lines in found]
             return reasons or [_one_line(str(error))]
-        reason = _refused_by_build(chosen, inputs.query.shape[-1], inputs.value.shape[-1], inputs.query.dtype, inputs.device)
-        return [f"{chosen.NAME}: {reason}"] if reason else []
+        dims, of = (inputs.query.shape[-1], inputs.value.shape[-1]), (inputs.query.dtype, inputs.device)
+        return [f"{chosen.NAME}: {reason}" for reason in _refused_by_build(chosen, dims, *of)]
 
     def workspace(self, workload: Workload, backward: bool = False) -> int:
         shape = workload.batch, workload.heads, workload.q_len, workload.kv_len
@@ -148,11 +148,11 @@ class XformersCutlass(Xformers):
 
 
 @cache
-def _refused_by_build(operator: Any, head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def _refused_by_build(operator: Any, dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
     """Try an operator with one token: it does not know for which head dimensions flash-attn was built."""
     fmha = Xformers.source.load()
-    q, v = (torch.zeros(1, 1, 1, dim, dtype=dtype, device=device) for dim in (head_dim, v_head_dim))
-    return refusal_of_trial(lambda: fmha.memory_efficient_attention(q, q, v, op=(operator, None)))
+    q, v = (torch.zeros(1, 1, 1, dim, dtype=dtype, device=device) for dim in dims)
+    return refusals_of_trial(lambda: fmha.memory_efficient_attention(q, q, v, op=(operator, None)))
 
 
 def _one_line(text: str) -> str:

@@ -47,12 +47,6 @@ def swap_rows_and_heads(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2)
 
 
-def first_of(result: Any) -> torch.Tensor:
-    """Return out of what a function returns: alone, or before others."""
-    out: torch.Tensor = result[0] if isinstance(result, tuple | list) else result
-    return out
-
-
 @dataclass(frozen=True)
 class AttentionArguments:
     """The arguments of one call in one layout, and the way back of its result.

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.gradients import nodes_behind
+from pytest_attn.backends.layouts import first_of
 from pytest_attn.backends.precision import Precision, default_on, uncompiled_flex_precision
 from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.registry import Registry
@@ -28,7 +29,6 @@ from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
-    first_of,
     unchanged,
 )
 from pytest_attn.guests.models.call_to_workload import says_the_same, to_inputs, with_mask

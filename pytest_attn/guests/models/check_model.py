@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pytest_attn.backends.contexts import eager_because, unlimited_recompiles
+from pytest_attn.backends.layouts import first_of
 from pytest_attn.backends.machine import Machine, machine_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.raised import ending_no_test
@@ -24,12 +25,12 @@ from pytest_attn.correctness.judge import RERUN
 from pytest_attn.correctness.known_pair import judge_kept
 from pytest_attn.correctness.limits import limits_named, limits_of
 from pytest_attn.diagnosis.diagnose import Context
-from pytest_attn.guests.models.attention_args import first_of
 from pytest_attn.guests.models.call_judge import judge_call, known_defect_of
 from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.capture import AttentionCall, ConfiguredMasks, Recorder, bare, label_of
 from pytest_attn.guests.models.compiled import CompiledRun, judge_compiled, runs_compiled
 from pytest_attn.guests.models.interception import (
+    Handler,
     InterceptedCall,
     Named,
     as_functions,
@@ -351,7 +352,7 @@ class _CallJudge:
 _DIFFERENCE = 1e-2
 
 
-class RepeatedCalls:
+class RepeatedCalls(Handler):
     """Makes each call twice on copies of its tensors. differing: labels of those that give something else then."""
 
     def __init__(self) -> None:
@@ -367,9 +368,6 @@ class RepeatedCalls:
         if float((one - other).abs().max()) > _DIFFERENCE * float(one.abs().max()):
             self.differing.add(label_of(intercepted.module, self._numbers[intercepted.module]))
         return intercepted.compute()
-
-    def unread(self, module: str, function: str, reason: str) -> None:
-        """Leave it to the model."""
 
 
 # -- the masks that a model of transformers expects --------------------------------------------------------------------------

@@ -115,6 +115,7 @@ class Handler(Protocol):
 
     def unread(self, module: str, function: str, reason: str) -> None:
         """Take note of a call whose arguments cannot be read; the model is given what the function returns."""
+        del module, function, reason  # by default it is left to the model
 
 
 class Interceptor:

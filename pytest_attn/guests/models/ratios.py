@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from pytest_attn.backends.layouts import first_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
-from pytest_attn.guests.models.attention_args import UnreadableError, first_of
+from pytest_attn.guests.models.attention_args import UnreadableError
 from pytest_attn.guests.models.call_to_workload import to_inputs
 from pytest_attn.guests.models.capture import alias, precision_of, without_gradient
 from pytest_attn.guests.models.exact_attention import (
@@ -30,11 +31,11 @@ from pytest_attn.guests.models.exact_attention import (
     exact_attention,
     exact_weights,
 )
-from pytest_attn.guests.models.interception import NAME, InterceptedCall, Named, intercept_attention, lacks_masks
+from pytest_attn.guests.models.interception import NAME, Handler, InterceptedCall, Named, intercept_attention, lacks_masks
 from pytest_attn.guests.models.step import StepResult, run_step
 
 
-class Exact:
+class Exact(Handler):
     """Computes every call exactly. seed: of random rounding where kernels round, None for none; subject: whose profile.
 
     precision: the profile of the model's own functions, where that is said. beside: where the functions are of which the step
@@ -74,9 +75,6 @@ class Exact:
             result = tree_map_only(torch.Tensor, without_gradient, result)
         replaced = arguments.to_result(out)
         return (first_of(replaced), *result[1:]) if isinstance(result, tuple | list) else replaced
-
-    def unread(self, module: str, function: str, reason: str) -> None:
-        """Leave it to the model."""
 
     def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounder | None:
         generators = self._generators

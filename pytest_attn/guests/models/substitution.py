@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_attn.backends.backend import FunctionBackend
+from pytest_attn.backends.layouts import first_of
 from pytest_attn.backends.machine import Machine, current
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
@@ -26,7 +27,7 @@ from pytest_attn.correctness.contract import check_contract, plain
 from pytest_attn.correctness.judge import compare_rows
 from pytest_attn.correctness.limits import limits_named, limits_of
 from pytest_attn.correctness.reference import Reference, exact_rows
-from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, first_of
+from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError
 from pytest_attn.guests.models.call_to_workload import asks_the_same, to_inputs
 from pytest_attn.guests.models.capture import AttentionCall, Computed, Recorder, Unread
 from pytest_attn.guests.models.interception import (

@@ -116,15 +116,14 @@ class RankTimes(NamedTuple):
 
 
 class SharedSample(NamedTuple):
-    """One sample on all ranks. seconds: of the rank that took longest."""
+    """One sample on all ranks."""
 
-    seconds: float
     ranks: tuple[RankTimes, ...]
 
-    @classmethod
-    def of(cls, ranks: Sequence[RankTimes]) -> SharedSample:
-        """Put together what the ranks say."""
-        return cls(max(rank.seconds for rank in ranks), tuple(ranks))
+    @property
+    def seconds(self) -> float:
+        """Those of the rank that took longest."""
+        return max(rank.seconds for rank in self.ranks)
 
 
 def figures_of(samples: Sequence[SharedSample], profiled: Sequence[dict[str, float] | None]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class RankedTimer(Timer):
         begun = time.perf_counter()
         calls = max((item.calls for item in items if item.name == SUBJECT), default=1)
         ranks = self._samples([item.name for item in items], calls)
-        shared = [SharedSample.of([rank[at] for rank in ranks]) for at in range(len(items))]
+        shared = [SharedSample(samples) for samples in zip(*ranks, strict=True)]
         self.taken += [one for one, item in zip(shared, items, strict=True) if item.name == SUBJECT]
         if self._by_device:
             time.sleep(_REST * (time.perf_counter() - begun))

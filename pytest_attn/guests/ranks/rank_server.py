@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
@@ -207,11 +207,8 @@ _SEVERAL_RANKS_ON_A_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE"
 _CALLERS = ("guests/ranks/rank_server.py", "guests/ranks/worker_timing.py", "latency/kernel_work.py")
 
 
-class Steps(Protocol):
-    """The timer of a callable on this rank, a step at a time (ranks/worker_timing.py)."""
-
-    def step(self, what: str, given: Mapping[str, Any]) -> Any:
-        """Make a step of these keyword arguments; return what the judge learns from it."""
+#: makes a step of the timer of a callable on this rank (ranks/worker_timing.py): its name, and keyword arguments
+Step: TypeAlias = Callable[[str, Mapping[str, Any]], Any]
 
 
 class CaseOverError(BaseException):
@@ -294,7 +291,7 @@ class Rank:
         """Say how the test of a case ended here."""
         self._channel.send(ended=outcome, text=text)
 
-    def serve(self, server: RankServer, timing: Steps, fn_name: str) -> Any:
+    def serve(self, server: RankServer, step: Step, fn_name: str) -> Any:
         """Compute, and time, what the judge asks of one callable; return its verdict.
 
         Raises CaseOverError where the case is over.
@@ -307,14 +304,14 @@ class Rank:
             if order["do"] in ("over", "end"):
                 self.is_over = True
                 raise CaseOverError
-            self._answer(order, server, timing, fn_name or "the callable")
+            self._answer(order, server, step, fn_name or "the callable")
 
-    def _answer(self, order: Message, server: RankServer, timing: Steps, fn_name: str) -> None:
+    def _answer(self, order: Message, server: RankServer, step: Step, fn_name: str) -> None:
         """Answer an order with its result, or with what went wrong."""
         try:
             is_step = order["do"] == "step"
             with judged_code(fn_name, is_quiet=False), functions_kept():
-                result = timing.step(order["what"], order["given"]) if is_step else self._computed(server, order)
+                result = step(order["what"], order["given"]) if is_step else self._computed(server, order)
             self._channel.send(result=result)
         except ContractError as error:
             self._channel.send(contract=str(error))

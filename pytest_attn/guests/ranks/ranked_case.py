@@ -185,7 +185,7 @@ class RankCase(CaseTensors):
         server = RankServer(fn, self._sharding, self.rank, spec.layout, spec.declared.has_lse, self.device)
         timing = RankTiming(fn, spec, self._sharding, self._rank, defects)
         with threads(None):  # which a measurement may change
-            return self._rank.serve(server, timing, name or "")
+            return self._rank.serve(server, timing.step, name or "")
 
     def _prepared(self, backend: RankBackend) -> AttentionFn:
         """Return what calls a library on this rank, prepared when the judge first asks: it may form groups, and hang."""

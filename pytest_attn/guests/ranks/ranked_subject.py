@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn, CallableSubject, Subject
 from pytest_attn.correctness.contract import ContractError, native_shape
 from pytest_attn.guests.ranks.over_ranks import RankBackend, profile_over
@@ -96,27 +95,22 @@ class RankedCallable(RankedSubject, CallableSubject):
         self.team, self.sharding, self._numbers = team, sharding, count(1)
 
 
+#: what it says, and is asked, as the backend
+_OF_THE_BACKEND = (
+    *("name", "library", "capabilities", "known_defects", "version", "precision_on", "unavailable_because"),
+    "broken_because",
+)
+
+
 class RankedBackend(RankedSubject):
     """A backend over ranks, which computes one workload, split in one way. team: None where it is only asked what it takes."""
 
     def __init__(self, backend: RankBackend, team: RankGroup | None, sharding: Sharding) -> None:
-        self.backend, self.name, self.library = backend, backend.name, backend.library
-        self.capabilities, self.known_defects = backend.capabilities, backend.known_defects
-        self.sharding, self._numbers = sharding, count(1)
+        for said in _OF_THE_BACKEND:
+            setattr(self, said, getattr(backend, said))
+        self.backend, self.sharding, self._numbers = backend, sharding, count(1)
         if team is not None:
             self.team = team
-
-    def version(self) -> str:
-        return self.backend.version()
-
-    def precision_on(self, kind: str) -> str | Precision:
-        return self.backend.precision_on(kind)
-
-    def unavailable_because(self, machine: Machine) -> str | None:
-        return self.backend.unavailable_because(machine)
-
-    def broken_because(self) -> str | None:
-        return self.backend.broken_because()
 
     def unsupported_because(self, workload: Workload, machine: Machine, backward: bool = False) -> list[str]:
         """Ask the backend about its workload and split; other workloads would need other shards."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -77,7 +76,9 @@ class RankTiming:
             torch.set_num_threads(threads)
         self._cold = cold
         self._work = self._work_of(direction, seed)
-        self._clocks: dict[str, RankClock] = {"host": HostClock(self._device, self._rank.barrier, self._rank.collectives)}
+        self._clocks: dict[str, HostClock | DeviceClock] = {
+            "host": HostClock(self._device, self._rank.barrier, self._rank.collectives)
+        }
         if self._device.type == "cuda":
             self._clocks["device"] = DeviceClock(self._device, cold, self._rank.group)
 
@@ -235,22 +236,15 @@ class Taken(NamedTuple):
     held: bool = True
 
 
-class RankClock(ABC):
-    """Takes a block of samples on one rank."""
-
-    @abstractmethod
-    def block(self, items: Sequence[Item], backlog: float) -> Taken:
-        """Take one sample of each item. backlog: seconds for which a device is kept waiting for its host."""
-
-
-class HostClock(RankClock):
+class HostClock:
     """The host's clock around calls, the device's work included, from a moment that all ranks have in common."""
 
     def __init__(self, device: torch.device, barrier: StartBarrier, collectives: Collectives) -> None:
         self._device, self._collectives = device, collectives
         self._start = collectives.watching("the timer's barrier", "", barrier.wait)
 
-    def block(self, items: Sequence[Item], backlog: float = 0.0) -> Taken:
+    def block(self, items: Sequence[Item], backlog: float) -> Taken:
+        """Take a sample of each item."""
         with no_collection():
             return Taken([self.sample(item) for item in items])
 
@@ -267,7 +261,7 @@ class HostClock(RankClock):
         return RankTimes(seconds / item.calls, inside / item.calls, late)
 
 
-class DeviceClock(RankClock):
+class DeviceClock:
     """CUDA events behind a sleeping device; a small all-reduce before the first event of each sample aligns all devices."""
 
     def __init__(self, device: torch.device, cold: bool, group: ProcessGroup) -> None:

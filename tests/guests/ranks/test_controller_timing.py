@@ -100,7 +100,7 @@ def test_sharing_of_cores_is_said(monkeypatch):
 
 
 def test_figures_are_those_of_each_rank():
-    samples = [SharedSample.of([RankTimes(one, inside, late) for one, inside, late in times]) for times in [
+    samples = [SharedSample(tuple(RankTimes(one, inside, late) for one, inside, late in times)) for times in [
         ((1.8e-3, 0.9e-3, 1e-6), (1.8e-3, 0.2e-3, 3e-6)),
         ((1.8e-3, 0.7e-3, 5e-6), (1.8e-3, 0.0, 1e-6)),
     ]]  # fmt: skip
@@ -112,7 +112,7 @@ def test_figures_are_those_of_each_rank():
 
 
 def test_on_a_gpu_the_profiler_tells():
-    samples = [SharedSample.of([RankTimes(2e-3), RankTimes(2e-3)])]
+    samples = [SharedSample((RankTimes(2e-3), RankTimes(2e-3)))]
     profiled = [{"span": 2e-3, "inside": 1e-3, "own": 1.2e-3}, {"span": 2e-3, "inside": 0.5e-3, "own": 1.5e-3}]
     found = figures_of(samples, profiled)
     assert (found["own"], found["communication"], found["apart"]) == ([1.2e-3, 1.5e-3], [0.5, 0.25], None)

@@ -359,7 +359,7 @@ def test_what_ring_flash_attn_imports_of_an_older_transformers_is_said(tmp_path,
 @pytest.mark.parametrize("name", ["zigzag", "usp"])
 def test_what_the_build_of_flash_attn_lacks_is_a_refusal(monkeypatch, name):
     lacks = "this flash-attn build has head_dim 64 and 128 only"
-    monkeypatch.setattr(ring_flash, "refused_by_build", lambda dim, *_: lacks if dim == 32 else None)
+    monkeypatch.setattr(ring_flash, "refused_by_build", lambda dim, *_: (lacks,) if dim == 32 else ())
     shard = "head-tail" if name == "zigzag" else "contiguous"
     for dim, refusals in ((32, [lacks]), (64, [])):
         sharding = Sharding(Workload(256, heads=4, head_dim=dim, mask="causal"), shard, 2)

@@ -29,7 +29,7 @@ class OverFlash2(RankBackend):
     def refusals_over(self, sharding: Sharding, machine: Machine, backward: bool = False) -> list[str]:
         reasons = super().refusals_over(sharding, machine, backward)
         w = sharding.workload
-        return reasons or list(filter(None, [refused_by_build(w.head_dim, w.dtype, machine.device)]))
+        return reasons or [*refused_by_build(w.head_dim, w.dtype, machine.device)]
 
 
 class _RingFlash(OverFlash2):
