@@ -9,7 +9,7 @@ from pytest_attn.diagnosis.faults import EMPTY_ROWS
 from pytest_attn.guests.mutants.kernel import TILE, Kernel, KernelCall, Sequence, SplitKernel, Tile
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import has_fully_masked_rows, has_row_tail, is_padded
-from pytest_attn.workloads.workload import Workload, sequence_lengths
+from pytest_attn.workloads.workload import sequence_lengths
 
 MEMORY = Defects("memory")
 
@@ -117,12 +117,10 @@ def delta_read_before_it_is_written(
     return stale
 
 
-def _has_tail_before_another(w: Workload) -> bool:
-    """Return whether a packed sequence whose last tile of rows is not full is followed by another."""
-    return w.is_packed and any(q_len % TILE for q_len, _ in sequence_lengths(w)[:-1])
-
-
-@MEMORY.kernel("FA@a3a257c7, FA#2755", applies=_has_tail_before_another)
+@MEMORY.kernel(
+    "FA@a3a257c7, FA#2755",
+    applies=lambda w: w.is_packed and any(q_len % TILE for q_len, _ in sequence_lengths(w)[:-1]),
+)
 class _TailRowsWrittenIntoNextSequence(Kernel):
     """A last tile of rows is stored in full, over the first rows of the next packed sequence, which was done before."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -116,7 +116,7 @@ class RankedTimer(Timer):
     def _plan(self, mode: Mode, calls: int, seconds: float, launch: float) -> Plan:
         self.taken = []
         renew: Callable[[], object] = partial(self._steps.step, "renew", clock=self._clock)
-        return Plan(mode, calls, seconds, launch, _nothing, renew)
+        return Plan(mode, calls, seconds, launch, lambda: lambda: None, renew)
 
     def _device_seconds(self) -> float | None:
         """Return a call's seconds on the slowest device, None where devices cannot be kept waiting for their hosts."""
@@ -183,7 +183,9 @@ class RankedStopwatch(Stopwatch):
         self._steps, self.device, self.cold = steps, device, cold and device.type == "cuda"
         self.timer = RankedTimer(steps, device=device.type == "cuda")
         self.monitor = RankedMonitor(steps, _shared_cores(steps, threads))
-        self.anchors: dict[str, Anchor] = {name: Anchor(name, lambda: None) for name in _anchors_of(device.type)}
+        self.anchors: dict[str, Anchor] = {
+            name: Anchor(name, lambda: None) for name in anchor_hashes(device.type) if name not in NOT_BESIDE_ALL
+        }
         self._rested = 0.0
         self._used = self.timer
         if device.type == "cuda" and ramp:
@@ -209,12 +211,3 @@ def _shared_cores(steps: Steps, threads: int) -> str:
     if steps.kind != "cpu" or steps.ranks * threads <= cores:
         return ""
     return f"{steps.ranks} ranks of {threads} thread{'s' * (threads > 1)} share {cores} core{'s' * (cores > 1)}"
-
-
-def _anchors_of(kind: str) -> Mapping[str, str]:
-    """Return the anchors that ranks take."""
-    return {name: text for name, text in anchor_hashes(kind).items() if name not in NOT_BESIDE_ALL}
-
-
-def _nothing() -> Callable[[], object]:
-    return lambda: None

@@ -17,6 +17,7 @@ from pytest_attn.session.collection import KernelItems
 from pytest_attn.session.kinds import CaseParameter
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession
+from pytest_attn.workloads.fields import is_whole
 from pytest_attn.workloads.parameters import PARAMETERS
 
 
@@ -47,7 +48,7 @@ class RankedMark(AttentionMark):
                 raise ValueError("shard says how ranks share a sequence; say over how many with ranks=2, or ranks=(2, 4)")
             return {"ranks": ()}
         found = tuple(ranks) if isinstance(ranks, list | tuple | set) else (ranks,)
-        if not found or not all(map(_is_number_of_processes, found)):
+        if not found or not all(is_whole(one, 1) for one in found):
             raise ValueError(f"ranks must be a number of processes, 1 or more, or several such numbers, got {ranks!r}")
         if unfit := [name for name in sorted(FORM) if name in said and name not in ("layout", "returns_lse")]:
             raise ValueError(f"ranks return out, or (out, lse) with returns_lse=True; leave out {', '.join(unfit)}")
@@ -59,10 +60,6 @@ class RankedMark(AttentionMark):
     @property
     def argument(self) -> str:
         return "ranks" if self.ranks else ""
-
-
-def _is_number_of_processes(one: object) -> bool:
-    return isinstance(one, int) and not isinstance(one, bool) and one >= 1
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 Shard: TypeAlias = "str | Callable[[int, int], Sequence[torch.Tensor | Sequence[int]]]"
 
 
-def _contiguous(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """Rank r has the r-th part; where the length does not divide, the first parts are one longer."""
-    return list(positions.tensor_split(ranks))
-
-
 def _head_tail(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """Rank r has chunks r and 2n-1-r of 2n: under a causal mask all have as much to do."""
     import torch
@@ -32,16 +27,12 @@ def _head_tail(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
 
 
-def _striped(positions: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """Rank r has positions r, r + n, r + 2n and so on."""
-    return [positions[rank::ranks] for rank in range(ranks)]
-
-
-#: how the positions of a sequence are split over ranks
+#: how the positions of a sequence are split over ranks: into n parts, of which the first are longer where the length does not
+#: divide; into chunks r and 2n-1-r; every n-th
 SHARDS: dict[str, Callable[[torch.Tensor, int], list[torch.Tensor]]] = {
-    "contiguous": _contiguous,
+    "contiguous": lambda positions, ranks: list(positions.tensor_split(ranks)),
     "head-tail": _head_tail,
-    "striped": _striped,
+    "striped": lambda positions, ranks: [positions[rank::ranks] for rank in range(ranks)],
 }
 
 
