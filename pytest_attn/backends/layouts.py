@@ -23,13 +23,17 @@ def in_bshd(kernel: AttentionFn) -> AttentionFn:
     return call
 
 
-def as_packed(kernel: AttentionFn, w: Workload) -> AttentionFn:
-    """Wrap a kernel of packed sequences, (tokens, heads, dim): a dense batch is handed over as sequences of equal length."""
+def as_packed(kernel: AttentionFn, w: Workload, used: torch.Tensor | None = None) -> AttentionFn:
+    """Wrap a kernel of packed sequences, (tokens, heads, dim): a dense batch is handed over as sequences of equal length.
+
+    used: the keys that are handed over, of all sequences one after the other; None for all.
+    """
     if w.is_packed:
         return kernel
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        out = kernel(*(t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)))
+        rows, keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+        out = kernel(rows, keys, values) if used is None else kernel(rows, keys[used], values[used])
         return out.unflatten(0, (w.batch, w.q_len)).transpose(1, 2)
 
     return call
@@ -109,15 +113,8 @@ def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[AttentionFn], Att
     assert there is not None
     used = there.flatten().nonzero().squeeze(1)  # found here, as finding them reads values back, which no graph can
 
-    def wrap(kernel: AttentionFn) -> AttentionFn:
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            keys, values = (t.transpose(1, 2).flatten(0, 1)[used] for t in (k, v))
-            out = kernel(q.transpose(1, 2).flatten(0, 1), keys, values)
-            return out.unflatten(0, (w.batch, w.q_len)).transpose(1, 2)
-
-        return call
-
-    return dataclasses.replace(inputs, workload=packed, cu_seqlens=cu_q, cu_seqlens_kv=cu_kv), wrap
+    packed_inputs = dataclasses.replace(inputs, workload=packed, cu_seqlens=cu_q, cu_seqlens_kv=cu_kv)
+    return packed_inputs, lambda kernel: as_packed(kernel, w, used)
 
 
 #: Decoding token by token is slow by nature: longer workloads are left to prefill.

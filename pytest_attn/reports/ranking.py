@@ -62,6 +62,12 @@ class Timed(NamedTuple):
     date: str = ""
     mode: str = ""
 
+    @property
+    def half_interval(self) -> float:
+        """Half of its interval, as a share."""
+        low, high, _ = self.interval
+        return (high - low) / 2 / self.p50
+
 
 def share_processes(timed: Sequence[Timed]) -> bool:
     """Return whether recorded processes of the same day can stand for all."""

@@ -101,13 +101,12 @@ def _short_row(ranking: Ranking, line: RankingLine, standing: Standing) -> tuple
     where = (line.workload, _PASSES[line.direction])
     if fastest is None or fastest.timed is None:
         return (*where, _NONE, "", "", "", "", "")
-    low, high, _ = fastest.timed.interval
     shown = [_shown(one, ranking) for one in (fastest, *standing.ties)]
     return (
         *where,
         shown[0] + (" approx." if fastest.is_approximate else ""),
         duration_in_column(fastest.timed.p50),
-        f"{(high - low) / 2 / fastest.timed.p50:.1%}",
+        f"{fastest.timed.half_interval:.1%}",
         _gain(ranking, standing) if ranking.tuned else _factor(standing.ahead),
         ", ".join(shown[1:]) or "-",
         ", ".join(_shown(one, ranking) for one in standing.pareto) or "-",
@@ -205,14 +204,13 @@ def _full(ranking: Ranking, lines: Sequence[RankingLine], width: int | None) -> 
 def _rows(ranking: Ranking, standing: Standing) -> Iterator[tuple[str, ...]]:
     for one in standing.ranked:
         assert one.timed is not None
-        low, high, _ = one.timed.interval
         place = "fastest" if one is standing.fastest else "tie" if one in standing.ties else "slower"
         processes = len(one.timed.processes)
         yield (
             place,
             _shown(one, ranking),
             duration_in_column(one.timed.p50),
-            f"{(high - low) / 2 / one.timed.p50:.1%}",
+            f"{one.timed.half_interval:.1%}",
             "-" if one is standing.fastest else _factor(standing.times_as_long(one)),
             "-" if one.error is None else f"{one.error:.1e}",
             "-" if one.memory is None else f"{one.memory / 2**20:,.1f} MiB",

@@ -16,7 +16,7 @@ from pytest_attn.backends.dense import dense
 from pytest_attn.guests.models.attention_args import AttentionArguments, UnreadableError
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, Sequences, StoredMask, Window
+from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, StoredMask, Window
 from pytest_attn.workloads.workload import Workload
 
 #: more documents than this are taken for a pattern
@@ -133,9 +133,7 @@ def _is(visible: torch.Tensor, mask: Mask) -> bool:
 
 
 def _dense(mask: Mask, q_len: int, kv_len: int, like: torch.Tensor) -> torch.Tensor:
-    q, kv = torch.arange(q_len, device=like.device)[:, None], torch.arange(kv_len, device=like.device)
-    zero = q.new_zeros(())
-    return mask.bind(Sequences(1, 1, q_len, kv_len, like.device))(zero, zero, q, kv).expand(q_len, kv_len)
+    return dense(mask, (1, 1, q_len, kv_len), like.device)[0, 0]
 
 
 # -- from arguments to a workload ----------------------------------------------------------------------------------------

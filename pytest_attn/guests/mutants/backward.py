@@ -14,7 +14,6 @@ from pytest_attn.guests.mutants.reach import (
     cuts_keys,
     has_fully_masked_row_in_visited_tile,
     has_key_tail,
-    has_several_heads,
     has_several_row_tiles,
     is_bottom_right,
     is_dense,
@@ -33,7 +32,7 @@ def delta_missing(kernel: Kernel, p: Tensor, dp: Tensor, delta: Tensor) -> Tenso
     return p * dp
 
 
-@GRADIENTS(Kernel.delta, "FA@b3f1b6a5", applies=has_several_heads, faults="d-of-next-head")
+@GRADIENTS(Kernel.delta, "FA@b3f1b6a5", applies=lambda w: w.heads > 1, faults="d-of-next-head")
 def delta_of_next_head(kernel: Kernel, call: KernelCall, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """A head takes the delta of its neighbor."""
     return Kernel.delta(kernel, call, out, dout, dlse).roll(-1, -2)

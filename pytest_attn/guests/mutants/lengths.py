@@ -8,7 +8,16 @@ from torch import Tensor
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, TAIL_MISSING
 from pytest_attn.guests.mutants.kernel import TILE, Extent, Index, Kernel, KernelCall, Sequence, SplitKernel, Tile
 from pytest_attn.guests.mutants.mutant import Defects
-from pytest_attn.guests.mutants.reach import all_of, has_odd_tiles, is_band, is_grouped, is_packed, is_padded, is_paged
+from pytest_attn.guests.mutants.reach import (
+    all_of,
+    has_odd_tiles,
+    is_band,
+    is_grouped,
+    is_packed,
+    is_padded,
+    is_paged,
+    of_lengths,
+)
 from pytest_attn.workloads.workload import Workload, sequence_lengths
 
 LENGTHS = Defects("lengths")
@@ -155,9 +164,7 @@ def page_of_another_size(kernel: Kernel, seq: Sequence, pool: Tensor, at: Tensor
     return pool[kernel.pages(seq, at // (2 * size)), at % size].transpose(0, 1)
 
 
-@LENGTHS(
-    Kernel.attend, "FA#2470, FA#2421", applies=lambda w: any(q and not kv for q, kv in sequence_lengths(w)), faults=EMPTY_ROWS
-)
+@LENGTHS(Kernel.attend, "FA#2470, FA#2421", applies=of_lengths(lambda q_len, kv_len: q_len and not kv_len), faults=EMPTY_ROWS)
 def no_keys_is_nan(kernel: Kernel, seq: Sequence, rows: range) -> tuple[Tensor, Tensor]:
     """A sequence without keys is divided by its denominator of 0."""
     out, lse = Kernel.attend(kernel, seq, rows)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pytest_attn.guests.mutants.kernel import QKV, Kernel, KernelCall, Sequence, Tile
 from pytest_attn.guests.mutants.mutant import Defects
-from pytest_attn.guests.mutants.reach import all_of, is_custom, is_paged
+from pytest_attn.guests.mutants.reach import all_of, is_custom, is_paged, of_lengths
 from pytest_attn.guests.mutants.strides import read_wrapped
 from pytest_attn.workloads.masks import Mask, MaskMod
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -127,7 +127,7 @@ def sequence_offset_wraps(kernel: Kernel, seq: Sequence, rows: range) -> Tensor:
 @OVERFLOW(
     Kernel.addresses,
     "xf#719",
-    applies=lambda w: any(kv_len > KEYS for _, kv_len in sequence_lengths(w)),
+    applies=of_lengths(lambda q_len, kv_len: kv_len > KEYS),
     faults=("key-positions-wrap", "page-of-another-size"),
 )
 def key_position_wraps(kernel: Kernel, seq: Sequence, keys: range) -> Tensor:

@@ -1,5 +1,6 @@
 """Conditions on workloads that reach a step of the kernel, by their fields and by what their masks show of its tiles."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,6 +26,11 @@ def has(trait: str) -> Applies:
     return lambda w: trait in traits_of(w)
 
 
+def of_lengths(condition: Callable[[int, int], object]) -> Applies:
+    """Return whether a condition holds of the lengths of queries and keys of some sequence."""
+    return lambda w: any(condition(*lengths) for lengths in sequence_lengths(w))
+
+
 # -- lengths ---------------------------------------------------------------------------------------------------------------
 
 
@@ -46,24 +52,11 @@ def is_dense(w: Workload) -> bool:
     return not w.is_packed and w.kv_pages is None
 
 
-def has_several_key_tiles(w: Workload) -> bool:
-    """More keys than fit a tile."""
-    return any(kv_len > TILE for _, kv_len in sequence_lengths(w))
-
-
-def has_several_row_tiles(w: Workload) -> bool:
-    """More rows than fit a tile."""
-    return any(q_len > TILE for q_len, _ in sequence_lengths(w))
-
-
-def has_row_tail(w: Workload) -> bool:
-    """A last tile of rows that is not full."""
-    return any(q_len % TILE for q_len, _ in sequence_lengths(w))
-
-
-def has_other_lengths(w: Workload) -> bool:
-    """A sequence with more keys than queries, or fewer."""
-    return any(q_len != kv_len for q_len, kv_len in sequence_lengths(w))
+#: more keys, or rows, than fit a tile; a last tile of rows that is not full; a sequence with more keys than queries, or fewer
+has_several_key_tiles = of_lengths(lambda q_len, kv_len: kv_len > TILE)
+has_several_row_tiles = of_lengths(lambda q_len, kv_len: q_len > TILE)
+has_row_tail = of_lengths(lambda q_len, kv_len: q_len % TILE)
+has_other_lengths = of_lengths(lambda q_len, kv_len: q_len != kv_len)
 
 
 # -- heads and dtypes ------------------------------------------------------------------------------------------------------
@@ -72,19 +65,14 @@ def has_other_lengths(w: Workload) -> bool:
 is_grouped = has("grouped heads")
 
 
-def is_grouped_twice(w: Workload) -> bool:
-    """Several key heads, each shared by query heads."""
-    return w.group > 1 and w.kv_heads > 1
-
-
-def has_several_heads(w: Workload) -> bool:
-    """More than one query head."""
-    return w.heads > 1
-
-
 def is_half(w: Workload) -> bool:
     """float16 or bfloat16."""
     return w.dtype != "float32"
+
+
+def is_grouped_twice(w: Workload) -> bool:
+    """Several key heads, each shared by query heads."""
+    return w.group > 1 and w.kv_heads > 1
 
 
 # -- masks -----------------------------------------------------------------------------------------------------------------
@@ -147,6 +135,11 @@ def _row_tiles(w: Workload) -> list[_RowTile]:
     return tiles
 
 
+def of_rows(condition: Callable[[range, _RowTile], bool]) -> Applies:
+    """Return whether a condition holds of what some row sees of a causal mask or window, and of its tile."""
+    return lambda w: is_band(w) and any(condition(seen, tile) for tile in _row_tiles(w) for seen in tile.spans)
+
+
 def has_key_tail(w: Workload) -> bool:
     """A last tile of keys that is not full, and is visited."""
     if not is_band(w):
@@ -166,14 +159,9 @@ def hides_keys(w: Workload) -> bool:
     return w.mask is not None or has_key_tail(w)
 
 
-def has_right_edge(w: Workload) -> bool:
-    """A causal mask or window that ends before the keys do."""
-    return is_band(w) and any(s.stop < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
-
-
-def has_left_edge(w: Workload) -> bool:
-    """A window that begins after the keys do."""
-    return is_band(w) and any(0 < s.start < tile.kv_len for tile in _row_tiles(w) for s in tile.spans)
+#: a causal mask or window that ends before the keys do; one that begins after them
+has_right_edge = of_rows(lambda seen, tile: seen.stop < tile.kv_len)
+has_left_edge = of_rows(lambda seen, tile: 0 < seen.start < tile.kv_len)
 
 
 def cuts_keys(w: Workload) -> bool:
@@ -182,16 +170,10 @@ def cuts_keys(w: Workload) -> bool:
     return edges or is_custom(w) or is_document(w)
 
 
-def has_edge_before_last_tile(w: Workload) -> bool:
-    """A causal mask or window that cuts another tile of keys than the last that a tile of rows visits."""
-    if not is_band(w):
-        return False
-    return any(
-        s.start > tile.visited[0] or s.stop < tile.visited[-1]
-        for tile in _row_tiles(w)
-        if len(tile.visited) > 1
-        for s in tile.spans
-    )
+#: a causal mask or window that cuts another tile of keys than the last that a tile of rows visits
+has_edge_before_last_tile = of_rows(
+    lambda seen, tile: len(tile.visited) > 1 and (seen.start > tile.visited[0] or seen.stop < tile.visited[-1])
+)
 
 
 def has_unaligned_left_edge(w: Workload) -> bool:
