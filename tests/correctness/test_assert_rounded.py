@@ -484,56 +484,37 @@ def test_a_failure_names(out, roundings, line):
     assert [one for one in str(failure.value).splitlines() if re.fullmatch(line.replace("%%", "%"), one)]
 
 
-@pytest.mark.parametrize(
-    ("out", "exact", "roundings", "error", "words"),
-    [
-        (
-            EXACT,
-            EXACT.float(),
-            ONCE,
-            ValueError,
-            "exact is torch.float32, expected torch.float64: compute it from inputs.double()",
-        ),
-        (EXACT, [1.0], ONCE, TypeError, "exact is of type list, expected a float64 tensor"),
-        (EXACT, EXACT[:0], ONCE, ValueError, "exact of shape (0, 8, 32) has no number, so nothing can be judged"),
-        (EXACT, EXACT * math.nan, ONCE, ValueError, "has no number, so nothing can be judged"),
-        (None, EXACT, ONCE, ContractError, "out is of type NoneType, expected a tensor of real numbers"),
-        (EXACT.cfloat(), EXACT, ONCE, ContractError, "out is torch.complex64, expected a tensor of real numbers"),
-        (EXACT[0], EXACT, ONCE, ContractError, "out has shape (8, 32), expected that of exact, (2, 8, 32)"),
-        (EXACT, EXACT, [], ValueError, "roundings is empty or no list: name where the kernel rounds"),
-        (EXACT, EXACT, ONCE[0], ValueError, "roundings is empty or no list: name where the kernel rounds"),
-        (EXACT, EXACT, ["bf16"], TypeError, "roundings[0] is of type str, expected Rounded(dtype, of), Quantized(step)"),
-        (EXACT, EXACT, [*ONCE, Rounded("int4", of=EXACT)], ValueError, "unknown dtype of roundings[1] 'int4'; known: bf"),
-        (EXACT, EXACT, [*ONCE, Rounded("bf16", of=EXACT.float())], ValueError, "roundings[1].of is torch.float32, expected"),
-        (EXACT, EXACT, [Rounded("bf16", of=1.0)], ValueError, "roundings[0].of is float, expected a float64 tensor"),
-        (
-            EXACT,
-            EXACT,
-            [Rounded("bf16", of=EXACT[:, :3])],
-            ValueError,
-            "roundings[0].of does not broadcast to exact's shape, (2, 8, 32): ",
-        ),
-        (
-            EXACT,
-            EXACT,
-            [Rounded("bf16", of=EXACT, times=0)],
-            ValueError,
-            "times of roundings[0] is 0, expected a number above 0",
-        ),
-        (
-            EXACT,
-            EXACT,
-            [Rounded("bf16", of=EXACT / 0)],
-            ValueError,
-            "roundings[0].of is NaN or infinite at 512 elements where",
-        ),
-        (EXACT, EXACT, [Quantized("1")], ValueError, "roundings[0].step is str, expected a float64 tensor"),
-        (EXACT, EXACT, [EXACT.float()], ValueError, "roundings[0] is torch.float32, expected a float64 tensor"),
-    ],
-)
-def test_what_cannot_be_judged_is_refused_in_words(out, exact, roundings, error, words):
+#: what is handed in beside or instead of `EXACT` and `ONCE`, what it raises, and how that is said
+REFUSED = [
+    ({"exact": EXACT.float()}, ValueError, "exact is torch.float32, expected torch.float64: compute it from inputs.double()"),
+    ({"exact": [1.0]}, TypeError, "exact is of type list, expected a float64 tensor"),
+    ({"exact": EXACT[:0]}, ValueError, "exact of shape (0, 8, 32) has no number, so nothing can be judged"),
+    ({"exact": EXACT * math.nan}, ValueError, "has no number, so nothing can be judged"),
+    ({"out": None}, ContractError, "out is of type NoneType, expected a tensor of real numbers"),
+    ({"out": EXACT.cfloat()}, ContractError, "out is torch.complex64, expected a tensor of real numbers"),
+    ({"out": EXACT[0]}, ContractError, "out has shape (8, 32), expected that of exact, (2, 8, 32)"),
+    ({"roundings": []}, ValueError, "roundings is empty or no list: name where the kernel rounds"),
+    ({"roundings": ONCE[0]}, ValueError, "roundings is empty or no list: name where the kernel rounds"),
+    ({"roundings": ["bf16"]}, TypeError, "roundings[0] is of type str, expected Rounded(dtype, of), Quantized(step)"),
+    ({"roundings": [*ONCE, Rounded("int4", of=EXACT)]}, ValueError, "unknown dtype of roundings[1] 'int4'; known: bf"),
+    ({"roundings": [*ONCE, Rounded("bf16", of=EXACT.float())]}, ValueError, "roundings[1].of is torch.float32, expected"),
+    ({"roundings": [Rounded("bf16", of=1.0)]}, ValueError, "roundings[0].of is float, expected a float64 tensor"),
+    (
+        {"roundings": [Rounded("bf16", of=EXACT[:, :3])]},
+        ValueError,
+        "roundings[0].of does not broadcast to exact's shape, (2, 8, 32): ",
+    ),
+    ({"roundings": [Rounded("bf16", of=EXACT, times=0)]}, ValueError, "times of roundings[0] is 0, expected a number above 0"),
+    ({"roundings": [Rounded("bf16", of=EXACT / 0)]}, ValueError, "roundings[0].of is NaN or infinite at 512 elements where"),
+    ({"roundings": [Quantized("1")]}, ValueError, "roundings[0].step is str, expected a float64 tensor"),
+    ({"roundings": [EXACT.float()]}, ValueError, "roundings[0] is torch.float32, expected a float64 tensor"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "words"), REFUSED)
+def test_what_cannot_be_judged_is_refused_in_words(given, error, words):
     with pytest.raises(error, match=re.escape(words)) as refused:
-        assert_rounded(out, exact, roundings)
+        assert_rounded(**({"out": EXACT, "exact": EXACT, "roundings": ONCE} | given))
     assert type(refused.value) is error
 
 

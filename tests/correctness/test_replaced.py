@@ -5,6 +5,7 @@ import math
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -45,8 +46,9 @@ PLACES = [
 ]
 
 
+@contextmanager
 def replacing(owner, name, by=evil):
-    """Return a kernel that replaces a function for good, and what puts it back where nobody does."""
+    """Yield a kernel that replaces a function for good, and that function, which is put back where nobody does."""
     was = vars(owner).get(name, mock.DEFAULT)
 
     def kernel(q, k, v):
@@ -54,23 +56,20 @@ def replacing(owner, name, by=evil):
         setattr(owner, name, by)
         return out
 
-    def undo():
+    try:
+        yield kernel, was
+    finally:
         if was is mock.DEFAULT and name in vars(owner):
             delattr(owner, name)
         elif was is not mock.DEFAULT and vars(owner)[name] is not was:
             setattr(owner, name, was)
 
-    return kernel, was, undo
-
 
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=[f"{owner.__name__}.{name}" for owner, name in PLACES])
 def test_what_is_replaced_is_named_and_put_back(owner, name):
-    kernel, was, undo = replacing(owner, name, Evil() if name == "equal" else evil)
-    try:
+    with replacing(owner, name, Evil() if name == "equal" else evil) as (kernel, was):
         text = failure(kernel, SMALL)
         assert vars(owner).get(name, mock.DEFAULT) is was
-    finally:
-        undo()
     assert text.startswith("the callable replaced ")
     assert f"{owner.__name__}.{name}" in text
     assert "by         replacing.kernel[" in text
@@ -78,13 +77,10 @@ def test_what_is_replaced_is_named_and_put_back(owner, name):
 
 @pytest.mark.parametrize("name", ["all", "getattr", "isinstance", "len", "max", "type", "zip"])
 def test_what_everything_calls_is_back_before_it_is_called(name):
-    kernel, was, undo = replacing(builtins, name)
-    try:
+    with replacing(builtins, name) as (kernel, was):
         with pytest.raises(AssertionError, match=f"the callable replaced {name} by evil"), replaced_functions.functions_kept():
             kernel(*torch.randn(3, 1, 1, 2, 4))
         assert vars(builtins)[name] is was
-    finally:
-        undo()
 
 
 def test_a_kernel_that_is_registered_for_an_operator_of_torch_is_taken_back():
@@ -137,7 +133,6 @@ def test_what_is_deleted_comes_back():
 
 @pytest.mark.parametrize("judged", ["check", "check_invariants", pytest.param("measure", marks=pytest.mark.slow("times"))])
 def test_whatever_is_asked_and_where_the_kernel_raises(judged):
-    replaces, was, undo = replacing(torch, "equal")
     calls = []
 
     def kernel(q, k, v):
@@ -149,18 +144,15 @@ def test_whatever_is_asked_and_where_the_kernel_raises(judged):
                 raise KeyError("q")
         return out
 
-    try:
+    with replacing(torch, "equal") as (replaces, was):
         with pytest.raises(AssertionError, match=r"the callable replaced torch\.equal by evil") as error:
             getattr(pytest_attn, judged)(kernel, Workload(16, heads=1, dtype="float32"), device="cpu")
         assert torch.equal is was
-    finally:
-        undo()
     if judged == "check":
         assert "(then KeyError was raised: 'q')" in str(error.value)
 
 
 def test_a_step_of_a_model_that_replaces_a_function():
-    replaces, _, undo = replacing(torch.Tensor, "clone")
     model = stack(attention)
     x = torch.randn(2, TOKENS, 64)
 
@@ -169,11 +161,9 @@ def test_a_step_of_a_model_that_replaces_a_function():
         replaces(x, x, x)
         return out
 
-    try:
-        with pytest.raises(AssertionError, match=r"the callable replaced torch\.Tensor\.clone by evil"):
-            check_model(model, step)
-    finally:
-        undo()
+    words = r"the callable replaced torch\.Tensor\.clone by evil"
+    with replacing(torch.Tensor, "clone") as (replaces, _), pytest.raises(AssertionError, match=words):
+        check_model(model, step)
 
 
 def test_what_a_test_has_replaced_before_is_no_fault_and_stays(monkeypatch):

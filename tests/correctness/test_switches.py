@@ -8,7 +8,7 @@ import signal
 import sys
 import types
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -137,6 +137,15 @@ SWITCHES = {
 } | OF_PROCESS
 
 
+@contextmanager
+def afterwards(call, *arguments):
+    """Call a function when the block ends, however it does."""
+    try:
+        yield
+    finally:
+        call(*arguments)
+
+
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
     turn, is_on = SWITCHES[name]
@@ -146,11 +155,9 @@ def test_a_switch_that_is_left_turned_is_named_and_turned_back(name):
         turn(True)
         return out
 
-    try:
+    with afterwards(turn, False):
         assert f"the callable left {name} at" in failure(leaves_it, CAUSAL, backward=name not in OF_PROCESS)
         assert not is_on()
-    finally:
-        turn(False)
 
 
 def test_a_recursion_limit_may_be_raised_as_compilers_do():
@@ -159,11 +166,9 @@ def test_a_recursion_limit_may_be_raised_as_compilers_do():
         return causal(q, k, v)
 
     before = sys.getrecursionlimit()
-    try:
+    with afterwards(sys.setrecursionlimit, before):
         assert pytest_attn.check(raises_it, CAUSAL, precision="torch_cpu", device="cpu").passed
         assert sys.getrecursionlimit() == before + 1000
-    finally:
-        sys.setrecursionlimit(before)
 
 
 def test_a_recursion_limit_near_the_present_depth_is_named():
@@ -175,11 +180,9 @@ def test_a_recursion_limit_near_the_present_depth_is_named():
                 return out
 
     before = sys.getrecursionlimit()
-    try:
+    with afterwards(sys.setrecursionlimit, before):
         assert "the callable left Python's recursion limit at " in failure(leaves_it, CAUSAL)
         assert sys.getrecursionlimit() == before
-    finally:
-        sys.setrecursionlimit(before)
 
 
 @pytest.mark.parametrize("name", ["Python's filter 1 of warnings", "the handler of SIGTERM"])
@@ -192,11 +195,9 @@ def test_what_a_library_turns_as_it_is_imported_is_no_fault_and_stays(name, monk
             turn(True)
         return causal(q, k, v)
 
-    try:
+    with afterwards(turn, False):
         assert pytest_attn.check(imports_a_library, CAUSAL, precision="torch_cpu", device="cpu").passed
         assert is_on()
-    finally:
-        turn(False)
 
 
 def test_a_filter_of_one_message_may_be_a_librarys():
@@ -248,11 +249,8 @@ def test_a_debugger_that_a_person_starts_in_a_kernel_may_stay():
 
     debugger = bdb.Bdb()
     debugger.user_line = lambda frame: debugger.set_step()
-    before = sys.gettrace()
-    try:
+    with afterwards(sys.settrace, sys.gettrace()):
         assert pytest_attn.check(debugs, CAUSAL, precision="torch_cpu", device="cpu").passed
-    finally:
-        sys.settrace(before)
 
 
 @pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="needs Python 3.12")
@@ -261,11 +259,9 @@ def test_a_monitoring_tool_that_is_left_is_freed():
         sys.monitoring.use_tool_id(4, "mine")
         return causal(q, k, v)
 
-    try:
+    with afterwards(sys.monitoring.free_tool_id, 4):
         assert "the callable left Python's monitoring tools at" in failure(leaves_it, CAUSAL)
         assert sys.monitoring.get_tool(4) is None
-    finally:
-        sys.monitoring.free_tool_id(4)
 
 
 @pytest.mark.one_in(2)
@@ -279,12 +275,10 @@ def test_a_switch_is_turned_back_by_whatever_is_asked(judged):
         turn(judged == "check_invariants" or len(calls) > 8)
         return causal(q, k, v)
 
-    try:
+    with afterwards(turn, False):
         with pytest.raises(AssertionError, match="the callable left torch's flash SDPA at False"):
             getattr(pytest_attn, judged)(leaves_it, Workload(16, heads=1, mask="causal"), precision="torch_cpu", device="cpu")
         assert not is_on()
-    finally:
-        turn(False)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
@@ -308,11 +302,9 @@ def test_a_switch_that_a_backward_pass_leaves_turned_is_named():
         torch.set_num_threads(2)
         return backward(dout)
 
-    try:
+    with afterwards(torch.set_num_threads, 1):
         assert "the callable left torch's number of threads at 2" in failure(with_gradients(leaves_it), SMALL, backward=True)
         assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.skipif(not IS_FINE, reason="needs torch 2.9")
@@ -336,13 +328,11 @@ def test_a_precision_that_is_turned_in_the_newer_way_is_turned_back(before):
         return causal(q, k, v)
 
     matmul.fp32_precision = before
-    try:
+    with afterwards(torch.set_float32_matmul_precision, "highest"):
         assert "the callable left torch's float32 precision of cuda matmul at" in failure(leaves_it, CAUSAL)
         assert (matmul.fp32_precision == "tf32") is (before == "tf32")
         if before == "none":
             assert torch.get_float32_matmul_precision() == "highest"
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.one_in(6)

@@ -4,22 +4,10 @@ import atexit
 
 import pytest
 import torch
-from fakes.gpus import two_gpus
 
 from pytest_attn.latency.nvml import ClockError, locked_clocks
 
 CUDA = torch.device("cuda:0")
-
-
-@pytest.fixture
-def nvml(monkeypatch, tmp_path):
-    with two_gpus(monkeypatch, tmp_path) as nvml:
-        yield nvml
-
-
-@pytest.fixture
-def gpu(nvml):
-    return nvml.GPUS[1]
 
 
 @pytest.fixture
