@@ -598,13 +598,14 @@ def _measured(
     magnitude, rows = z.abs(), z.square() if is_of_rows else z.square().mean(-1)
     place = magnitude.argmax() if is_of_rows else torch.where(wrong, math.nan, magnitude).argmax()  # NaN counts as the largest
     shape = z.shape
+    found, exact, budget = (t.take(place) for t in (got, expected.value, expected.tau))  # an index in [] would be read back
     numbers = {
         "z_element": magnitude.max(),
         "row": rows.max(),
         "head": rows.mean(-1).max(),
         "exceeding": (magnitude > limits.element).sum(),
         "wrong": wrong.sum(),
-        **_at(place, got, expected.value, expected.tau),
+        "place": place, "found": found, "exact": exact, "budget": budget,
         **_familiar(residual, expected.value),
         **(_steepest(z, expected) if has_slopes else {}),
     }
@@ -691,11 +692,6 @@ def _allowed_of_lse(expected: Expected) -> torch.Tensor:
     """Return by how much lse, or a maximum, may be off."""
     exact = expected.value.where(expected.value.isfinite(), 0.0)
     return LSE_TOLERANCE * (1 + exact.abs()) + LSE_BUDGETS * expected.tau.to(exact.device)
-
-
-def _at(place: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, budget: torch.Tensor) -> dict[str, torch.Tensor]:
-    found, exact, budget = (tensor.take(place) for tensor in (got, exact, budget))  # an index in [] would be read back
-    return {"place": place, "found": found, "exact": exact, "budget": budget}
 
 
 def _familiar(residual: torch.Tensor, exact: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -25,17 +25,14 @@ def attention_faults(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     They are for all draws of a workload's inputs. drawn: any of them, for what tensors there are, and where.
     """
     yield from wrong_descales(w, drawn)
-    yield from ignored_options(w)
+    for fault, words, changes in _ignored(w):
+        yield AttentionFault(fault, words, of_workload(w, **changes))
     for fault, words, mask in near_misses(w, drawn):
         yield AttentionFault(fault, words, of_workload(w, mask=mask))
     yield from _hidden_scores(w, drawn)
     yield from misread_tensors(w, drawn)
     yield from misread_options(w, drawn)
     yield from misplaced_options(w, drawn)
-
-
-def _hidden_at(low: float, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    return scores.where(visible, low)
 
 
 #: finite numbers that hidden scores are set to
@@ -54,11 +51,14 @@ def _hidden_scores(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         changed = modified_by(w, lambda s, *index: step(s, visible(*index)))
         return other, padded.replace(mask=None, score_mod=changed)
 
+    def finite(low: float) -> Callable[[Inputs], Other]:
+        return partial(with_hidden, lambda s, seen: s.where(seen, low))
+
     words = "whose mask is added to the scores as 1 and 0, and hides nothing: 0 and -inf are added"
     yield AttentionFault("mask-added", words, partial(with_hidden, lambda s, seen: s + seen))
     for low in _LOW:
         words = f"whose hidden scores are {low:g}, not -inf"
-        yield AttentionFault("hidden-scores-finite", words, partial(with_hidden, partial(_hidden_at, low)))
+        yield AttentionFault("hidden-scores-finite", words, finite(low))
 
 
 #: sizes of tiles that kernels have, the largest first
@@ -872,12 +872,6 @@ def _with_descales(w: Workload, change: Callable[[Descales], Descales], inputs: 
     return dataclasses.replace(inputs, **values), w  # type: ignore[arg-type]
 
 
-def ignored_options(w: Workload) -> Iterator[AttentionFault]:
-    """Yield options that are ignored, and other scales."""
-    for fault, words, changes in _ignored(w):
-        yield AttentionFault(fault, words, of_workload(w, **changes))
-
-
 def _ignored(w: Workload) -> Iterator[tuple[str, str, dict[str, object]]]:
     scale = w.softmax_scale
     yield "scale-missing", "with scale 1: the softmax scale is missing", {"scale": 1.0}
@@ -1154,7 +1148,10 @@ def roundings(profile: Precision, w: Workload, smaller: str = "") -> Iterator[Ca
         once = modified_by(w, lambda s, *index: rounded(s))
         yield of_workload(w, score_mod=once)
         if not (w.softcap or w.bias or w.alibi or w.score_mod):
-            of_products = partial(_scaled_after, dtype, w.softmax_scale)
+
+            def of_products(scores: torch.Tensor) -> torch.Tensor:
+                return rounded(scores / w.softmax_scale).double() * w.softmax_scale
+
             yield of_workload(w, score_mod=lambda s, *index: of_products(s))
             yield of_workload(w, score_mod=lambda s, *index: rounded(of_products(s)))
     for is_rounded, name in ((profile.rounds_scaled_query, "q"), (profile.rounds_scaled_key, "k")):
@@ -1174,18 +1171,11 @@ def rounded_scores(w: Workload) -> Iterator[AttentionFault]:
             yield AttentionFault("scores-rounded", f"whose scores are rounded to {dtype}", attention)
 
 
-def _scaled_after(dtype: torch.dtype, scale: float, scores: torch.Tensor) -> torch.Tensor:
-    return _rounded(dtype, scores / scale).double() * scale
-
-
 def _scaled_before(dtype: torch.dtype, scale: float, tensor: torch.Tensor) -> torch.Tensor:
     return _rounded(dtype, tensor.double() * scale).double() / scale
 
 
 def _cut(added: int, inputs: Inputs) -> dict[str, torch.Tensor]:
-    return {name: _as_tf32(added, getattr(inputs, name)) for name in ("q", "k", "v", "dout")}
-
-
-def _as_tf32(added: int, tensor: torch.Tensor) -> torch.Tensor:
     """Keep 10 bits of the fraction; added to the bits before: 0x1000 to round to nearest."""
-    return ((tensor.contiguous().view(torch.int32) + added) & ~0x1FFF).view(torch.float32)
+    bits = {name: getattr(inputs, name).contiguous().view(torch.int32) for name in ("q", "k", "v", "dout")}
+    return {name: ((whole + added) & ~0x1FFF).view(torch.float32) for name, whole in bits.items()}
