@@ -605,7 +605,10 @@ def _measured(
         "head": rows.mean(-1).max(),
         "exceeding": (magnitude > limits.element).sum(),
         "wrong": wrong.sum(),
-        "place": place, "found": found, "exact": exact, "budget": budget,
+        "place": place,
+        "found": found,
+        "exact": exact,
+        "budget": budget,
         **_familiar(residual, expected.value),
         **(_steepest(z, expected) if has_slopes else {}),
     }

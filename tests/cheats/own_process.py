@@ -6,6 +6,7 @@ Where another process judges, only its clock and what it is sent can stop them. 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 
 from cheats.runs import MARKER
 from cheats.table import PYGPUBENCH_FORGED, Cheat
@@ -74,40 +75,37 @@ def burn(is_over):
 """
 
 
-def _own(name: str, does: str, code: str, measure: str = "") -> Cheat:
+def _own(name: str, does: str, measure: str = "") -> Callable[[str], Cheat]:
+    """Return what makes a cheat of the text of its row of calls."""
     marker = MARKER.replace("Workload(64, heads=2, head_dim=32", "Workload(256, heads=4, head_dim=64")
     marker += ", backward=True" if measure else ""
-    text = f"{_PRELUDE}{textwrap.dedent(code)}\n\nCallServer._in_a_row = row\n"
-    return Cheat(name, "replaces the judge", does, PYGPUBENCH_FORGED, text, "isolation", marker=marker, measure=measure)
+
+    def made(code: str) -> Cheat:
+        text = f"{_PRELUDE}{textwrap.dedent(code)}\n\nCallServer._in_a_row = row\n"
+        return Cheat(name, "replaces the judge", does, PYGPUBENCH_FORGED, text, "isolation", marker=marker, measure=measure)
+
+    return made
 
 
 OWN_PROCESS = (
-    _own(
-        "calls_nothing",
-        "says that the calls have been made, and computes what is fetched when it is fetched",
-        """
+    _own("calls_nothing", "says that the calls have been made, and computes what is fetched when it is fetched")("""
         def row(self, order):
             seed = seed_of(self)
             answer(self, zeros_for(order))
             return Later(order, seed)
-        """,
-    ),
-    _own(
-        "computes_afterwards",
-        "says that the calls have been made, and computes them in a thread meanwhile",
-        """
+        """),
+    _own("computes_afterwards", "says that the calls have been made, and computes them in a thread meanwhile")("""
         def row(self, order):
             seed = seed_of(self)
             answer(self, zeros_for(order))
             later = Later(order, seed)
             threading.Thread(target=lambda: answer(self, call_server.digest([*later[0:]]))).start()
             return later
-        """,
-    ),
+        """),
     _own(
         "digest_of_what_was",
         "answers with the digests of results of the data that it has seen, and with these where they are fetched",
-        """
+    )("""
         def row(self, order):
             q, k, v = order["call"][0]
             kept = sdpa(q, k, v)
@@ -115,12 +113,8 @@ OWN_PROCESS = (
             seed_of(self)
             answer(self, digests)
             return [kept] * order["calls"]
-        """,
-    ),
-    _own(
-        "another_digest",
-        "answers with numbers, and bends what is fetched until it has these digests",
-        """
+        """),
+    _own("another_digest", "answers with numbers, and bends what is fetched until it has these digests")("""
         class Bent:
             def __init__(self, order, seed):
                 self.data = call_server.RowData(order["call"][0], [], "forward", seed)
@@ -135,24 +129,16 @@ OWN_PROCESS = (
             seed = seed_of(self)
             answer(self, zeros_for(order))
             return Bent(order, seed)
-        """,
-    ),
-    _own(
-        "every_second_call",
-        "makes every second call, and answers it twice",
-        """
+        """),
+    _own("every_second_call", "makes every second call, and answers it twice")("""
         def row(self, order):
             seed, calls = seed_of(self), order["calls"]
             found = [one for one in results_of(order | {"calls": calls // 2}, seed) for _ in range(2)]
             found += [found[-1]] * (calls - len(found))
             answer(self, call_server.digest(found))
             return found
-        """,
-    ),
-    _own(
-        "scores_before",
-        "has the probabilities of the keys and queries that it has seen before the time begins",
-        """
+        """),
+    _own("scores_before", "has the probabilities of the keys and queries that it has seen before the time begins")("""
         def row(self, order):
             q, k, v = order["call"][0]
             kept = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
@@ -161,12 +147,10 @@ OWN_PROCESS = (
                 found.append(kept @ data.after(call_server.digest([found[-1]]) if found else None)[0][2])
             answer(self, call_server.digest(found))
             return found
-        """,
-    ),
+        """),
     _own(
-        "gradients_before",
-        "has the gradients of the douts that it has seen before the time begins",
-        """
+        "gradients_before", "has the gradients of the douts that it has seen before the time begins", measure="backward=True"
+    )("""
         def row(self, order):
             given, _, (dout,) = order["call"]
             with torch.enable_grad():
@@ -175,13 +159,8 @@ OWN_PROCESS = (
             seed_of(self)
             answer(self, digests)
             return [kept] * order["calls"]
-        """,
-        measure="backward=True",
-    ),
-    _own(
-        "waits_for_itself",
-        "has threads of its own wait for one core while it is timed",
-        """
+        """),
+    _own("waits_for_itself", "has threads of its own wait for one core while it is timed")("""
         def row(self, order):
             is_over = threading.Event()
             for _ in range(30):
@@ -190,12 +169,8 @@ OWN_PROCESS = (
                 return in_a_row(self, order)
             finally:
                 is_over.set()
-        """,
-    ),
-    _own(
-        "has_another_thread_compute",
-        "waits for one core, behind threads of its own, while a thread computes on another",
-        """
+        """),
+    _own("has_another_thread_compute", "waits for one core, behind threads of its own, while a thread computes on another")("""
         def row(self, order):
             is_over, found = threading.Event(), []
 
@@ -210,12 +185,8 @@ OWN_PROCESS = (
             burn(is_over)
             os.sched_setaffinity(0, cores)
             return found
-        """,
-    ),
-    _own(
-        "slows_the_judge",
-        "keeps all cores busy once it has answered, so that the judge takes more off",
-        """
+        """),
+    _own("slows_the_judge", "keeps all cores busy once it has answered, so that the judge takes more off")("""
         def slow():
             memory = torch.ones(1 << 22)
             for _ in range(200):
@@ -226,6 +197,5 @@ OWN_PROCESS = (
             for _ in range(8):
                 threading.Thread(target=slow, daemon=True).start()
             return found
-        """,
-    ),
+        """),
 )

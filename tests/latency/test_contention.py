@@ -54,34 +54,32 @@ def one_thread():
         yield
 
 
-def monitor_on(machine):
-    monitor = ContentionMonitor(machine.reference_loop)
-    monitor.begin("op")
-    return monitor
+@pytest.fixture
+def monitor(machine):
+    made = ContentionMonitor(machine.reference_loop)
+    made.begin("op")
+    return made
 
 
 def taken(monitor, sample, name="op"):
     return monitor.undisturbed(name, lambda: sample, lambda staged: staged())
 
 
-def test_a_core_of_its_own_costs_no_time(machine):
-    monitor = monitor_on(machine)
+def test_a_core_of_its_own_costs_no_time(machine, monitor):
     begun = machine.now
     assert [taken(monitor, machine.sample()) for _ in range(10)] == [1e-3] * 10
     assert machine.now - begun == pytest.approx(10 * (1e-3 + 2 * ALONE))
     assert monitor.disturbance() is None
 
 
-def test_samples_wait_until_the_others_are_gone(machine):
-    monitor = monitor_on(machine)
+def test_samples_wait_until_the_others_are_gone(machine, monitor):
     machine.others = [(machine.now, machine.now + 0.5)]
     assert taken(monitor, machine.sample()) == 1e-3
     assert monitor.lost == pytest.approx(0.5, abs=1e-3)
     assert monitor.disturbance() is None
 
 
-def test_a_sample_beside_others_is_taken_again(machine):
-    monitor = monitor_on(machine)
+def test_a_sample_beside_others_is_taken_again(machine, monitor):
     machine.others = [(machine.now + 0.5e-3, machine.now + 2e-3)]
     tries = []
     sample = machine.sample()
@@ -90,8 +88,7 @@ def test_a_sample_beside_others_is_taken_again(machine):
     assert monitor.disturbance() is None
 
 
-def test_others_that_stay_are_named_and_nothing_is_lost(machine):
-    monitor = monitor_on(machine)
+def test_others_that_stay_are_named_and_nothing_is_lost(machine, monitor):
     machine.others = [(machine.now, float("inf"))]
     begun = machine.now
     assert [taken(monitor, machine.sample()) for _ in range(10)] == [1.6e-3] * 10
@@ -101,8 +98,7 @@ def test_others_that_stay_are_named_and_nothing_is_lost(machine):
     )
 
 
-def test_a_quarter_of_the_samples_may_be_shared(machine):
-    monitor = monitor_on(machine)
+def test_a_quarter_of_the_samples_may_be_shared(machine, monitor):
     for _ in range(9):
         taken(monitor, machine.sample())
     machine.others = [(machine.now, float("inf"))]
@@ -113,8 +109,7 @@ def test_a_quarter_of_the_samples_may_be_shared(machine):
     assert "beside 31% of the samples" in monitor.disturbance()
 
 
-def test_what_others_did_to_an_anchor_is_no_disturbance_of_the_kernel(machine):
-    monitor = monitor_on(machine)
+def test_what_others_did_to_an_anchor_is_no_disturbance_of_the_kernel(machine, monitor):
     taken(monitor, machine.sample())
     machine.others = [(machine.now, float("inf"))]
     for _ in range(5):
@@ -122,8 +117,7 @@ def test_what_others_did_to_an_anchor_is_no_disturbance_of_the_kernel(machine):
     assert monitor.disturbance() is None
 
 
-def test_where_waiting_was_in_vain_the_next_measurement_waits_half_as_long(machine):
-    monitor = monitor_on(machine)
+def test_where_waiting_was_in_vain_the_next_measurement_waits_half_as_long(machine, monitor):
     machine.others = [(machine.now, float("inf"))]
     waited = []
     for _ in range(7):
@@ -138,9 +132,8 @@ def test_where_waiting_was_in_vain_the_next_measurement_waits_half_as_long(machi
     assert taken(monitor, machine.sample()) == 1e-3
 
 
-def test_a_kernel_that_slows_the_core_itself_is_timed_all_the_same(machine):
+def test_a_kernel_that_slows_the_core_itself_is_timed_all_the_same(machine, monitor):
     """Its threads spin for a millisecond after each call, say."""
-    monitor = monitor_on(machine)
     ended = []
     machine.is_slow = lambda machine: bool(ended) and machine.now - ended[-1] < 1e-3
     sample = machine.sample()
@@ -157,7 +150,8 @@ def test_a_kernel_that_slows_the_core_itself_is_timed_all_the_same(machine):
 
 def test_a_core_that_turns_out_faster_later_was_shared_until_then(machine):
     machine.others = [(0.0, 0.5)]
-    monitor = monitor_on(machine)
+    monitor = ContentionMonitor(machine.reference_loop)
+    monitor.begin("op")
     while machine.now < 0.4:
         assert taken(monitor, machine.sample()) == 1.6e-3
     assert monitor.disturbance() is None
@@ -166,8 +160,7 @@ def test_a_core_that_turns_out_faster_later_was_shared_until_then(machine):
     assert "the core is shared" in monitor.disturbance()
 
 
-def test_a_clock_that_falls_for_good_is_no_disturbance_after_some_measurements(machine):
-    monitor = monitor_on(machine)
+def test_a_clock_that_falls_for_good_is_no_disturbance_after_some_measurements(machine, monitor):
     machine.others = [(machine.now, float("inf"))]
     disturbed = []
     for _ in range(12):
@@ -178,8 +171,7 @@ def test_a_clock_that_falls_for_good_is_no_disturbance_after_some_measurements(m
     assert not disturbed[-1]
 
 
-def test_what_is_staged_does_not_count_and_comes_before_the_look(machine):
-    monitor = monitor_on(machine)
+def test_what_is_staged_does_not_count_and_comes_before_the_look(machine, monitor):
     order = []
     machine.is_slow = lambda machine: order.append("look") or False
 
@@ -192,8 +184,7 @@ def test_what_is_staged_does_not_count_and_comes_before_the_look(machine):
     assert monitor.lost < 1e-3
 
 
-def test_several_threads_are_not_judged(machine):
-    monitor = monitor_on(machine)
+def test_several_threads_are_not_judged(machine, monitor):
     machine.others = [(machine.now, float("inf"))]
     with threads(2):
         monitor.begin("op")
@@ -201,8 +192,7 @@ def test_several_threads_are_not_judged(machine):
     assert monitor.disturbance() is None
 
 
-def test_a_long_sample_is_not_judged_by_what_came_before_and_after(machine):
-    monitor = monitor_on(machine)
+def test_a_long_sample_is_not_judged_by_what_came_before_and_after(machine, monitor):
     machine.others = [(machine.now + 0.01, float("inf"))]
     begun = machine.now
     for _ in range(5):
