@@ -135,11 +135,6 @@ class Page:
     def requests(self):
         return [e["params"]["request"]["url"] for e in self._mine() if e["method"] == "Network.requestWillBeSent"]
 
-    def screenshot(self, path, whole=False):
-        """Write a PNG of what is seen, or of the whole page."""
-        data = self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-        Path(path).write_bytes(base64.b64decode(data))
-
     def print(self, path):
         Path(path).write_bytes(base64.b64decode(self.send("Page.printToPDF", printBackground=True)["data"]))
 

@@ -74,7 +74,7 @@ class MaskUse(NamedTuple):
 
 
 def handed_to(
-    name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unread: Set[int] = frozenset()
+    name: str, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unread: Set[int]
 ) -> HandedMasks:
     """Return the masks that a module is called with. name: what reports call it; unread: as of `HandedMasks`."""
     parameters = _parameters(type(module).forward)

@@ -199,7 +199,6 @@ def attention_share(
     functions: Iterable[Named] = (),
     optimizer: torch.optim.Optimizer | None = None,
     by: Sequence[Substitute] | None = None,
-    pairs: int = _PAIRS,
 ) -> AttentionShare | str:
     """Return what attention takes of a step of a model that runs eagerly, or why that cannot be told.
 
@@ -215,14 +214,14 @@ def attention_share(
             work = StepWork(model, step, direction, optimizer, substitution.reset)
             with work.context():
                 substitution.require_complete(work.stage())
-                return _share_of(work, substitution, len(costless), pairs)
+                return _share_of(work, substitution, len(costless))
     except (SubstitutionError, DropoutError) as error:
         return str(error)
 
 
-def _share_of(work: StepWork, substitution: Substitution, calls: int, pairs: int) -> AttentionShare:
+def _share_of(work: StepWork, substitution: Substitution, calls: int) -> AttentionShare:
     whole, differences = [], []
-    for number in range(pairs + _WARM_UP):
+    for number in range(_PAIRS + _WARM_UP):
         seconds = {}
         for chosen in (0, 1) if number % 2 else (1, 0):  # whichever comes first has the caches of the other
             substitution.choose(chosen)

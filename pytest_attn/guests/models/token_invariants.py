@@ -407,10 +407,6 @@ def _ran(model: TokenModel) -> Iterator[tuple[str, torch.nn.Module]]:
     return ((name, part) for name, part in model.module.named_modules() if id(part) in ran)
 
 
-def _learns_positions(model: TokenModel) -> bool:
-    return any(isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in _ran(model))
-
-
 #: kinds of rotary embeddings whose angles depend on how long a sequence is
 _BY_LENGTH = ("dynamic", "longrope")
 
@@ -430,7 +426,9 @@ _UNSHIFTED: Mapping[str, Callable[[TokenModel], bool]] = {
     "it rotates nothing by position_ids": lambda model: (
         not any("rotary" in type(part).__name__.lower() for _, part in _ran(model))
     ),
-    "it learns an embedding of each position": _learns_positions,
+    "it learns an embedding of each position": lambda model: any(
+        isinstance(part, torch.nn.Embedding) and _ABSOLUTE(name.rpartition(".")[2]) for name, part in _ran(model)
+    ),
     "its angles depend on the length, or its positions end early": _has_few_angles,
 }
 

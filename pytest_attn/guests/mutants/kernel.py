@@ -567,7 +567,7 @@ class Backward(Forward):
         p = self.recomputed(self.masked_again(tile, self.modified_again(tile, scaled)), given.lse)
         ds = self.dscores(p, given.dout @ v.transpose(-1, -2), given.delta)
         ds = self.rounded(tile, self.through_modifications(tile, ds, scaled))
-        self.add_to_rows(tile, sums[0], self.dq(tile, ds, k))
+        self.rows_of(tile.seq, sums[0], tile.rows).add_(self.dq(tile, ds, k))
         self.add_to_keys(tile, sums[1], self.summed_over_group(tile, self.dk(tile, ds, given.q)))
         self.add_to_keys(tile, sums[2], self.summed_over_group(tile, self.dv(tile, self.rounded(tile, p), given.dout)))
 
@@ -616,10 +616,6 @@ class Backward(Forward):
         """Sum a gradient over the query heads that share a key head, (kv_heads, keys, dim)."""
         summed = x.new_zeros(tile.workload.kv_heads, *x.shape[1:])
         return summed.index_add_(0, self.kv_head_of(tile.seq), x)
-
-    def add_to_rows(self, tile: Tile, total: Tensor, share: Tensor) -> None:
-        """Add to the gradient of the tile's rows."""
-        self.rows_of(tile.seq, total, tile.rows).add_(share)
 
     def add_to_keys(self, tile: Tile, total: Tensor, share: Tensor) -> None:
         """Add to the gradient of the tile's keys, those past the end left out."""

@@ -112,11 +112,11 @@ def mask_offset_wraps(kernel: Kernel, seq: Sequence, mask: Mask) -> MaskMod:
     return wrapped
 
 
-def _sequence_begins_far(w: Workload) -> bool:
-    return w.is_packed and sum(q_len for q_len, _ in sequence_lengths(w)[:-1]) * w.heads * w.head_dim > REACH
-
-
-@OVERFLOW(Kernel.load_q, "TE#1230", applies=_sequence_begins_far)
+@OVERFLOW(
+    Kernel.load_q,
+    "TE#1230",
+    applies=lambda w: w.is_packed and sum(rows for rows, _ in sequence_lengths(w)[:-1]) * w.heads * w.head_dim > REACH,
+)
 def sequence_offset_wraps(kernel: Kernel, seq: Sequence, rows: range) -> Tensor:
     """The offset of a packed sequence's first query is a 32-bit number."""
     first = seq.q_start + rows.start

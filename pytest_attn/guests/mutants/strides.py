@@ -31,16 +31,14 @@ def offsets_of(shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -
     return offsets
 
 
-def read_with_strides(
-    tensor: Tensor, strides: tuple[int, ...], shape: tuple[int, ...] | None = None, start: int | None = None
-) -> Tensor:
+def read_with_strides(tensor: Tensor, strides: tuple[int, ...], start: int | None = None) -> Tensor:
     """Read a tensor with other strides; offsets past the end of its memory wrap round, where a GPU would read anything.
 
-    shape, start: another shape, and another first offset than the tensor's own.
+    start: another first offset than the tensor's own.
     """
     memory = memory_of(tensor)
     first = tensor.storage_offset() if start is None else start
-    return memory[(first + offsets_of(shape or tensor.shape, strides, tensor)) % len(memory)]
+    return memory[(first + offsets_of(tensor.shape, strides, tensor)) % len(memory)]
 
 
 def read_wrapped(tensor: Tensor, reach: int) -> Tensor:

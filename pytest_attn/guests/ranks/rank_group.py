@@ -77,12 +77,10 @@ class RankPostMortem(NamedTuple):
         return cls(last_collective(folder / COLLECTIVE.format(rank)), frames, last_words(output, silence=""))
 
 
-def describe_ended(
-    rank: int, seen: RankPostMortem, when: str = "while the case ran", others: Mapping[int, str] | None = None
-) -> str:
+def describe_ended(rank: int, seen: RankPostMortem, when: str, others: Mapping[int, str]) -> str:
     """Say that a rank has ended by itself, or was killed. others: the last collectives of the other ranks."""
     lines = [f"rank {rank} {ending(seen.returncode)} {when}"]
-    collectives = {rank: seen.collective, **(others or {})}
+    collectives = {rank: seen.collective, **others}
     lines += [f"  rank {one}: {collectives[one]}" for one in sorted(collectives) if collectives[one]]
     if seen.printed:
         lines.append(f"  its last words: {seen.printed}")

@@ -58,7 +58,7 @@ def test_a_scale_that_is_far_from_that_of_all_others_is_wrong_where_these_have_t
     assert wrong(*({"scale": scale} for scale in scales)) == said
 
 
-WINDOWS = [
+BEHIND = [
     ((8, 9, 8), {1: "its window is 9 keys, and 8 in blocks.0.attn, which is the same kind of module"}),
     ((8, 7), {1: "its window is 7 keys, and 8 in blocks.0.attn, which is the same kind of module"}),
     ((8, None, 8, None), {}),
@@ -67,23 +67,19 @@ WINDOWS = [
     ((8, 9, 10), {}),
     ((TOKENS - 1, None, TOKENS - 1), {}),
 ]
-BOTH = [
+TO_BOTH_SIDES = [
     ((8, 7, 8), {1: "its window is 13 keys, and 15 in blocks.0.attn, which is the same kind of module"}),
     ((8, 8, 7, 7), {}),
     ((8, 5, 8), {}),
 ]
+WINDOWS = [*((False, *one) for one in BEHIND), *((True, *one) for one in TO_BOTH_SIDES)]
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize(("windows", "said"), WINDOWS, ids=str)
-def test_a_window_that_is_off_by_one_from_all_others_is_wrong(windows, said, is_padded):
-    assert wrong(*({"window": window, "is_padded": is_padded} for window in windows)) == said
-
-
-@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize(("windows", "said"), BOTH, ids=str)
-def test_a_window_to_both_sides_is_held_to_those_of_others(windows, said, is_padded):
-    assert wrong(*({"window": window, "ahead": window - 1, "is_padded": is_padded} for window in windows)) == said
+@pytest.mark.parametrize(("both", "windows", "said"), WINDOWS, ids=str)
+def test_a_window_that_is_off_by_one_from_all_others_is_wrong(both, windows, said, is_padded):
+    layers = ({"window": keys, "ahead": keys - 1 if both else 0, "is_padded": is_padded} for keys in windows)
+    assert wrong(*layers) == said
 
 
 OFF = "its causal mask shows one key {}, and the right ones in blocks.{}.attn, which is the same kind of module"

@@ -97,7 +97,11 @@ class TorchCp(_OfTorch):
             sdpa_kernel(kernels),
             api.context_parallel(place.mesh, buffers=[positions], buffer_seq_dims=[0]),
         ):
-            _require_same_rows(positions, sharding.rows[place.rank])
+            theirs, ours = positions.tolist(), sharding.rows[place.rank].tolist()
+            if theirs != ours:  # the library would have cut other rows for this rank than those that it is handed
+                raise RuntimeError(
+                    f"context_parallel holds rows {theirs[:4]}... on this rank; the test's shard has {ours[:4]}..."
+                )
             yield
 
 
@@ -174,11 +178,3 @@ def _options(api: ModuleType, rotate: str, balances: bool) -> Iterator[None]:
         yield
     finally:
         options.rotate_method, options.enable_load_balance = before
-
-
-def _require_same_rows(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    """Raise RuntimeError where the library would have cut other rows for this rank than those that it is handed."""
-    if theirs.tolist() != ours.tolist():
-        raise RuntimeError(
-            f"context_parallel holds rows {theirs.tolist()[:4]}... on this rank; the test's shard has {ours.tolist()[:4]}..."
-        )
