@@ -205,8 +205,9 @@ class Declaration:
         if not {"lse", "max"} & set(self.names) and (self.lse_base != "e" or self.lse_layout is not None):
             raise ValueError("lse_base and lse_layout say how lse is returned; name it: returns=('out', 'lse')")
 
+    @cached_property
     def stated(self) -> dict[str, Any]:
-        """Return the properties that are not the default, by name, as JSON can hold them."""
+        """The properties that are not the default, by name, as JSON can hold them."""
         said = {}
         for field in dataclasses.fields(self):
             if (value := getattr(self, field.name)) != field.default:

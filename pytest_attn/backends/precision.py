@@ -161,10 +161,10 @@ class Precision:
         of_rows = self.rounds_sinks or self.rounds_rescaling
         return self.has_noisy_scores or self.operand_unit > 0 or of_rows
 
-    def scales_heads(self, has_sinks: bool) -> bool:
-        """Return whether a rounding that the profile declares is shared by all rows of a head, so that it may be a factor."""
-        of_keys = self.is_quantized or self.half_sum_keys > 0 or self.qk_error > 0 or self.rounds_scaled_key
-        return of_keys or (self.rounds_sinks and has_sinks)
+    @cached_property
+    def scales_heads(self) -> bool:
+        """True where a rounding of keys is shared by all rows of a head, so that it may be a factor; of sinks it is, too."""
+        return self.is_quantized or self.half_sum_keys > 0 or self.qk_error > 0 or self.rounds_scaled_key
 
     def words(self, dtype: str) -> str:
         """Say what a kernel of this profile does, behind "if it", for a profile that a failure may suggest."""

@@ -318,6 +318,11 @@ class CallableSubject(Subject):
         return {name: printable(str(getattr(self.user_function, f"__{name}__", ""))) for name in ("module", "qualname")}
 
 
+def name_of(subject: Subject | str) -> str:
+    """Return what reports call a subject, or what is judged in the place of one."""
+    return subject if isinstance(subject, str) else subject.name
+
+
 def identity_of(fn: Callable[..., Any]) -> tuple[int, int]:
     """Return what tells callables apart: each access makes another bound method of the same function and object."""
     owner = getattr(fn, "__self__", None)

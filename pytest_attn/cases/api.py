@@ -21,7 +21,7 @@ from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.known_pair import judge_kept
 from pytest_attn.correctness.replaced_functions import require_clocks
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.correctness.switches import switches_kept
+from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.invariants.all_invariants import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
@@ -234,7 +234,7 @@ def measure(
     _checked(subject, spec)
     require_clocks()
     kept, limited = _kept(subject, spec), threads(cpu_threads if where.type == "cpu" else None)
-    with kept, current(where), subject.calling(), limited, switches_kept(where.type):
+    with kept, current(where), subject.calling(), limited, KeptSwitches(where.type):
         work = work_of(subject, spec, direction, machine_of(where))
         return stopwatch_of(where, cold).measure(work, spec.workload.id, subject.name)
 

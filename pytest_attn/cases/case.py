@@ -18,7 +18,7 @@ from pytest_attn.backends.contexts import eager_because
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.streams import leave_memory
 from pytest_attn.backends.subject import Dequantizer, Subject
-from pytest_attn.cases.case_records import figures_of, z_property
+from pytest_attn.cases.case_records import figures_of
 from pytest_attn.cases.conclude import conclude, skip, skip_unless_runnable
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator
@@ -329,13 +329,10 @@ class KernelEvaluator(Evaluator[Comparison]):
         def known(comparison: Comparison) -> str:
             return _described(defect for defect in defects if defect.explains(comparison, context.workload))
 
-        peak = PeakMemory(spec.device)
-        by = replace(context.judging(subject), comparing=peak, is_known=lambda found: bool(known(found)))
-        comparison = judged(Kernel(subject, spec), by)
-        facts: Any = {
-            "fields": {**figures_of(comparison), "memory": peak.bytes},
-            "properties": z_property(comparison, subject),
-        }
+        by = replace(context.judging(subject), is_known=lambda found: bool(known(found)))
+        peak = PeakMemory(spec.device) if spec.device.type == "cuda" else None  # elsewhere nobody counts it
+        comparison = judged(Kernel(subject, spec), replace(by, comparing=peak) if peak else by)
+        facts: Any = {"fields": {**figures_of(comparison), "memory": peak.bytes if peak else 0}}
         if not comparison.passed:
             if self._tensors is not None and subject.user_function is not None and not executor.elsewhere:
                 comparison = _with_unread(comparison, self._tensors.unread)
@@ -383,7 +380,7 @@ class OutputEvaluator(Evaluator[None]):
 
     def judge(self, context: CaseContext) -> Judgment[None]:
         comparison = judged(self._output, context.judging("out"))
-        facts: Any = {"fields": figures_of(comparison), "properties": z_property(comparison, "out")}
+        facts: Any = {"fields": figures_of(comparison)}
         if comparison.passed:
             return Judgment(Verdict.PASSED, **facts)
         text, evidence = mismatch_text.describe(comparison), replace(self.evidence, comparison=comparison)

@@ -9,17 +9,19 @@ from typing import Any, get_args
 
 import pytest
 
+from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.raised import message_of
-from pytest_attn.backends.subject import CallableSubject, Subject
+from pytest_attn.backends.subject import CallableSubject, Subject, name_of
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.reports.lines import raised_words, taken_apart, z_figure
-from pytest_attn.reports.records import TEST, Record, changed, is_wrong, new_record
+from pytest_attn.reports.records import TEST, Record, changed, is_wrong, latency_of, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import NoTorchError
 from pytest_attn.session.kinds import CaseParameter, device_of, id_from_root, kind_of, parameter_of, typed_name
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.version import __version__
+from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.functions import shell_word
 from pytest_attn.workloads.workload import Direction, Workload
 
@@ -61,54 +63,48 @@ def figures_of(comparison: Comparison | None) -> dict[str, Any]:
     }
 
 
-def z_property(comparison: Comparison | None, subject: Subject | str) -> dict[str, str]:
-    """Return what the report of a test says of a comparison, by the name of who was compared."""
-    if comparison is None:
-        return {}
-    reported, name = comparison.reported, subject if isinstance(subject, str) else subject.name
-    return {f"attn_z_{name}": f"{z_figure(reported.z_element)} ({reported.name})"}
-
-
 def facts_of(session: AttentionSession, workload: Workload, subject: Subject | str, device: str | None) -> dict[str, Any]:
     """Return the fields of a record that say what was judged, and where. device: the one that a marker names."""
     return {
         "workload": workload.id,
         "name": workload.name or "",
-        "group": session.registrations.catalog.group_of(workload.name),
-        "aliases": tuple(session.registrations.catalog.aliases_of(workload.name)),
-        "shape": shape_of(workload),
-        "subject": subject if isinstance(subject, str) else subject.name,
+        **_of_workload(session.registrations.catalog, workload),
+        "subject": name_of(subject),
         **_kernel(session, subject),
-        "machine": _machine(session, device),
+        "machine": _described(session.machines.machine(device)),
     }
 
 
 @lru_cache(maxsize=256)  # every backend leaves a record of the same workload
-def shape_of(workload: Workload) -> dict[str, Any]:
-    """Return a workload's sizes, with the operations and bytes that its passes need."""
+def _of_workload(catalog: Catalog, workload: Workload) -> dict[str, Any]:
+    """Say where the catalog has a workload; and its sizes, with the operations and bytes that its passes need."""
     passes = get_args(Direction)
-    return {
+    shape = {
         "id": workload.shape_id,
         **{name: getattr(workload, name) for name in _SIZES},
         "mask": workload.mask.label if workload.mask else "",
         "flops": {one: workload.flops(one) for one in passes},
         "bytes": {one: workload.bytes(one) for one in passes},
     }
+    return {"group": catalog.group_of(workload.name), "aliases": tuple(catalog.aliases_of(workload.name)), "shape": shape}
 
 
 def _kernel(session: AttentionSession, subject: Subject | str) -> dict[str, Any]:
     """Say which library a backend is of; a callable is of none, whatever its name."""
     if isinstance(subject, str) or not subject.is_backend:
-        name = subject if isinstance(subject, str) else subject.name
-        declared = subject.declared.stated() if isinstance(subject, CallableSubject) else {}
-        return {"tags": {"family": "callable", "backend": name, "compile": "none"}, "version": "", "declared": declared}
+        declared = subject.declared.stated if isinstance(subject, CallableSubject) else {}
+        return {
+            "tags": {"family": "callable", "backend": name_of(subject), "compile": "none"},
+            "version": "",
+            "declared": declared,
+        }
     name, _, variant = subject.name.partition("+")
     tags = {"family": subject.library, "backend": name, "compile": variant or "none"}
     return {"tags": tags, "version": session.registrations.version_of(subject)}
 
 
-def _machine(session: AttentionSession, device: str | None) -> dict[str, Any]:
-    machine = session.machines.machine(device)
+@lru_cache
+def _described(machine: Machine) -> dict[str, Any]:
     return {
         "name": machine.name,
         "device": machine.device,
@@ -145,11 +141,24 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
     if not finished:
         return
     report.attn = finished  # type: ignore[attr-defined]
+    for added in map(_properties_of, finished):
+        report.user_properties += added
+        item.user_properties += added  # JUnit XML has those of the last report
     doubts = [record["reason"] for record in records if record["verdict"] == Verdict.INCONCLUSIVE]
     if doubts and report.when == "call" and report.passed:
         path, line, _ = item.location
         report.outcome = "skipped"  # what could not be decided must not look like a pass
         report.longrepr = (path, (line or 0) + 1, f"Skipped: inconclusive latency: {doubts[0]}")
+
+
+def _properties_of(record: Record) -> list[tuple[str, str]]:
+    """Return what JUnit XML and the like say of a record: how near it is to its limits, and how fast."""
+    of, found = record["subject"], []
+    if record["z_element"] is not None:
+        found.append((f"attn_z_{of}", f"{z_figure(record['z_element'])} ({record['tensor']})"))
+    if (p50 := latency_of(record).get("p50")) is not None:
+        found.append((f"attn_p50_{of}_{record['direction']}", f"{p50:.6g}"))
+    return found
 
 
 def _look_after(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
@@ -209,8 +218,7 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: Bas
     try:
         facts = facts_of(session_of(item.config), parameter.workload, subject, device_of(item))
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised
-        name = subject if isinstance(subject, str) else subject.name
-        facts = {"workload": parameter.workload.id, "name": parameter.workload.name or "", "subject": name}
+        facts = {**_named(parameter), "subject": name_of(subject)}
     if unknown := kind_of(item).unknown:
         facts |= {"workload": unknown, "shape": {}}
     return new_record(

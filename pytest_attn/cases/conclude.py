@@ -9,7 +9,7 @@ import pytest
 
 from pytest_attn.backends.named import is_imported_from_a_test, is_name
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError, ending_no_test, message_of
-from pytest_attn.backends.subject import RefusedError, Subject
+from pytest_attn.backends.subject import RefusedError, Subject, name_of
 from pytest_attn.cases.case_records import RECORDS, facts_of
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator, Refusal
@@ -41,8 +41,8 @@ def conclude(context: CaseContext, evaluator: Evaluator[Result]) -> Result:
         found = found.failing_if_declined()
     if found.is_recorded:
         _leave_record(context, evaluator, found)
-    if not found.passed:
-        _end(context, evaluator.name, found)
+    if found.text or found.skip or found.error:
+        _end(context, name_of(evaluator.subject), found)
     return cast(Result, found.result)
 
 
@@ -80,12 +80,14 @@ def _end_run(item: pytest.Item, error: JudgeChangedError) -> NoReturn:
 def _judged(context: CaseContext, evaluator: Evaluator[Result]) -> Judgment[Result]:
     """Return what an evaluator finds, or what the error says of its subject that ended it."""
     __tracebackhide__ = True
-    progress = context.session.progress.during(evaluator.doing, evaluator.on)
+    name, progress = name_of(evaluator.subject), context.session.progress.during(evaluator.doing, evaluator.on)
     kept: AbstractContextManager[None] = nullcontext()
     if evaluator.doing:  # else nothing is called, and its device may not be there
-        kept = judge_kept(f"{evaluator.name} on {evaluator.on}", context.session.machines.device(context.mark.device))
+        kept = judge_kept(
+            f"{name_of(evaluator.subject)} on {evaluator.on}", context.session.machines.device(context.mark.device)
+        )
     try:
-        with ending_no_test(evaluator.name, calls=False), progress, kept:
+        with ending_no_test(name, calls=False), progress, kept:
             return evaluator.judge(context)
     except RefusedError as error:
         if isinstance(evaluator.evidence, FailureToSave) and evaluator.evidence.subject is evaluator.subject:
@@ -106,8 +108,7 @@ def _require_contained(context: CaseContext, evaluator: Evaluator[Any]) -> None:
     """Fail under --attn-isolated for anything whose author's code runs in this process."""
     __tracebackhide__ = True
     subject = evaluator.subject
-    is_contained = isinstance(evaluator, Refusal) or (isinstance(subject, Subject) and context.executor.contains(subject))
-    if is_contained:
+    if isinstance(evaluator, Refusal) or (isinstance(subject, Subject) and context.executor.contains(subject)):
         return
     fn = subject.user_function if isinstance(subject, Subject) else None
     module, function = (str(getattr(fn, name, None)) for name in ("__module__", "__qualname__"))
@@ -116,8 +117,8 @@ def _require_contained(context: CaseContext, evaluator: Evaluator[Any]) -> None:
     elif is_imported_from_a_test(module):
         module = "MODULE"
     pytest.fail(
-        f"--attn-isolated: {evaluator.name} computes in the process that judges it; name a function in its place, of a module"
-        f' that no test or conftest imports, as in attn.check("{module}:{function}"), or leave out --attn-isolated',
+        f"--attn-isolated: {name_of(subject)} computes in the process that judges it; name a function in its place, of a"
+        f' module that no test or conftest imports, as in attn.check("{module}:{function}"), or leave out --attn-isolated',
         pytrace=False,
     )
 
@@ -129,7 +130,7 @@ def _note(context: CaseContext, evaluator: Evaluator[Any], error: Exception) -> 
     given = ""
     if isinstance(evaluator.subject, Subject) and evaluator.subject.user_function:
         given = f", given layout {'thd' if context.workload.is_packed else context.mark.declared.layout}"
-    lines = [labeled("by", f"{evaluator.name} on {evaluator.on}{given}")]
+    lines = [labeled("by", f"{name_of(evaluator.subject)} on {evaluator.on}{given}")]
     if context.machine.device == "cpu" and any(words in message_of(error) for words in _MISSES_CUDA):
         here = "the tensors of this case are on the cpu: compute where q is, q.device"
         lines.append(labeled("device", f"{here}; a test for GPUs alone has @pytest.mark.attention_requires(gpus=1)"))
@@ -159,7 +160,6 @@ def _leave_record(context: CaseContext, evaluator: Evaluator[Any], found: Judgme
     facts = facts_of(context.session, found.workload or evaluator.workload, subject, context.mark.device)
     left = context.item.stash.setdefault(RECORDS, [])
     left.append(new_record(**{**facts, **fields, **evaluator.fields, **found.fields}))
-    context.item.user_properties += found.properties.items()
 
 
 # -- end ---------------------------------------------------------------------------------------------------------------

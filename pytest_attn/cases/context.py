@@ -11,7 +11,7 @@ import pytest
 from pytest_attn.backends.backend import Backend, FunctionBackend
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.subject import Dequantizer, Subject, identity_of, obstacle_of_any
+from pytest_attn.backends.subject import Dequantizer, Subject, identity_of, name_of, obstacle_of_any
 from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.judgment import Judgment
 from pytest_attn.correctness.spec import CheckSpec
@@ -19,7 +19,6 @@ from pytest_attn.diagnosis.diagnose import Context
 from pytest_attn.reports.verdict import Cause
 from pytest_attn.session.kinds import CaseParameter, made_items, marker_of, typed_name
 from pytest_attn.session.marks import AttentionMark
-from pytest_attn.session.options import all_options
 from pytest_attn.session.selection import Target
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.functions import shell_word
@@ -121,7 +120,7 @@ class CaseContext:
 
     def judging(self, subject: Subject | str) -> Context:
         """Return what a comparison of a subject may use, and what is to be kept of it, as this run is set."""
-        name, seconds = subject if isinstance(subject, str) else subject.name, self.session.settings.diagnosis_timeout
+        name, seconds = name_of(subject), self.session.settings.diagnosis_timeout
         return Context(
             references=self.session.references,
             deadline=nullcontext if isinstance(subject, str) else self.deadline(subject),
@@ -135,7 +134,9 @@ class CaseContext:
         """Return what makes the context of one call, which must end in time."""
         executor = self.executor.of(subject)
         case = f"{subject.name} on {self.workload.id}, {self.item.nodeid}"
-        limited = nullcontext if executor.has_deadline else partial(self.session.deadline.around, case)
+        limited: Callable[[], AbstractContextManager[object]] = nullcontext
+        if self.session.deadline.seconds and not executor.has_deadline:
+            limited = partial(self.session.deadline.around, case)
         if executor.elsewhere or not subject.compiles:
             return limited
         doing = iter([f"compiling {subject.name}"])  # in the first call
@@ -164,7 +165,9 @@ class CaseContext:
     def command(self, rows: tuple[int, ...] = ()) -> str:
         """Return the shell command that runs exactly this case again. rows: drawn by a judgment, at which it is to look."""
         settings = self.session.settings
-        given = {k: v for k, v in settings.given.items() if k not in ("backends", "workloads")}
+        given = dict(settings.given)
+        for selected in ("backends", "workloads"):
+            given.pop(selected, None)
         if self.backend is not None:
             given["backends"] = self.backend.name
         if settings.workloads and self.workload.name:
@@ -174,6 +177,5 @@ class CaseContext:
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
         if settings.isolated is not None:
             given["isolated"] = settings.isolated
-        options = {one.stem: one for one in all_options()}
-        typed = (options[stem].typed(text) for stem, text in given.items())
+        typed = [self.session.options[stem].typed(text) for stem, text in given.items()]
         return " ".join(["pytest", shell_word(typed_name(self.item)), *typed])

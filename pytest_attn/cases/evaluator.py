@@ -52,11 +52,6 @@ class Evaluator(ABC, Generic[Result]):
         """Evidence that is saved where a result cannot be compared, as `Judgment.evidence`."""
         return ""
 
-    @property
-    def name(self) -> str:
-        """Name of the subject in reports."""
-        return self.subject if isinstance(self.subject, str) else self.subject.name
-
     def ended(self, error: BaseException) -> Judgment[Result]:
         """Return what an error that ended the judgment says of the subject."""
         if isinstance(error, RefusedError):

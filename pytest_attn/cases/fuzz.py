@@ -356,7 +356,6 @@ class Fuzzing:
         item = self._item
         case = self._case.on(workload, self._session)
         item.stash[RECORDS] = []
-        properties = len(item.user_properties)
         refusal = None
         try:
             skip_unless_runnable(context_of(case), case.backend)
@@ -373,7 +372,6 @@ class Fuzzing:
             raise
         finally:
             records, item.stash[RECORDS] = item.stash[RECORDS], []
-            del item.user_properties[properties:]
         if refusal is not None:
             self._refusals[refusal] += 1
             hypothesis.reject()

@@ -42,7 +42,6 @@ class Judgment(Generic[Result]):
         known_defects: those that explain all that is wrong, in words: the failure is an expected one.
         skip: what pytest says where nothing was judged or decided; it does not count as passed.
         fields: further fields of the record; they go before those that all judgments have.
-        properties: what is added to the test's report, for JUnit XML and the like.
         evidence: what is saved of a failure; or why nothing can be, "" where nothing need be said of it.
         rows: wrong ones that this judgment has drawn, at which a repeated one is to look.
         remedies: lines after the command that repeats the case.
@@ -60,7 +59,6 @@ class Judgment(Generic[Result]):
     known_defects: str = ""
     skip: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    properties: Mapping[str, str] = field(default_factory=dict)
     evidence: FailureToSave | str = ""
     rows: tuple[int, ...] = ()
     remedies: Sequence[str] = ()
@@ -69,11 +67,6 @@ class Judgment(Generic[Result]):
     workload: Workload | None = None
     is_recorded: bool = True
     says_command: bool = True
-
-    @property
-    def passed(self) -> bool:
-        """True where the test goes on, with `result`."""
-        return not (self.text or self.skip or self.error)
 
     @classmethod
     def refused(cls, subject: Subject | str | None, reason: str, cause: Cause | None = None, **more: Any) -> Judgment[Result]:

@@ -532,8 +532,7 @@ class LatencyEvaluator(Evaluator[Latency]):
             "latency": {**taken, **baseline, "direction": direction, "key": measurement.key},
             **measurement.record_fields(),
         }
-        properties = {f"attn_p50_{self.subject.name}_{direction}": f"{latency.p50:.6g}"} if latency else {}
-        return Judgment(verdict, reason=reason, fields=fields, properties=properties, **more)
+        return Judgment(verdict, reason=reason, fields=fields, **more)
 
     @property
     def _requires_decision(self) -> bool:

@@ -15,7 +15,7 @@ from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.replaced_functions import require_clocks
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.switches import switches_kept
+from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.latency.baseline_file import Baseline, case_key, conditions_of, gpu_of
 from pytest_attn.latency.gate import Policy, policy_for
 from pytest_attn.latency.kernel_work import KernelWork, work_of
@@ -204,7 +204,7 @@ class Measurement:
         yield self.subject.calling()
         if device.type == "cpu":
             yield threads(self.session.settings.threads)
-        yield switches_kept(device.type)
+        yield KeptSwitches(device.type)
 
     def _take(self, mode: Mode | None) -> Latency:
         """Time what is measured, once the device is as it is to be."""

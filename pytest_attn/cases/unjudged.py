@@ -79,7 +79,7 @@ def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
 def _unused_backend(item: pytest.Item, case: Any) -> tuple[bool, str] | None:
     """Return that a test has judged something else once for each backend; None where it reads its backend anywhere."""
     test = inspect.unwrap(getattr(item, "function", _untaken))
-    if not isinstance(test, FunctionType):
+    if BACKEND not in getattr(item, "fixturenames", ()) or not isinstance(test, FunctionType):
         return None
     steps = (step for code in _codes(test.__code__) for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
     read = {name for step in steps for name in (step.argval if isinstance(step.argval, tuple) else (step.argval,))}

@@ -21,7 +21,7 @@ from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.switches import switches_kept
+from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.workloads.dtypes import beside, movable
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.kv_layout import WatchedCache, watching_caches
@@ -180,17 +180,13 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class KeptResult:
-    """A result as it was."""
+    """A result as it was. is_large: only its fingerprint is kept."""
 
     def __init__(self, tensor: Tensor, large: int | None = None) -> None:
         is_large = tensor.nbytes >= (_LARGE if large is None else large)
         self._print = fingerprint(tensor) if is_large else None
         self._copy = None if is_large else tensor.clone()
-
-    @property
-    def is_large(self) -> bool:
-        """True where only its fingerprint is kept."""
-        return self._copy is None
+        self.is_large: bool = is_large
 
     def differs(self, tensor: Tensor) -> Tensor:
         """Return a flag, on the tensor's device: whether elements are others, as NaN always is; for a fingerprint, bits."""
@@ -303,7 +299,7 @@ def call_kernel(
     seed = seeded(spec) if spec.workload.dropout else nullcontext()
     gradients = nullcontext() if spec.backward else torch.no_grad()
     watching = watching_caches() if has_cache else nullcontext(())
-    with seed, gradients, watching as caches, switches_kept(spec.device.type):
+    with seed, gradients, watching as caches, KeptSwitches(spec.device.type):
         result = kernel(*given.values())
     wait(spec.device)
     if has_cache and (fault := fault_of_caches(caches)):
@@ -314,7 +310,7 @@ def call_kernel(
         dout = spec.in_layout(empty_rows.blanked(pristine.dout))
         wanted |= _found(spec, tensors["out"])
         drawn = {name for name, tensor in spec.parameters.items() if not tensor.requires_grad}
-        with switches_kept(spec.device.type):
+        with KeptSwitches(spec.device.type):
             tensors.update(_gradients(tensors["out"], wanted, pattern.of("dout", dout, spec.layout), drawn, optional))
         wait(spec.device)
     changes = changes_of(given, dict(zip("qkv", kept, strict=True)))

@@ -8,6 +8,7 @@ small error everywhere (RMS of z over a head), a factor where budgets are wide (
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -173,8 +174,9 @@ class Comparison:
     @property
     def faults(self) -> tuple[str, ...]:
         """The identities of the faults that explain the first tensor that is wrong, most telling first."""
-        hints = self.mismatch.hints if self.mismatch else ()
-        return tuple(dict.fromkeys(hint.fault for hint in hints if hint.fault))
+        if self.mismatch is None:
+            return ()
+        return tuple(dict.fromkeys(hint.fault for hint in self.mismatch.hints if hint.fault))
 
     @property
     def drawn(self) -> tuple[int, ...]:
@@ -189,7 +191,7 @@ class Comparison:
     @property
     def worst(self) -> TensorComparison:
         """The tensor that comes closest to its limits, or exceeds them most."""
-        return max(self.tensors, key=lambda tensor: tensor.excess)
+        return max(self.tensors, key=attrgetter("excess"))
 
     @property
     def reported(self) -> TensorComparison:

@@ -113,15 +113,19 @@ def judge(
     if subject.is_backend:  # which is prepared for tensors that need a gradient, and closes over none of a test's
         spec = replace(spec, parameters={})
     judgment = _Judgment(subject, spec, references, deadline, named)
-    with current(spec.device), judgment.keeping_what_is_wrong():
-        for number, distribution in enumerate(spec.inputs):
-            reference = references.reference_of(judgment.spec, distribution, subject)
-            judgment.judge_distribution(distribution, reference, PROJECTED if number == 1 else CONTIGUOUS)
-            if judgment.failed is None:  # else a diagnosis asks for them
-                for one in (reference, judgment.returned[-1].reference):
-                    one.free_inputs()
-        judgment.judge_again()
-        judgment.judge_parameters()
+    try:
+        with current(spec.device):
+            for number, distribution in enumerate(spec.inputs):
+                reference = references.reference_of(judgment.spec, distribution, subject)
+                judgment.judge_distribution(distribution, reference, PROJECTED if number == 1 else CONTIGUOUS)
+                if judgment.failed is None:  # else a diagnosis asks for them
+                    for one in (reference, judgment.returned[-1].reference):
+                        one.free_inputs()
+            judgment.judge_again()
+            judgment.judge_parameters()
+    except RefusedError:
+        if judgment.failed is None:  # else the refusal must not hide that a call before was wrong
+            raise
     return judgment.comparison()
 
 
@@ -197,8 +201,9 @@ class _Judgment:
         if self.spec.declared.skips is not None:
             reference = self._as_left_out(distribution, reference, tensors)
         reference = self.references.after_call(reference)
-        self.is_sampled |= reference.is_sampled
-        self.sampled |= reference.sampled
+        if reference.is_sampled:
+            self.is_sampled = True
+            self.sampled |= reference.sampled
         if self.first is None:
             kept = {name: KeptResult(t) for name, t in tensors.items()} if len(self.spec.inputs) > 1 else {}
             self.first = _Result(distribution, reference, tensors, kept)
@@ -325,6 +330,8 @@ class _Judgment:
         assert self.first is not None
         distribution, reference, _, kept = self.first
         differing = set_among({name: kept[name].differs(tensor) for name, tensor in tensors.items()})
+        if not differing:
+            return
         for row in self._compared(distribution, reference, {name: tensors[name] for name in differing}):
             if not row.passed:
                 self.rows.append(row)
@@ -332,16 +339,6 @@ class _Judgment:
                     hints = self._about_strides(row, reference, pattern) or (event,)
                     self.failed = _Failed(row, Returned(distribution, reference, dict(tensors)), hints)
                     self.returned.append(self.failed.returned)
-
-    @contextmanager
-    def keeping_what_is_wrong(self) -> Iterator[None]:
-        """End quietly where a call is refused after another was wrong: a refusal must not hide that."""
-        __tracebackhide__ = True
-        try:
-            yield
-        except RefusedError:
-            if self.failed is None:
-                raise
 
     def comparison(self) -> Comparison:
         """Return what was found, with the evidence of the first tensor that is wrong."""
@@ -540,7 +537,7 @@ def compare_all(
     precision, measured = reference.precision, []
     queries, keys = max(workload.q_lens or [workload.q_len]), max(workload.kv_lens or [workload.kv_len])
     is_long = max(keys, queries * workload.group) > _MOST_TERMS
-    has_no_slopes = is_long or precision.scales_heads(bool(workload.sinks))
+    has_no_slopes = is_long or precision.scales_heads or (precision.rounds_sinks and bool(workload.sinks))
     for name, tensor in tensors.items():
         own, expected = limits_of(name, limits), reference.tensors[name]
         if has_no_slopes or (precision.has_noisy_scores and name in _SUMS_OVER_QUERIES):

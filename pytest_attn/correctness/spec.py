@@ -187,9 +187,9 @@ class ReferenceCache:
         For a subject that quantizes its inputs, or makes its bias of q, it is exact attention on these, for this one only.
         """
         distribution = distribution or spec.inputs[0]
+        if subject is None or not subject.has_own_inputs:
+            return self._shared(spec, distribution)
         with quiet():  # the arithmetic is ours, its warnings are not the test's
-            if subject is None or not subject.has_own_inputs:
-                return self._shared(spec, distribution)
             given = self.inputs_of(spec, distribution)
             asked: dict[str, Any] = {"parameters": tuple(spec.parameters), "extra": spec.extra, "positions": self.rows}
             reference = compute_reference(quantized_by(subject, given), spec.profile, spec.backward, **asked)
@@ -206,7 +206,8 @@ class ReferenceCache:
                 return self._kept[of, with_gradients]
         draw = partial(draw_inputs, w, distribution, spec.seed, spec.device)
         asked: dict[str, Any] = {"parameters": parameters, "extra": extra, "positions": self.rows}
-        reference = compute_reference(_lean(draw, w, backward), spec.profile, backward, **asked)
+        with quiet():
+            reference = compute_reference(_lean(draw, w, backward), spec.profile, backward, **asked)
         if reference.is_sampled or has_long_sequences(w):
             reference.redraw = partial(_lean, draw, w, backward)
         self.computed += 1
@@ -222,6 +223,8 @@ class ReferenceCache:
 
     def after_call(self, reference: Reference) -> Reference:
         """Return the reference of a result: that of a long workload gets rows that are drawn only now, for this call."""
+        if reference.rows is None:
+            return reference
         with quiet():
             return with_drawn_rows(reference, self.rows)
 

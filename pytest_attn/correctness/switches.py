@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -36,12 +36,12 @@ from pytest_attn.correctness.replaced_functions import described
 class Switch(NamedTuple):
     """Functions that read a switch, and turn it.
 
-    differs: of what it is now and what it was, whether the callable has to put it back. part: names one of several parts.
+    is_left: of what it is now and what else it was, whether the callable has to put it back. part: names one of several parts.
     """
 
     read: Callable[[], Any]
     turn: Callable[[Any], object]
-    differs: Callable[[Any, Any], bool] = operator.ne
+    is_left: Callable[[Any, Any], bool] = operator.ne
     part: Callable[[int], str] | None = None
 
     def said(self, name: str, now: Any, was: Any) -> str:
@@ -57,12 +57,13 @@ class Switch(NamedTuple):
 class KeptSwitches:
     """Switches as they were when this was made. Around a call it puts them back, and a lower recursion limit.
 
-    Raises ContractError where the callable left one turned.
+    Raises ContractError where the callable left one turned. kind: of the device. only: names of switches, where not all.
     """
 
-    def __init__(self, switches: Mapping[str, Switch]) -> None:
-        self._switches, self._modules, self._limit = switches, len(sys.modules), sys.getrecursionlimit()
-        self._before = {name: one.read() for name, one in switches.items()}
+    def __init__(self, kind: str, only: Iterable[str] = ()) -> None:
+        known, self._modules, self._limit = _switches(kind), len(sys.modules), sys.getrecursionlimit()
+        self._switches = {name: known[name] for name in only} if only else known
+        self._before = {name: one.read() for name, one in self._switches.items()}
 
     def __enter__(self) -> None:
         pass
@@ -79,8 +80,13 @@ class KeptSwitches:
 
     def put_back(self) -> str:
         """Put back what differs; say which a callable has left turned that none of its libraries did, "" for none."""
-        read = ((name, one, one.read()) for name, one in self._switches.items())
-        turned = {name: now for name, one, now in read if one.differs(now, self._before[name])}
+        turned = {}
+        for name, one in self._switches.items():
+            now, was = one.read(), self._before[name]
+            if now != was and one.is_left(now, was):
+                turned[name] = now
+        if not turned:
+            return ""
         excused = _OF_LIBRARIES & turned.keys()
         if excused and not self._has_loaded_libraries():
             excused = set()
@@ -101,14 +107,9 @@ class KeptSwitches:
         return _has_loaded_libraries() or imported
 
 
-def switches_kept(kind: str) -> KeptSwitches:
-    """Return what puts switches back after a call on a kind of device."""
-    return KeptSwitches(_switches(kind))
-
-
 def kept_from_running_later() -> KeptSwitches:
     """Return what can run a callable's own code between two calls, as it is now."""
-    return KeptSwitches({name: _switches("cpu")[name] for name in (*_LATER, "torch's modes")})
+    return KeptSwitches("cpu", only=(*_LATER, "torch's modes"))
 
 
 #: denormal numbers: a library that was compiled with -ffast-math turns it as it is loaded, and no kernel can help that
@@ -170,11 +171,15 @@ def _switches(kind: str) -> dict[str, Switch]:
     return named | _LATER | _of_process()
 
 
+#: reads it where it is given none
+_locale = partial(locale.setlocale, locale.LC_ALL)
+
+
 def _of_process() -> dict[str, Switch]:
     """Return switches of Python and of the process."""
     switches = {
         "the working directory": Switch(_working_directory, os.chdir),
-        "the locale": Switch(lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+        "the locale": Switch(_locale, _locale),
         "Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
         "Python's thresholds of garbage collection": Switch(gc.get_threshold, lambda before: gc.set_threshold(*before)),
         "Python's interval between threads": Switch(sys.getswitchinterval, sys.setswitchinterval),
@@ -198,8 +203,6 @@ def _umask() -> int:
 
 def _are_filters_left(now: tuple[Any, ...], was: tuple[Any, ...]) -> bool:
     """Return whether some are gone, or one has come of all messages: those of one message libraries add as they run."""
-    if now == was:
-        return False
     return not set(was) <= set(now) or any(message is module is None for _, message, _, module, _ in {*now} - {*was})
 
 
@@ -227,7 +230,7 @@ def _set_handlers(before: tuple[Any, ...]) -> None:
 
 def _is_handler_left(now: tuple[Any, ...], was: tuple[Any, ...]) -> bool:
     """Return whether one differs that is not a debugger's, which a person may have started in a kernel."""
-    return now != was and any(one is not other and not _is_of_debugger(one) for one, other in zip(now, was, strict=True))
+    return any(one is not other and not _is_of_debugger(one) for one, other in zip(now, was, strict=True))
 
 
 def _handler_at(at: int) -> str:
@@ -322,7 +325,8 @@ _STACKS: tuple[tuple[Any, Any], ...] = (
 
 def _modes() -> tuple[str, ...]:
     """Return the types of these modes, but for that of the default device, which is a switch of its own."""
-    modes = (mode for stack, _ in _STACKS for mode in stack())
+    (functions, _), (dispatched, _) = _STACKS
+    modes = *functions(), *dispatched()
     return tuple(type(mode).__name__ for mode in modes if type(mode) is not DeviceContext)
 
 
@@ -339,8 +343,7 @@ def _enter_inference_mode(before: bool) -> None:
     _guards.append(torch._C._InferenceMode(before))  # which ends with its guard
 
 
-def _saved_tensors_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+_saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
 def _leave_saved_tensors_hooks(before: Any) -> None:
@@ -364,9 +367,9 @@ def unwatch(before: tuple[Any, ...]) -> None:
         _free_monitoring_tools(tools)
 
 
-def _trace_function() -> Any:
-    """Return it, None where it is a debugger's."""
-    return None if _is_of_debugger(found := sys.gettrace()) else found
+def _is_trace_left(now: Any, was: Any) -> bool:
+    """Return whether one has come that is not a debugger's, or one has gone."""
+    return not _is_of_debugger(was if now is None else now)
 
 
 def _is_of_debugger(function: Any) -> bool:
@@ -394,6 +397,7 @@ _LATER = {
         _wakeup_descriptor, lambda before: signal.set_wakeup_fd(before, warn_on_full_buffer=False)
     ),
     "Python's profile function": Switch(sys.getprofile, _set_profile),
-    "Python's trace function": Switch(_trace_function, sys.settrace),
-    "Python's monitoring tools": Switch(_monitoring_tools, _free_monitoring_tools),
+    "Python's trace function": Switch(sys.gettrace, sys.settrace, _is_trace_left),
 }
+if hasattr(sys, "monitoring"):
+    _LATER["Python's monitoring tools"] = Switch(_monitoring_tools, _free_monitoring_tools)

@@ -27,7 +27,7 @@ from pytest_attn.correctness.judge import apart, compare_all
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.correctness.switches import switches_kept
+from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.invariants.report import Finding
 from pytest_attn.reports.lines import told_apart, z_figure
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -278,7 +278,7 @@ class Probe:
         self.count.calls += 1
         seed = seeded(spec) if spec.workload.dropout else nullcontext()
         without = nullcontext() if spec.backward else torch.no_grad()
-        with self.calling(), seed, without, switches_kept(self.device.type):
+        with self.calling(), seed, without, KeptSwitches(self.device.type):
             result = kernel(*leaves)
         names = spec.results
         empty = Reference(self.inputs, spec.profile)

@@ -28,7 +28,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
-from pytest_attn.correctness.switches import switches_kept
+from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.isolation.timed_row import RowData, bytes_of, digest
 from pytest_attn.isolation.wire import FrameSocket, released, storage_of, taken, unpickled, write
 from pytest_attn.latency.exact_results import AnyResult, Attention
@@ -134,7 +134,7 @@ class CallServer:
             torch.set_num_threads(order["threads"])
         if order["seed"] is not None:
             torch.manual_seed(order["seed"])
-        with current(str(device)), torch.set_grad_enabled(order["grad"]), switches_kept(device.type):
+        with current(str(device)), torch.set_grad_enabled(order["grad"]), KeptSwitches(device.type):
             result = self._function(*order["given"], **order["keywords"])
         wait(device)
         for tensor, before in self._last:
@@ -158,7 +158,7 @@ class CallServer:
                 last[0] = time.monotonic()
                 self._answer(alive=True)
 
-        with current(str(spec.device)), threads(order["threads"]), switches_kept(spec.device.type):
+        with current(str(spec.device)), threads(order["threads"]), KeptSwitches(spec.device.type):
             subject = spec.subject(Registry(), NamedFunction(self._name))
             work = work_of(subject, spec, order["direction"], attention=Attention if order["is_told"] else AnyResult)
             work.on_call = ping

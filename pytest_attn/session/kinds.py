@@ -74,14 +74,16 @@ def register_kinds_of_guests() -> None:
 
 def kind_of(item: pytest.Item) -> Kind:
     """Return the kind of a test: its marker's, or that of the fixture that it takes."""
-    names = getattr(item, "fixturenames", ())
-    others = (kind for kind in KINDS.values() if kind is not ATTENTION)
-    return next((kind for kind in others if item.get_closest_marker(kind.marker) or kind.fixture in names), ATTENTION)
+    for kind in KINDS.values():
+        is_meant = item.get_closest_marker(kind.marker) or kind.fixture in getattr(item, "fixturenames", ())
+        if is_meant and kind is not ATTENTION:
+            return kind
+    return ATTENTION
 
 
 def is_marked(item: pytest.Item) -> bool:
     """Return whether a test has the marker of a kind."""
-    return any(item.get_closest_marker(marker) for marker in KINDS)
+    return any(map(item.get_closest_marker, KINDS))
 
 
 def marker_of(item: pytest.Item) -> pytest.Mark | None:

@@ -22,7 +22,8 @@ from pytest_attn.processes.worker import Worker
 from pytest_attn.seam import added
 from pytest_attn.session.devices import Machines, memory_lock, sharers_of
 from pytest_attn.session.lost_cuda import CudaContext
-from pytest_attn.session.options import Settings
+from pytest_attn.session.option_types import Option
+from pytest_attn.session.options import Settings, all_options
 from pytest_attn.session.registrations import Registrations
 
 if TYPE_CHECKING:
@@ -320,6 +321,11 @@ class AttentionSession:
         made = Deadline(self.settings.timeout)
         self._config.add_cleanup(made.close)
         return made
+
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        """The options of the command line, by their stems."""
+        return {one.stem: one for one in all_options()}
 
     def for_draws(self, references: ReferenceCache) -> AttentionSession:
         """Return the session as draws of --attn-fuzz see it: with references of their own, and without profiles."""

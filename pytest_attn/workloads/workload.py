@@ -238,7 +238,7 @@ class Workload:
 
     # -- what the fields mean once settled ---------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def group(self) -> int:
         """The number of query heads that share one key head."""
         return self.heads // self.kv_heads
@@ -253,7 +253,7 @@ class Workload:
         """The dtype of the sinks."""
         return str(self.sinks) if self.sinks in DTYPES else self.out_dtype
 
-    @property
+    @cached_property
     def is_packed(self) -> bool:
         """True where queries lie end to end in one "thd" tensor."""
         return self.q_lens is not None
@@ -268,7 +268,7 @@ class Workload:
         """True where k and v, and q where its dtype is fp8, are to be multiplied by descales."""
         return self.descales is not None
 
-    @property
+    @cached_property
     def out_dtype(self) -> str:
         """The dtype of out, dout, bias and sinks, and of what fault-free kernels round in between: bfloat16 where q is fp8."""
         return "bfloat16" if self.dtype in QUANTIZED_DTYPES else self.dtype

@@ -362,7 +362,7 @@ def test_deterministic_algorithms_that_only_warn_may_be_put_back_by_their_one_wo
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with switches.switches_kept("cpu"):
+        with switches.KeptSwitches("cpu"):
             torch.use_deterministic_algorithms(True)
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:

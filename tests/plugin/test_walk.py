@@ -43,6 +43,7 @@ def named(code):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
+    NOTED.clear()
     sys.setprofile(lambda frame, event, argument: event == "call" and NOTED.update(dict.fromkeys(note(frame))))
     try:
         return (yield)
@@ -60,6 +61,12 @@ def note(frame):
     begun = [at for at, (_, name) in enumerate(walk) if name == {begin!r}]
     # what has no name is an expression of the function around it
     return [one for one in reversed(walk[:begun[-1] + 1] if begun else ()) if "<" not in one[1].rpartition(".")[2]]
+"""
+#: the judge is judged beside
+RUN = """
+def note(frame):
+    is_beside = any(code.co_name == "tells_apart" for code in chain(frame))
+    return () if is_beside or ROOT not in Path(frame.f_code.co_filename).parents else [named(frame.f_code)]
 """
 CROSSINGS = """
 def note(frame):
@@ -103,3 +110,15 @@ def test_the_page_names_the_functions_from_a_call_to_its_verdict(noted, begin, d
 def test_a_case_and_its_conclusion_cross_twice(noted):
     crossed = set(noted("attn.check(lambda q, k, v: sdpa(q, k, v) * 1.1)", CROSSINGS))
     assert crossed - {"_judged -> evidence", "_leave_record -> <lambda>"} == {"check -> conclude", "_judged -> judge"}
+
+
+@pytest.mark.skipif("sys.version_info < (3, 11)", reason="code objects have their qualified names from 3.11 on")
+def test_a_right_check_runs_few_functions(noted, kernel_test):
+    """The second of a workload in a session; each expression with a frame of its own counts as a function."""
+    first = kernel_test("attn.check(sdpa)")
+    first.rename(first.with_name("test_0.py"))
+    ran = noted("attn.check(sdpa)", RUN)
+    assert ("correctness/judge.py", "judge") in ran
+    assert ("correctness/reference.py", "compute_reference") not in ran  # which the first has done
+    assert len(ran) <= 190
+    assert len({file for file, _ in ran}) <= 35

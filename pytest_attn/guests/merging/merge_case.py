@@ -25,7 +25,7 @@ from pytest_attn.backends.precision import FLOOR, LSE_UNIT, SHARED, UNIT
 from pytest_attn.backends.raised import declined_because
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.cases.case import AttentionCase, context_of
-from pytest_attn.cases.case_records import figures_of, z_property
+from pytest_attn.cases.case_records import figures_of
 from pytest_attn.cases.conclude import conclude
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator
@@ -212,7 +212,7 @@ class MergeEvaluator(Evaluator[Comparison]):
                 mismatch = mismatch_of(wrong[0], Evidence(w, returned, (returned,), limits))
                 comparison = replace(comparison, mismatch=replace(mismatch, hints=given.hints(mismatch), evidence=None))
                 break
-        facts: Any = {"fields": figures_of(comparison), "properties": z_property(comparison, self.subject)}
+        facts: Any = {"fields": figures_of(comparison)}
         if comparison.passed:
             return Judgment(Verdict.PASSED, comparison, **facts)
         facts |= {"text": mismatch_text.describe(comparison), "evidence": "the parts of a merge are not kept"}

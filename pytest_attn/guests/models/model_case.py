@@ -14,7 +14,7 @@ from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.case import AttentionCase, context_of
-from pytest_attn.cases.case_records import figures_of, z_property
+from pytest_attn.cases.case_records import figures_of
 from pytest_attn.cases.conclude import conclude, skip
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator, Refusal
@@ -268,7 +268,7 @@ class ModelEvaluator(Evaluator[ModelComparison]):
             "notes": list(found.notes),
             "compiled": found.compiled.to_dict() if found.compiled else None,
         }
-        facts: Any = {"workload": workload, "fields": fields, "properties": z_property(comparison, self.subject)}
+        facts: Any = {"workload": workload, "fields": fields}
         if found.passed:
             return Judgment(Verdict.PASSED, found, **facts)
         is_excused = subject is not None or "known defects" in self._excused

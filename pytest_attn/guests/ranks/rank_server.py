@@ -34,7 +34,7 @@ from pytest_attn.backends.raised import declined_because
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.replaced_functions import functions_kept
-from pytest_attn.correctness.switches import switches_kept
+from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.guests.ranks.communication import watch_collectives
 from pytest_attn.guests.ranks.rank_group import COLLECTIVE, STACK, Tensors, read_tensors, write_tensors
 from pytest_attn.guests.ranks.sharding import Sharding
@@ -325,7 +325,7 @@ class Rank:
         """Return the file with the shards of one call."""
         given = read_tensors(order["tensors"])
         self.collectives.is_late = order["late"] == self.rank
-        with switches_kept(self.kind):
+        with KeptSwitches(self.kind):
             if order["do"] == "forward":
                 results: Tensors = server.forward(order["number"], given, order["backward"])
             else:
