@@ -27,6 +27,7 @@ from pytest_attn.latency.baseline_file import (
     recorded_otherwise,
 )
 from pytest_attn.latency.gate import FEWEST_RUNS
+from pytest_attn.latency.regression import DeviceBaselines
 
 H200 = Identity("cuda", "NVIDIA H200", 132, 140)
 ANCHORS = anchor_hashes("cuda")
@@ -118,22 +119,16 @@ def test_one_line_per_case_sorted_and_the_rest_untouched(tmp_path):
     assert [line.split('"')[1] for line in before if line.startswith('  "')] == ["a", "b", "c"]
 
 
-def test_history_starts_anew_with_another_mode(tmp_path):
-    for mode in ("batched", "graph"):
-        find(tmp_path, H200, ANCHORS).write({"a": replace(case(), mode=mode, reason=mode)})
-    assert [entry[2] for entry in read(tmp_path / "nvidia-h200.json").cases["a"].history] == ["graph"]
+def test_history_grows_and_starts_anew_with_another_shape_or_mode(tmp_path):
+    def reasons_after(**changes):
+        find(tmp_path, H200, ANCHORS).write({"a": case(**changes)})
+        return [reason.partition(" (")[0] for _, _, reason in read(tmp_path / "nvidia-h200.json").cases["a"].history]
 
-
-def test_history_grows_and_starts_anew_with_another_shape(tmp_path):
-    for number, date in enumerate(("2026-01-01", "2026-02-01", "2026-03-01")):
-        find(tmp_path, H200, ANCHORS).write({"a": case(1e-3 + number * 1e-5, reason=f"r{number}", date=date)})
-    assert [entry[0] for entry in read(tmp_path / "nvidia-h200.json").cases["a"].history] == [
-        "2026-01-01",
-        "2026-02-01",
-        "2026-03-01",
-    ]
-    find(tmp_path, H200, ANCHORS).write({"a": case(shape="h1-s1-d64", reason="new", date="2026-04-01")})
-    assert [entry[2] for entry in read(tmp_path / "nvidia-h200.json").cases["a"].history] == ["new"]
+    assert reasons_after(reason="r0") == ["r0"]
+    assert reasons_after(reason="r1", p50=1.01e-3) == ["r0", "r1"]
+    assert reasons_after(reason="r2") == ["r0", "r1", "r2"]
+    assert reasons_after(reason="shape", shape="h1-s1-d64") == ["shape"]
+    assert reasons_after(reason="mode", shape="h1-s1-d64", mode="graph") == ["mode"]
 
 
 def test_the_committed_file_is_read_and_written_back_as_it_is(tmp_path):
@@ -156,8 +151,10 @@ def test_a_file_from_the_future_is_named_and_never_overwritten(tmp_path):
     file.write({"a": case()})
     text = file.path.read_text().replace(f'"schema": {SCHEMA}', '"schema": 99')
     file.path.write_text(text)
-    with pytest.raises(BaselineError, match="has schema 99, this pytest-attn knows up to 1; update pytest-attn"):
+    words = "has schema 99, this pytest-attn knows up to 1; update pytest-attn"
+    with pytest.raises(BaselineError, match=words):
         file.write({"b": case()})
+    assert words in DeviceBaselines.read(tmp_path, H200, "cuda").problem
     assert file.path.read_text() == text
 
 
@@ -259,23 +256,10 @@ def test_the_anchors_do_what_their_definition_says():
     assert range(6000) == disturbance._LOOP
 
 
-def test_a_merge_conflict_is_named(tmp_path):
-    file = find(tmp_path, H200, ANCHORS)
-    file.write({"a": case()})
-    file.path.write_text(f"<<<<<<< HEAD\n{file.path.read_text()}=======\n>>>>>>> other\n")
-    with pytest.raises(BaselineError, match="has a merge conflict: keep one line of each case"):
-        find(tmp_path, H200, ANCHORS)
-
-
-def test_the_same_shape_under_another_id_is_named(tmp_path):
+def test_another_shape_under_another_id_is_not_named(tmp_path):
     file = find(tmp_path, H200, ANCHORS)
     file.write({"old.py::test_a | mine | forward | cold": case()})
-    file = find(tmp_path, H200, ANCHORS)
-    shape = next(iter(file.cases.values())).shape
-    key = "new.py::test_b | mine | forward | cold"
-    assert "recorded there as old.py::test_a | mine" in module.recorded_elsewhere(key, shape, file, tmp_path)
-    assert module.recorded_elsewhere(key, "another", file, tmp_path) == ""
-    assert f"there is {file.path.name}, of other machines" in module.recorded_elsewhere(key, shape, None, tmp_path)
+    assert module.recorded_elsewhere("new.py::test_b | mine | forward | cold", "another", file, tmp_path) == ""
 
 
 def test_lines_of_tests_that_are_gone_are_found(tmp_path):

@@ -36,6 +36,7 @@ def head(field, value):
 
 
 DAMAGES = {
+    "half a file": (lambda data: json.dumps(data)[:99], ""),
     "no anchors": (one("anchors_ns", {}), "cases.b.anchors_ns: found none, expected compute, memory"),
     "an anchor too few": (
         one("anchors_ns", {"compute": [1.0] * 10}),

@@ -278,27 +278,6 @@ def test_cases_of_another_protocol_are_read_and_never_fitted(tmp_path):
     assert found.of("older").protocol == 1
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda text: "{", "is damaged"),
-        (lambda text: text.replace('"flops": 1000000', '"flops": "many"'), "is damaged"),
-        (lambda text: text.replace('"schema": 1', '"schema": 99'), "has schema 99"),
-    ],
-    ids=["half a file", "a number in words", "of tomorrow"],
-)
-def test_a_file_that_cannot_be_read_is_a_problem_of_every_case_and_no_error(tmp_path, damage, words):
-    path = tmp_path / f"{CPU.slug}.json"
-    BaselineFile(path, CPU, anchor_hashes("cpu")).write({KEY: case(anchors=ON_A_CPU)})
-    damaged = damage(path.read_text())
-    assert damaged != path.read_text()
-    path.write_text(damaged)
-    decision = judged(measured(3e-4), baselines=DeviceBaselines.read(tmp_path, CPU, "cpu"))
-    assert (decision.verdict, decision.cause) == (Verdict.NO_BASELINE, Cause.UNUSABLE_FILE.value)
-    assert decision.reason.startswith(f"{path}: ")
-    assert words in decision.reason
-
-
 # -- whether it is the device and the software of the recording ----------------------------------------------------------
 
 
