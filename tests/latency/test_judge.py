@@ -180,16 +180,17 @@ def test_an_undisturbed_time_says_that_the_crowd_has_gone():
     assert fresh.asked == 1
 
 
-@pytest.mark.parametrize("error", [FreshError("it took more than 1800 s"), StartError("no more")])
-def test_fresh_processes_that_were_not_disturbed_are_no_crowd(error):
+@pytest.mark.parametrize(
+    ("one", "error"),
+    [
+        (measured(3e-4, latency=DISTURBED), FreshError("it took more than 1800 s")),
+        (measured(3e-4, latency=DISTURBED), StartError("no more")),
+        (measured(3e-4, "cuda"), DisturbedError("hot")),
+    ],
+)
+def test_new_processes_that_were_not_disturbed_or_are_of_a_gpu_are_no_crowd(one, error):
     crowd = SharedCpu()
-    judged(measured(3e-4, latency=DISTURBED), Fresh(error=error), crowd=crowd)
-    assert not crowd.is_there
-
-
-def test_disturbed_fresh_processes_of_a_gpu_are_no_crowd():
-    crowd = SharedCpu()
-    judged(measured(3e-4, "cuda"), Fresh(error=DisturbedError("hot")), crowd=crowd)
+    judged(one, Fresh(error=error), crowd=crowd)
     assert not crowd.is_there
 
 
