@@ -282,7 +282,7 @@ def misread_tensors(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     yield from _heads(w)
     yield from _batch_entries(w)
     yield from _packed_keys(w)
-    yield from _pages(w)
+    yield from _pages(w, drawn)
     yield from _zeros_counted(w)
     yield from _contents(w)
     yield from _rotated(w)
@@ -576,34 +576,23 @@ def _with_whole_pages(w: Workload, inputs: Inputs) -> Other:
     return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens), workload=longer), longer
 
 
-def _pages(w: Workload) -> Iterator[AttentionFault]:
+def _pages(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     """Yield other pages, or fewer."""
-    if w.kv_pages is None:
+    if w.kv_pages is None or drawn.kv_lens is None:
         return
-    size = w.kv_pages.size
+    size, pages = w.kv_pages.size, len(drawn.k)
+    used = -(-drawn.kv_lens[:, None] // size)
 
     def numbers(table: torch.Tensor) -> torch.Tensor:
         return torch.arange(table.shape[1], device=table.device)
 
-    def in_order(inputs: Inputs) -> dict[str, torch.Tensor]:
-        table = inputs.page_table
-        assert table is not None
-        return {"page_table": (table[:, :1] + numbers(table)) % len(inputs.k)}
+    def by_used_pages(table: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(table), device=table.device)[:, None]
+        return table.flatten()[(rows * used + numbers(table)).clamp(max=table.numel() - 1)]
 
-    def without_stride(inputs: Inputs) -> dict[str, torch.Tensor]:
-        table, lens = inputs.page_table, inputs.kv_lens
-        assert table is not None
-        assert lens is not None
-        rows, used = torch.arange(len(table), device=table.device), -(-lens[:, None] // size)
-        return {"page_table": table.flatten()[(rows[:, None] * used + numbers(table)).clamp(max=table.numel() - 1)]}
-
-    def unread(inputs: Inputs) -> dict[str, torch.Tensor]:
-        table = inputs.page_table
-        assert table is not None
-        return {"page_table": (numbers(table.flatten()[None]).view(table.shape)) % len(inputs.k)}
-
+    unread = _with(w, "page_table", lambda t: numbers(t.flatten()[None]).view(t.shape) % pages)
     words = "that does not read the page table: pages lie one after the other, sequence by sequence"
-    yield AttentionFault("page-table-unread", words, of_tensors(w, unread))
+    yield AttentionFault("page-table-unread", words, unread)
     if any(n % size for n in w.kv_lens or ()):
         whole = _with(w, "kv_lens", lambda lens: lens // size * size)
         yield AttentionFault("last-page-skipped", "without the last page where it is not full", whole)
@@ -617,9 +606,9 @@ def _pages(w: Workload) -> Iterator[AttentionFault]:
         words = f"that sees the padding of pages: keys up to the end of the last page of {size}"
         yield AttentionFault("padding-of-pages-seen", words, partial(_with_whole_pages, w))
     words = "that takes a sequence's pages to follow each other: only the first is looked up"
-    yield AttentionFault("pages-taken-in-order", words, of_tensors(w, in_order))
+    yield AttentionFault("pages-taken-in-order", words, _with(w, "page_table", lambda t: (t[:, :1] + numbers(t)) % pages))
     words = "that finds a row of the page table by the pages in use, not by its stride"
-    yield AttentionFault("page-table-stride-ignored", words, of_tensors(w, without_stride))
+    yield AttentionFault("page-table-stride-ignored", words, _with(w, "page_table", by_used_pages))
     yield from _slots(w)
     words = "that takes pages to be twice as long as they are"
     yield AttentionFault("page-of-another-size", words, _with(w, "page_table", lambda t: t[:, numbers(t) // 2]))
@@ -635,9 +624,14 @@ def _slots(w: Workload) -> Iterator[AttentionFault]:
     def own_page(at: torch.Tensor, table: torch.Tensor, pages: int) -> torch.Tensor:
         return table[:, (at // size).clamp(max=table.shape[1] - 1)]
 
+    def of_number(changed: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda at, table, pages: changed(own_page(at, table, pages), pages)
+
+    def in_page(at: torch.Tensor) -> torch.Tensor:
+        return at % size
+
     words = "that reads keys from the slot after theirs"
-    later = fault("keys-begin-late", words, lambda at, *pages: own_page(at + 1, *pages), lambda at: (at + 1) % size)
-    yield later
+    yield fault("keys-begin-late", words, lambda at, *pages: own_page(at + 1, *pages), lambda at: (at + 1) % size)
     if size > 1:
         words = "that reads all tokens of a page from its first slot"
         yield fault("slots-within-pages-misread", words, own_page, lambda at: at * 0)
@@ -646,19 +640,12 @@ def _slots(w: Workload) -> Iterator[AttentionFault]:
             words = f"that finds tokens in their page as if it had {step} slots"
             yield fault("slots-within-pages-misread", words, own_page, lambda at, step=step: at % size % step)
     for bits in (8, 16):
-        words = f"that keeps {bits} bits of a page's number"
-
-        def cut(at: torch.Tensor, table: torch.Tensor, pages: int, bits: int = bits) -> torch.Tensor:
-            return own_page(at, table, pages) % (1 << bits)
-
-        yield fault("page-numbers-misread", words, cut, lambda at: at % size)
+        cut = of_number(lambda number, pages, bits=bits: number % (1 << bits))
+        yield fault("page-numbers-misread", f"that keeps {bits} bits of a page's number", cut, in_page)
     for factor in (2, 3, 4, 8):
         words = f"that finds pages by {factor} times their numbers, as if their stride were another"
-
-        def multiple(at: torch.Tensor, table: torch.Tensor, pages: int, factor: int = factor) -> torch.Tensor:
-            return own_page(at, table, pages) * factor % pages
-
-        yield fault("page-numbers-misread", words, multiple, lambda at: at % size)
+        multiple = of_number(lambda number, pages, factor=factor: number * factor % pages)
+        yield fault("page-numbers-misread", words, multiple, in_page)
 
 
 def _with_slots(w: Workload, page: Callable[..., torch.Tensor], slot: Callable[..., torch.Tensor], inputs: Inputs) -> Other:

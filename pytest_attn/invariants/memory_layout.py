@@ -44,10 +44,10 @@ class Arrangement:
     """Arrangement of q, k, v and dout in memory, in words and in fact."""
 
     words: str
-    q: Relaid
-    k: Relaid
-    v: Relaid
-    dout: Relaid
+    q: Relaid = same
+    k: Relaid = same
+    v: Relaid = same
+    dout: Relaid = same
 
     def of(self, tensors: Tensors) -> Tensors:
         """Lay the tensors out."""
@@ -66,20 +66,20 @@ _DEFAULT = (
     Arrangement(
         "k a slice of a wider tensor, q, v and dout with heads and rows swapped in memory", swapped, fused, swapped, swapped
     ),
-    Arrangement("v alone swapped in memory", same, same, swapped, same),
-    Arrangement("v and dout swapped in memory, where v alone was right", same, same, swapped, swapped),
+    Arrangement("v alone swapped in memory", v=swapped),
+    Arrangement("v and dout swapped in memory, where v alone was right", v=swapped, dout=swapped),
 )
-_DOUT_ALONE = Arrangement("dout alone swapped in memory", same, same, same, swapped)
+_DOUT_ALONE = Arrangement("dout alone swapped in memory", dout=swapped)
 _THOROUGH = (
     all_of("q, k, v and dout with heads and rows swapped in memory", swapped),
     _DOUT_ALONE,
-    Arrangement("elements of q's, k's and v's vectors two apart", innermost, innermost, innermost, same),
-    Arrangement("q alone a slice of a wider tensor", fused, same, same, same),
-    Arrangement("q alone swapped in memory", swapped, same, same, same),
-    Arrangement("k alone with room behind its rows", same, padded, same, same),
-    Arrangement("q, k and v slices of one wider tensor each", fused, fused, fused, same),
-    Arrangement("dout alone with room behind its rows", same, same, same, padded),
-    Arrangement("dout's elements two apart", same, same, same, innermost),
+    Arrangement("elements of q's, k's and v's vectors two apart", innermost, innermost, innermost),
+    Arrangement("q alone a slice of a wider tensor", fused),
+    Arrangement("q alone swapped in memory", swapped),
+    Arrangement("k alone with room behind its rows", k=padded),
+    Arrangement("q, k and v slices of one wider tensor each", fused, fused, fused),
+    Arrangement("dout alone with room behind its rows", dout=padded),
+    Arrangement("dout's elements two apart", dout=innermost),
 )
 
 
@@ -205,7 +205,7 @@ def offsets(probe: Probe) -> str:
         for axis in sorted((dim for dim in range(len(last)) if last[dim]), key=lambda dim: -last[dim]):
             words = f"{name} spread over more than 2^31 elements along dimension {axis}"
             spread = partial(_spread, axis=axis, last=last[axis])
-            arrangements.append(dataclasses.replace(all_of(words, same), **{name: spread}))  # type: ignore[arg-type]
+            arrangements.append(Arrangement(words, **{name: spread}))
     if not arrangements:
         raise NotApplicable("a single row has no offsets")
     return judge_arrangements(probe, arrangements)

@@ -111,14 +111,11 @@ class IsolatedProcess:
             if time.monotonic() > end:
                 self.give_up(f"no time after {seconds:g} s")
             answer = self._next_answer("while it was timed", self._seconds + _PAUSE_SECONDS)
-        if "contract" in answer:
-            raise ContractError(_text(answer["contract"]))
-        if "stale" in answer:
-            raise WrongResultError(_text(answer["stale"]))
+        for said, kind in (("contract", ContractError), ("stale", WrongResultError), ("declined", NotImplementedError)):
+            if said in answer:
+                raise kind(_text(answer[said]))
         if "ends" in answer:
             raise EndsTestError(_text(answer["ends"]), _text(answer.get("where", "")))
-        if "declined" in answer:
-            raise NotImplementedError(_text(answer["declined"]))
         if "raised" in answer:
             raised, frames = _text(answer["raised"]), _text(answer.get("text", ""))
             raise IsolatedRaisedError(f"{self.name} raised {raised}\n{frames}".rstrip())

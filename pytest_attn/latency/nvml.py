@@ -215,46 +215,35 @@ def locked_clocks(device: torch.device, megahertz: int | None) -> Iterator[int]:
     Undone when the block or the process ends, not when a signal kills it; a lock of somebody else goes with it, for NVML
     does not tell of one. Raises ClockError where the clock cannot be locked.
     """
+    refused, held = f"the clocks of {device} cannot be locked", list[int]()
     try:
-        lock = _ClockLock(device, Gpu(device))
+        gpu = Gpu(device)
     except AbsentError as absent:
-        raise ClockError(f"the clocks of {device} cannot be locked: {absent}; leave out --attn-lock-clocks") from absent
-    atexit.register(lock.release)
-    try:
-        yield lock.hold(megahertz)
-    finally:
-        lock.release()
-        atexit.unregister(lock.release)
+        raise ClockError(f"{refused}: {absent}; leave out --attn-lock-clocks") from absent
 
-
-class _ClockLock:
-    """The SM clock of one GPU, locked and released once."""
-
-    def __init__(self, device: torch.device, gpu: Gpu) -> None:
-        self._device, self._gpu = device, gpu
-        self._held = False
-
-    def hold(self, megahertz: int | None) -> int:
-        """Lock the clock and return it, in MHz. Raises ClockError."""
-        wanted = self._gpu.highest_clock() if megahertz is None else megahertz
-        refused = f"the clocks of {self._device} cannot be locked"
-        if wanted is None:
-            raise ClockError(f"{refused}: NVML does not say which it supports; name one")
-        self._held = True  # before the call: what interrupts it may come after the lock
-        try:
-            self._gpu.lock_clocks(wanted)
-        except Exception as error:
-            self._held = False
-            remedy = "run as root or " if getattr(error, "value", None) == _NO_PERMISSION else ""
-            raise ClockError(f"{refused} at {wanted} MHz: {error}; {remedy}leave out --attn-lock-clocks") from error
-        return wanted
-
-    def release(self) -> None:
+    def release() -> None:
         """Unlock the clock, if it is held; a refusal is logged, since the test has had its result."""
-        if not self._held:
+        if not held:
             return
         try:
-            self._gpu.unlock_clocks()
+            gpu.unlock_clocks()
         except Exception as error:
-            _log.warning("%s keeps its locked clocks: %s; nvidia-smi --reset-gpu-clocks", self._device, error)
-        self._held = False
+            _log.warning("%s keeps its locked clocks: %s; nvidia-smi --reset-gpu-clocks", device, error)
+        held.clear()
+
+    atexit.register(release)
+    try:
+        wanted = gpu.highest_clock() if megahertz is None else megahertz
+        if wanted is None:
+            raise ClockError(f"{refused}: NVML does not say which it supports; name one")
+        held.append(wanted)  # before the call: what interrupts it may come after the lock
+        try:
+            gpu.lock_clocks(wanted)
+        except Exception as error:
+            held.clear()
+            remedy = "run as root or " if getattr(error, "value", None) == _NO_PERMISSION else ""
+            raise ClockError(f"{refused} at {wanted} MHz: {error}; {remedy}leave out --attn-lock-clocks") from error
+        yield wanted
+    finally:
+        release()
+        atexit.unregister(release)
