@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,10 @@ OLDEST_TORCH = (2, 6)
 _INSTALL_TORCH = 'pip install "pytest-attn[torch]"'
 #: seconds to wait for another process that times on the same device
 PATIENCE = 600.0
+#: into how many parts what large tests may take of a device's memory is divided
+_PARTS = 8
+#: seconds for which a taken one is waited for before another is tried
+_A_TRY = 0.02
 
 
 # -- the devices of a run ------------------------------------------------------------------------------------------------
@@ -232,15 +239,20 @@ def device_lock(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def memory_lock(device: torch.device) -> Iterator[None]:
-    """Let no other process of this kind take much of the device's memory meanwhile, unless one does so for long."""
-    lock = _lock_of(device, "memory-")
-    with suppress(OSError):  # too late, or no file that can be locked
-        lock.acquire(timeout=PATIENCE)
-    try:
+def memory_lock(device: torch.device, share: float) -> Iterator[None]:
+    """Hold a share of what large tests may take of the device's memory, once others of this kind leave it, or after long.
+
+    share: from 0 to 1, of which _PARTS are held by whole ones. Who comes first takes first.
+    """
+    parts = [_lock_of(device, f"memory-{part}-") for part in range(_PARTS)]
+    wanted, end, turns = min(_PARTS, math.ceil(share * _PARTS)), time.monotonic() + PATIENCE, cycle(parts)
+    with ExitStack() as held:
+        with suppress(OSError), _lock_of(device, "memory-").acquire(timeout=PATIENCE):  # too late, or none can be locked
+            while sum(part.is_locked for part in parts) < wanted and time.monotonic() < end:
+                if not (part := next(turns)).is_locked:
+                    with suppress(TimeoutError):
+                        held.enter_context(part.acquire(timeout=_A_TRY))
         yield
-    finally:
-        lock.release()
 
 
 def _lock_of(device: torch.device, purpose: str = "") -> FileLock:

@@ -286,9 +286,9 @@ class AttentionSession:
 
     @contextmanager
     def sharing_memory(self, workload: Workload | None) -> Iterator[None]:
-        """Leave the other workers of a GPU what a test does not need of its memory: of two that take much, one waits.
+        """Leave the other workers of a GPU what a test does not need of its memory: half is for those that take little.
 
-        What torch keeps of it afterwards is given back.
+        Tests that take much share the other half, and wait for one another. What torch keeps afterwards is given back.
         """
         machine = self.machines.known_default
         if machine is None or machine.kind != "cuda" or self.sharers == 1 or self.cuda.lost_because:
@@ -296,9 +296,9 @@ class AttentionSession:
             return
         torch = sys.modules["torch"]  # which knows the machine
         device = torch.device(machine.device)
-        share = machine.memory / self.sharers
-        is_large = workload is not None and _OF_A_CHECK * workload.bytes() > share / 2
-        with memory_lock(device) if is_large else nullcontext():
+        half, needed = machine.memory / 2, _OF_A_CHECK * workload.bytes() if workload else 0
+        is_large = needed > half / self.sharers
+        with memory_lock(device, needed / half) if is_large else nullcontext():
             yield
             if is_large:
                 gc.collect()

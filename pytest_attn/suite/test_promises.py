@@ -11,13 +11,13 @@ from pytest_attn import AttentionCase, Backend
 _TOO_LONG_FOR_A_CPU = 2e8
 
 
-@pytest.mark.attention("promises")
+@pytest.mark.attention("promises", covering=1)
 def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
     """The output, computed as in inference."""
     look(attn, attn_backend, "seen-batch", "seen-chunks", "seen-decode", "seen-prefix", "seen-rerun")
 
 
-@pytest.mark.attention("promises-prefill", "promises-packed", "promises-d128", backward=True)
+@pytest.mark.attention("promises-prefill", "promises-packed", "promises-d128", backward=True, covering=1)
 def test_backward(attn: AttentionCase, attn_backend: Backend) -> None:
     """The output and the gradients, in any batch and again."""
     look(attn, attn_backend, "seen-batch", "seen-rerun")

@@ -150,9 +150,10 @@ def gpu(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sharers", "length", "waits", "is_left"), [(8, 8192, True, True), (8, 64, False, True), (1, 8192, False, False)]
+    ("sharers", "length", "waits", "is_left"),
+    [(8, 8192, True, True), (8, 2048, False, True), (8, 64, False, True), (1, 8192, False, False)],
 )
-def test_of_two_workers_that_need_much_of_a_gpu_one_waits_and_leaves_what_it_used(
+def test_of_two_workers_that_need_all_of_a_gpu_one_waits_and_leaves_what_it_used(
     gpu, sharers, length, waits, is_left, monkeypatch
 ):
     monkeypatch.setattr(devices, "PATIENCE", 0.2)
