@@ -223,7 +223,7 @@ class OnlineRows:
 
     view: View
     scores: RegionScores
-    by_tile: dict[int, _Sums] = field(default_factory=dict)
+    by_tile: dict[int, dict[str, _Sums]] = field(default_factory=dict)
     by_split: dict[tuple[int, int], _Splits] = field(default_factory=dict)
 
     @classmethod
@@ -234,7 +234,7 @@ class OnlineRows:
         mine, exact, std = (scores.of_rows(t) for t in (got, expected.value, expected.tau))
         return cls(View(mine, exact, std, None if bad is None else scores.of_rows(bad)), scores)
 
-    def sums(self, tile: int) -> _Sums:
+    def sums(self, tile: int) -> dict[str, _Sums]:
         """Return the sums of an online softmax over tiles of keys."""
         if tile not in self.by_tile:
             self.by_tile[tile] = _tile_by_tile(self.scores, tile)
@@ -269,23 +269,24 @@ def faults_of_running_sums(seen: OnlineRows) -> Iterator[OnlineFault]:
 
 
 def _of_tiles(tile: int) -> Iterator[OnlineFault]:
-    def fault(name: str, words: str, parts: Callable[[_Sums], tuple[torch.Tensor, ...]]) -> OnlineFault:
+    def fault(name: str, words: str, acc: str, total: str, variance: str) -> OnlineFault:
         def predict(seen: OnlineRows) -> Prediction:
-            acc, total, variance = parts(seen.sums(tile))
-            return seen.prediction(acc / total, lambda: variance / total.square())
+            sums = seen.sums(tile)
+            by = sums[total].total
+            return seen.prediction(sums[acc].acc / by, lambda: sums[variance].variance / by.square())
 
         return FaultHypothesis(name, f"out is that of an online softmax {words} (tiles of {tile} keys)", predict, OF_STEPS)
 
     words = "whose sum of P v is not rescaled to a new maximum"
-    yield fault("sum-not-rescaled", words, lambda sums: (sums.plain_acc, sums.total, sums.variance))
+    yield fault("sum-not-rescaled", words, "plain", "right", "plain")
     words = "whose denominator is not rescaled to a new maximum"
-    yield fault("denominator-not-rescaled", words, lambda sums: (sums.acc, sums.plain_total, sums.variance))
+    yield fault("denominator-not-rescaled", words, "right", "plain", "plain")
     words = "that rescales neither the sum of P v nor the denominator to a new maximum"
-    yield fault("sum-not-rescaled", words, lambda sums: (sums.plain_acc, sums.plain_total, sums.variance))
+    yield fault("sum-not-rescaled", words, "plain", "plain", "plain")
     words = "whose sum of P v is multiplied by the inverse of the factor that brings it to a new maximum"
-    yield fault("rescaled-inversely", words, lambda sums: (sums.inverse_acc, sums.total, sums.inverse_variance))
+    yield fault("rescaled-inversely", words, "inverse", "right", "inverse")
     words = "whose P of a tile is formed with that tile's maximum, not with the larger one of a tile before"
-    yield fault("p-below-maximum-of-tile", words, lambda sums: (sums.local_acc, sums.local_total, sums.local_variance))
+    yield fault("p-below-maximum-of-tile", words, "local", "local", "local")
 
 
 def _of_splits(tile: int, number: int, heads: int) -> Iterator[OnlineFault]:
@@ -317,46 +318,43 @@ def _weights_of_heads(order: list[int], lse: torch.Tensor) -> torch.Tensor:
 
 
 class _Sums(NamedTuple):
-    """P v and the denominator of an online softmax, right and wrong, with variances in units squared."""
+    """P v and the denominator of an online softmax, and the variance of P v, in units squared."""
 
     acc: torch.Tensor
     total: torch.Tensor
-    plain_acc: torch.Tensor
-    plain_total: torch.Tensor
-    inverse_acc: torch.Tensor
-    local_acc: torch.Tensor
-    local_total: torch.Tensor
     variance: torch.Tensor
-    inverse_variance: torch.Tensor
-    local_variance: torch.Tensor
+
+    def with_tile(self, of_tile: _Sums, kept: torch.Tensor | float, added: torch.Tensor | float = 1.0) -> _Sums:
+        """Return the sums with those of one tile more. kept, added: the factors of either."""
+        factors = (kept, added), (kept, added), (kept**2, added**2)
+        return _Sums(*(old * a + new * b for old, new, (a, b) in zip(self, of_tile, factors, strict=True)))
 
 
-def _tile_by_tile(part: RegionScores, tile: int) -> _Sums:
-    """Visit tiles of keys one after the other. Shapes (1, heads, rows, dim), and 1 for dim of denominators."""
+def _tile_by_tile(part: RegionScores, tile: int) -> dict[str, _Sums]:
+    """Visit tiles of keys one after the other; return right and wrong sums, (1, heads, rows, dim), and 1 for dim of totals.
+
+    plain: nothing is rescaled. inverse: by the inverse of the factor. local: each tile has its own maximum.
+    """
     scores, squares = part.scores, part.v.square()
     top = scores.new_full((*scores.shape[:3], 1), -math.inf)
-    total = plain_total = local_total = scores.new_zeros(top.shape)
-    acc = plain = inverse = local = scores.new_zeros((*scores.shape[:3], part.v.shape[-1]))
-    variance = of_inverse = of_local = acc
+    nothing = scores.new_zeros((*scores.shape[:3], part.v.shape[-1]))
+    sums = dict.fromkeys(("right", "plain", "inverse", "local"), _Sums(nothing, scores.new_zeros(top.shape), nothing))
     for start in range(0, scores.shape[-1], tile):
         keys = slice(start, start + tile)
-        of_tile = scores[..., keys].amax(-1, keepdim=True)
-        new = top.maximum(of_tile)
+        largest = scores[..., keys].amax(-1, keepdim=True)
+        new = top.maximum(largest)
         shift = new.masked_fill(new == -math.inf, 0)
         p, factor = (scores[..., keys] - shift).exp(), (top - shift).exp()
-        pv, share = over_keys(p, part.v[:, :, keys]), p.sum(-1, keepdim=True)
-        total, plain_total = total * factor + share, plain_total + share
-        acc, plain = acc * factor + pv, plain + pv
-        back, rounded = (1 / factor).masked_fill(factor == 0, 0), over_keys(p.square(), squares[:, :, keys])
-        inverse, of_inverse = inverse * back + pv, of_inverse * back.square() + rounded
-        variance = variance + rounded
-        raised = (shift - of_tile).exp().nan_to_num(0, 0, 0)
-        local, local_total = local * factor + pv * raised, local_total * factor + share * raised
-        of_local = of_local * factor.square() + rounded * raised.square()
+        of_tile = _Sums(over_keys(p, part.v[:, :, keys]), p.sum(-1, keepdim=True), over_keys(p.square(), squares[:, :, keys]))
+        sums = {
+            "right": sums["right"].with_tile(of_tile, factor),
+            "plain": sums["plain"].with_tile(of_tile, 1.0),
+            "inverse": sums["inverse"].with_tile(of_tile, (1 / factor).masked_fill(factor == 0, 0)),
+            "local": sums["local"].with_tile(of_tile, factor, (shift - largest).exp().nan_to_num(0, 0, 0)),
+        }
         top = new
     sink = _share_of_sink(part, top)
-    total, plain_total, local_total = ((t + sink).clamp(min=1e-300) for t in (total, plain_total, local_total))
-    return _Sums(acc, total, plain, plain_total, inverse, local, local_total, variance, of_inverse, of_local)
+    return {name: one._replace(total=(one.total + sink).clamp(min=1e-300)) for name, one in sums.items()}
 
 
 def _share_of_sink(part: RegionScores, top: torch.Tensor) -> torch.Tensor | float:
