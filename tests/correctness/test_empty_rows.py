@@ -130,11 +130,6 @@ def test_an_output_that_a_test_computed_is_left_as_it_is():
     assert out[:, :, :32].isnan().all()
 
 
-def test_an_unknown_word_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="empty_rows must be one of zero, finite, any, got 'nan'"):
-        pytest_attn.check(kernel(mean), LATE, empty_rows="nan")
-
-
 def test_a_mask_of_a_tensor_has_such_rows_as_well():
     workload = LATE.replace(mask=BooleanMask(lambda *sizes: SEEN))
     assert rows_without_keys(draw_inputs(workload))[0, 0].sum() == 32

@@ -229,11 +229,6 @@ def test_what_cannot_be_declared(arguments, said):
         Declaration(**arguments)
 
 
-def test_a_batch_needs_its_dimension():
-    with pytest.raises(ValueError, match="layout 'hsd' has no batch dimension and needs batch=1"):
-        pytest_attn.check(attention, W.replace(batch=2), layout="hsd")
-
-
 @pytest.mark.parametrize(
     ("declared", "is_plain"),
     [
