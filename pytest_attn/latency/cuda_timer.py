@@ -18,7 +18,7 @@ import torch
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.streams import capturing, side_stream
 from pytest_attn.latency.kernel_work import Call, CallResults, KernelWork
-from pytest_attn.latency.timer import CHANCE, GRAPHS, HostTimer, Item, Mode, Plan, Stage, Timer, repeated
+from pytest_attn.latency.timer import CHANCE, GRAPHS, HostTimer, Item, Mode, Plan, Stage, Timer, repeated, several
 from pytest_attn.latency.work import TimedCall, Work, WrongResultError, called, peak_of, verified
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
@@ -269,7 +269,7 @@ class CudaTimer(Timer):
                     return plan
                 wanted = "batched"
             calls = _calls_on_own_sets(work, device, wanted, most)
-            plan = Plan("batched" if calls > 1 else "events", calls, device, launch, repeated(work.stage, calls))
+            plan = Plan("batched" if calls > 1 else "events", calls, device, launch, several(work, calls))
             return plan._replace(renew=functools.partial(self.move, work, calls)) if most >= 2 * len(work.sets) else plan
 
     def block(self, items: Sequence[Item]) -> list[float]:

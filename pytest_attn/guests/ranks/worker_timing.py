@@ -35,7 +35,7 @@ from pytest_attn.latency.exact_results import Attention
 from pytest_attn.latency.fresh_data import PartSets, RandomPool, TensorSets
 from pytest_attn.latency.kernel_work import KernelWork, of_timed
 from pytest_attn.latency.protocol import SUBJECT, Warmer
-from pytest_attn.latency.timer import Item, repeated
+from pytest_attn.latency.timer import Item, several
 from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, first_of, peak_of, verified
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -102,7 +102,7 @@ class RankTiming:
     def block(self, names: list[str], calls: int, clock: str, backlog: float) -> dict[str, Any]:
         """Take one sample of each name."""
         self._work.rotate_over(max(_FEWEST_SETS, calls))
-        op = Item(SUBJECT, repeated(self._work.stage, calls), calls, self._work.keep)
+        op = Item(SUBJECT, several(self._work, calls), calls, self._work.keep)
         others = {name: anchor_item(name, anchor) for name, anchor in self._anchors.items()}
         taken = self._clocks[clock].block([others.get(name, op) for name in names], backlog)
         return {**taken._asdict(), "samples": [list(sample) for sample in taken.samples]}
