@@ -1,6 +1,7 @@
 """Merges of partial results: honest ones pass in every form, and wrong ones are found, with what is wrong."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -96,38 +97,14 @@ def test_honest_merges_in_base_2_and_another_layout(attn):
 # -- mutants ---------------------------------------------------------------------------------------------------------------
 
 
-def base_2_for_e(a, lse_a, b, lse_b):
-    return of_lists([a, b], [lse_a, lse_b], exp=torch.exp2, log=torch.log2)
-
-
-def weights_of_another(a, lse_a, b, lse_b):
-    return of_two(a, lse_b, b, lse_a)
-
-
-def another_scale(a, lse_a, b, lse_b):
-    return of_two(a, lse_a, b, lse_b * math.log(2))
-
-
-def factor_of_a_part(a, lse_a, b, lse_b):
-    return of_two(a, lse_a, b * 0.75, lse_b)
-
-
-def memory_of_lse(a, lse_a, b, lse_b):
-    """Read lse as (batch, rows, heads), as vllm#21996 read one that was not contiguous."""
-    return of_two(a, *((t.reshape(1, 40, 4).mT if t is not b else b) for t in (lse_a, b, lse_b)))
-
-
-def as_if_contiguous(a, lse_a, b, lse_b):
-    return of_two(a, *((t.as_strided(t.shape, (160, 40, 1)) if t is not b else b) for t in (lse_a, b, lse_b)))
+def read_as(laid_out, a, lse_a, b, lse_b):
+    """Merge with lse whose memory is read in another way than it lies."""
+    return of_two(a, laid_out(lse_a), b, laid_out(lse_b))
 
 
 def nan_without_keys(a, lse_a, b, lse_b):
     lse = torch.logaddexp(lse_a, lse_b)
     return combined(torch.stack([a, b]), (torch.stack([lse_a, lse_b]) - lse).exp(), lse, a)
-
-
-def mean(a, lse_a, b, lse_b):
-    return ((a.float() + b.float()) / 2).to(a.dtype)
 
 
 def no_maximum(a, lse_a, b, lse_b):
@@ -136,34 +113,45 @@ def no_maximum(a, lse_a, b, lse_b):
     return combined(torch.stack([a, b]), weights / total.clamp(min=1e-30), total.log(), a)
 
 
-def lse_not_updated(a, lse_a, b, lse_b):
-    return of_two(a, lse_a, b, lse_b)[0], torch.maximum(lse_a, lse_b)
-
-
-def empty_as_zero(a, lse_a, b, lse_b):
-    return of_two(a, lse_a, b, lse_b.nan_to_num(neginf=0.0))
-
-
 FIRST, HALVES = "parts of 1 and 199 keys", "parts of 100 and 100 keys"
+BASE_2 = {"exp": torch.exp2, "log": torch.log2}
+READ = "the memory of lse is read as contiguous"
+#: a fault: the merge that has it, in which arrangement it shows, and its cause, as the report says it
 MUTANTS = {
-    base_2_for_e: (FIRST, "lse in base e is taken as in base 2"),
-    weights_of_another: (FIRST, "each part has the weight of another one"),
-    another_scale: (FIRST, "lse in base e is taken as in base 2 in the second part"),
-    factor_of_a_part: (FIRST, "the second part is multiplied by 0.75"),
-    memory_of_lse: (FIRST, r"the memory of lse is read as contiguous \(batch, rows, heads\)"),
-    as_if_contiguous: (f"{HALVES}, lse strided", r"the memory of lse is read as contiguous \(batch, heads, rows\)"),
-    nan_without_keys: ("no part has keys in every third row", "NaN in rows in which no part has keys"),
-    mean: (FIRST, "the mean of the parts"),
-    no_maximum: (f"{HALVES}, lse 200 higher or lower", "subtract the largest lse"),
-    lse_not_updated: (FIRST, "lse is the largest of the parts'"),
-    empty_as_zero: ("the second part has no keys", ""),
+    "base 2 for e": (lambda a, x, b, y: of_lists([a, b], [x, y], **BASE_2), FIRST, "lse in base e is taken as in base 2"),
+    "weights of another": (lambda a, x, b, y: of_two(a, y, b, x), FIRST, "each part has the weight of another one"),
+    "another scale": (
+        lambda a, x, b, y: of_two(a, x, b, y * math.log(2)),
+        FIRST,
+        "lse in base e is taken as in base 2 in the second part",
+    ),
+    "factor of a part": (lambda a, x, b, y: of_two(a, x, b * 0.75, y), FIRST, "the second part is multiplied by 0.75"),
+    # as vllm#21996 read one that was not contiguous
+    "memory of lse": (partial(read_as, lambda t: t.reshape(1, 40, 4).mT), FIRST, rf"{READ} \(batch, rows, heads\)"),
+    "as if contiguous": (
+        partial(read_as, lambda t: t.as_strided(t.shape, (160, 40, 1))),
+        f"{HALVES}, lse strided",
+        rf"{READ} \(batch, heads, rows\)",
+    ),
+    "nan without keys": (
+        nan_without_keys,
+        "no part has keys in every third row",
+        "NaN in rows in which no part has keys",
+    ),
+    "mean": (lambda a, x, b, y: ((a.float() + b.float()) / 2).to(a.dtype), FIRST, "the mean of the parts"),
+    "no maximum": (no_maximum, f"{HALVES}, lse 200 higher or lower", "subtract the largest lse"),
+    "lse not updated": (
+        lambda a, x, b, y: (of_two(a, x, b, y)[0], torch.maximum(x, y)),
+        FIRST,
+        "lse is the largest of the parts'",
+    ),
+    "empty as zero": (lambda a, x, b, y: of_two(a, x, b, y.nan_to_num(neginf=0.0)), "the second part has no keys", ""),
 }
 
 
 @pytest.mark.attention(*WORKLOADS[:2], device="cpu", returns_lse=True)
-@pytest.mark.parametrize("fn", MUTANTS)
-def test_a_fault_is_found_in_its_arrangement_and_named(attn, fn):
-    arrangement, cause = MUTANTS[fn]
+@pytest.mark.parametrize(("fn", "arrangement", "cause"), MUTANTS.values(), ids=MUTANTS)
+def test_a_fault_is_found_in_its_arrangement_and_named(attn, fn, arrangement, cause):
     with pytest.raises(AssertionError, match=rf"(?s)inputs structured, {arrangement}\).*{cause}"):
         attn.check_merge(fn)
 
