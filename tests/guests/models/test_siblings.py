@@ -1,6 +1,7 @@
 """Layers that are built alike, one of which asks its attention for something else; and those that differ on purpose."""
 
 from functools import partial
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,21 @@ def _shared(tensor, order):
     if order == "grouped":
         return tensor
     return tensor.repeat_interleave(2, 1) if order == "interleaved" else tensor.repeat(1, 2, 1, 1)
+
+
+def misled(model, **options):
+    """Return what a check says of the layers of a model that ask for something else, by name."""
+    return {call.label: call.misled for call in judge_model(*case_of(model), **options).calls if call.misled}
+
+
+def sharing(attend, layers):
+    return Model(*(Block(Attention(attend)) for _ in range(layers)))
+
+
+def one_odd(calls, at, odd, usual):
+    """Return attention that attends with other options in one of so many calls."""
+    options = cycle([odd if number == at else usual for number in range(calls)])
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **next(options))
 
 
 def wrong(*layers, backward=False):
@@ -176,9 +192,9 @@ def test_a_layer_whose_result_has_no_gradient_is_wrong():
     model = Model(*(Block(Attention(attend, kv_heads=2)) for _ in range(3)))
     model.blocks[1].attn.attend = lambda q, k, v: attend(q, k, v).detach()
 
-    misled = {call.module: call.misled for call in judge_model(*case_of(model)).calls if call.misled}
-    assert list(misled) == ["blocks.1.attn"]
-    assert "gets no gradient, and" in misled["blocks.1.attn"]
+    found = misled(model)
+    assert list(found) == ["blocks.1.attn"]
+    assert "gets no gradient, and" in found["blocks.1.attn"]
 
 
 @pytest.mark.parametrize("lose", [torch.detach, torch.zeros_like], ids=["detached", "dropped"])
@@ -186,7 +202,7 @@ def test_a_layer_whose_result_does_not_count_is_wrong_but_in_the_last(lose):
     def found(at):
         model = Model(*(Block(Attention(attend, kv_heads=2)) for _ in range(4)))
         model.blocks[at].attn.register_forward_hook(lambda part, args, out: lose(out))
-        return {call.module: call.misled for call in judge_model(*case_of(model)).calls if call.misled}
+        return misled(model)
 
     assert found(1) == {"blocks.1.attn": f"its q gets no gradient, and q gets one in blocks.0.attn, {ALIKE}"}
     assert not found(3)
@@ -231,25 +247,12 @@ def test_norms_of_q_and_k_that_no_layer_uses_are_told():
     assert judge_model(*case_of(frozen)).passed
 
 
-class Biased:
-    """Adds a bias to scores, but in one layer."""
-
-    def __init__(self, odd):
-        self.odd, self.calls = odd, 0
-
-    def __call__(self, q, k, v):
-        self.calls += 1
-        bias = -AHEAD.abs()[None, None] / 16 * ((self.calls - 1) % 4 != self.odd)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
 def test_a_bias_that_one_layer_alone_leaves_out_is_told_unless_a_setting_says_so():
     def found(odd, **settings):
-        model = Model(*(Block(Attention(Biased(odd))) for _ in range(4)))
-        for block in model.blocks:
-            block.attn.attend = model.blocks[0].attn.attend
+        bias = -AHEAD.abs()[None, None] / 16
+        model = sharing(one_odd(4, odd, {"attn_mask": 0 * bias}, {"attn_mask": bias}), 4)
         vars(model.blocks[1].attn).update(settings)
-        return {call.label: call.misled for call in judge_model(*case_of(model)).calls if call.misled}
+        return misled(model)
 
     assert found(1) == {"blocks.1.attn": f"nothing is added to its scores, and a bias is in blocks.0.attn, {ALIKE}"}
     assert not found(1, is_global=True)
@@ -315,17 +318,6 @@ def test_a_layer_that_attends_to_another_sequence_than_all_others_is_wrong(name,
     assert not found(same, other, lambda memory, x: 2 * memory, same)
 
 
-class Masked:
-    """Attends with a mask of its own in one call."""
-
-    def __init__(self, odd):
-        self.odd, self.calls = odd, 0
-
-    def __call__(self, q, k, v):
-        self.calls += 1
-        return F.scaled_dot_product_attention(q, k, v, is_causal=(self.calls - 1) % 6 == self.odd)
-
-
 class Processor:
     """Attends with a mask that nothing of it says."""
 
@@ -338,14 +330,12 @@ class Processor:
 
 def test_a_mask_that_one_layer_of_many_has_from_nowhere_is_wrong_and_one_that_a_setting_says_is_not():
     def found(odd, shared=True, **settings):
-        model = Model(*(Block(Attention(Masked(odd))) for _ in range(6)))
-        for at, block in enumerate(model.blocks):
-            if shared:
-                block.attn.attend = model.blocks[0].attn.attend
-            else:  # each has one of its own, as diffusers have processors
+        model = sharing(one_odd(6, odd, {"is_causal": True}, {}), 6)
+        if not shared:  # each has one of its own, as diffusers have processors
+            for at, block in enumerate(model.blocks):
                 block.attn.attend = Processor(at == odd)
         vars(model.blocks[2].attn).update(settings)
-        return {call.label: call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled}
+        return misled(model, backward=False)
 
     said = "its mask hides keys, and no key is hidden in blocks.0.attn, which is the same kind of module"
     assert found(2) == {"blocks.2.attn": said}
@@ -355,25 +345,14 @@ def test_a_mask_that_one_layer_of_many_has_from_nowhere_is_wrong_and_one_that_a_
     assert not found(2, is_local=True)
 
 
-class Windowed:
-    """Attends within a window, but in one call."""
-
-    def __init__(self, odd, window):
-        self.odd, self.window, self.calls = odd, window, 0
-
-    def __call__(self, q, k, v):
-        self.calls += 1
-        window = self.window if (self.calls - 1) % 6 == self.odd else 8
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=(AHEAD.abs() < window) & (AHEAD != 2))
-
-
 def test_a_mask_of_its_own_among_many_is_wrong_unless_a_setting_or_the_configuration_says_so():
     def found(window, odd=2, **settings):
-        model = Model(*(Block(Attention(Windowed(odd, window))) for _ in range(6)))
+        odd_one, usual = ({"attn_mask": (AHEAD.abs() < keys) & (AHEAD != 2)} for keys in (window, 8))
+        model = sharing(one_odd(6, odd, odd_one, usual), 6)
         for number, block in enumerate(model.blocks):
-            block.attn.attend, block.attn.layer_idx = model.blocks[0].attn.attend, number
+            block.attn.layer_idx = number
             vars(block.attn).update(settings)
-        return {call.label: call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled}
+        return misled(model, backward=False)
 
     said = f"its mask shows other keys than those that are shown in blocks.0.attn, {ALIKE}"
     assert found(12) == {"blocks.2.attn": said}
