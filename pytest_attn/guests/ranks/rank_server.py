@@ -15,8 +15,8 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pytest_attn.backends.contexts import judged_code
 from pytest_attn.backends.gradients import gradients_of
 from pytest_attn.backends.raised import declined_because
-from pytest_attn.correctness.call import fault_of_change
+from pytest_attn.correctness.call import changes_of, fault_of_change
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.replaced_functions import functions_kept
 from pytest_attn.correctness.switches import KeptSwitches
@@ -121,36 +121,29 @@ class RankServer:
         given = {name: part.detach().requires_grad_(backward) for name, part in parts.items()}
         kept = {name: shard.detach().clone() for name, shard in given.items()}
         with torch.set_grad_enabled(backward):
-            results = self._named(self._fn(*given.values()))
-        self._require_unchanged(given, kept)
-        self._require_own_results()
-        self._last = (results["out"].detach(), results["out"].detach().clone())
+            returned = self._fn(*given.values())
+            with self._naming_rank():
+                results = self._named(returned)
+        with self._naming_rank():
+            _require_unchanged(given, kept)
+            if self._last is not None and not bool(((self._last[0] == self._last[1]) | self._last[1].isnan()).all()):
+                raise ContractError("the callable changed the out of an earlier call, which is in use")
+            self._last = (results["out"].detach(), results["out"].detach().clone())
+            if backward and not results["out"].requires_grad:
+                raise ContractError("out carries no gradient; backward=True needs a callable that autograd can follow")
         if backward:
-            if not results["out"].requires_grad:
-                raise ContractError(
-                    f"rank {self._rank}: out carries no gradient; backward=True needs a callable that autograd can follow"
-                )
             self._calls[number] = _RankCall(given, kept, results["out"])
             while len(self._calls) > _KEPT:
                 self._calls.popitem(last=False)
-        return {name: self._handed_over(result) for name, result in results.items()}
+        return {name: result.detach().clone() for name, result in results.items()}
 
     def backward(self, number: int, dout: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the rank's shards of dq, dk and dv. Raises as `forward` does."""
         call = self._calls[number]
         found = gradients_of([call.out], list(call.given.values()), [self._shard_of_dout(dout, call.out)], retain_graph=True)
-        self._require_unchanged(call.given, call.kept)
-        gradients: dict[str, torch.Tensor] = {}
-        for (name, leaf), gradient in zip(call.given.items(), found, strict=True):
-            if gradient is None:
-                raise ContractError(
-                    f"rank {self._rank}: d{name} is missing: out does not depend on {name}, as autograd sees it"
-                )
-            gradient = self._plain(f"d{name}", gradient)
-            if gradient.dtype != leaf.dtype:
-                raise ContractError(f"rank {self._rank}: d{name} has dtype {gradient.dtype}; expected {leaf.dtype}")
-            gradients[f"d{name}"] = self._handed_over(gradient)
-        return gradients
+        with self._naming_rank():
+            _require_unchanged(call.given, call.kept)
+            return {f"d{name}": _checked(name, leaf, one) for (name, leaf), one in zip(call.given.items(), found, strict=True)}
 
     # -- details -------------------------------------------------------------------------------------------------------
 
@@ -166,35 +159,36 @@ class RankServer:
         results: list[Any] = [result] if several is None else several
         names = ("out", "lse") if self._returns_lse else ("out",)
         if len(results) == len(names):
-            results = [self._plain(*one) for one in zip(names, results, strict=True)]
+            results = [plain(*one) for one in zip(names, results, strict=True)]
         if len(results) != len(names) or not all(isinstance(one, torch.Tensor) for one in results):
             found = describe(result) if several is None else "(" + ", ".join(map(describe, results)) + ")"
             wanted = "(out, lse), its shards" if self._returns_lse else "its shard of out"
             advice = "; say returns_lse=True in the marker if it returns (out, lse)" if len(results) == 2 else ""
-            raise ContractError(f"rank {self._rank}: the callable returned {found}; expected {wanted}{advice}")
+            raise ContractError(f"the callable returned {found}; expected {wanted}{advice}")
         return dict(zip(names, results, strict=True))
 
-    def _plain(self, name: str, tensor: Any) -> Any:
+    @contextmanager
+    def _naming_rank(self) -> Iterator[None]:
         try:
-            return plain(name, tensor)
+            yield
         except ContractError as error:
             raise ContractError(f"rank {self._rank}: {error}") from None
 
-    def _require_unchanged(self, given: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-        """Raise ContractError where the callable has changed its inputs."""
-        for name, shard in given.items():
-            off = (shard.detach().double() - kept[name].double()).abs().nan_to_num(0.0)
-            if bool((off > 0).any()):
-                largest = float(off.max())
-                raise ContractError(f"rank {self._rank}: {fault_of_change({name: largest})}")
 
-    def _require_own_results(self) -> None:
-        """Raise ContractError where this call has changed what the one before returned."""
-        if self._last is not None and not bool(((self._last[0] == self._last[1]) | self._last[1].isnan()).all()):
-            raise ContractError(f"rank {self._rank}: the callable changed the out of an earlier call, which is in use")
+def _require_unchanged(given: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+    """Raise ContractError where a callable has changed its inputs."""
+    if changes := changes_of(given, kept):
+        raise ContractError(fault_of_change(changes))
 
-    def _handed_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone()
+
+def _checked(name: str, leaf: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of an input; raise ContractError where it cannot be compared."""
+    if gradient is None:
+        raise ContractError(f"d{name} is missing: out does not depend on {name}, as autograd sees it")
+    gradient = plain(f"d{name}", gradient)
+    if gradient.dtype != leaf.dtype:
+        raise ContractError(f"d{name} has dtype {gradient.dtype}; expected {leaf.dtype}")
+    return gradient.detach().clone()
 
 
 #: what torch imports in a first backward pass, or with a first group: no call of a callable should take so long

@@ -118,9 +118,9 @@ class Misbehaving(AllGather):
     """What no result of a kernel may be, whatever its values."""
 
     def __call__(self, q, k, v):
-        if self.fault == "changes k" and self.rank == 1:
+        if self.fault.startswith("changes k") and self.rank == 1:
             with torch.no_grad():
-                k.add_(1)
+                k.add_(1 if self.fault == "changes k" else torch.nan)
         out = super().__call__(q, k, v)
         if self.fault == "reads beyond its shard":
             longer = q.as_strided((*q.shape[:2], q.shape[2] + 1, q.shape[3]), q.stride())
@@ -143,6 +143,7 @@ class Misbehaving(AllGather):
     ("fault", "text"),
     [
         ("changes k", r"rank 1: the callable changed its input k in place \(by up to 1"),
+        ("changes k to NaN", r"rank 1: the callable changed its input k in place \(by up to nan"),
         ("heads and rows swapped", r"rank 0: out has shape \(1, 32, 4, 32\); expected \(1, 4, 32, 32\), its shard"),
         ("another dtype", "rank 1: out has dtype torch.float64; rank 0 returned torch.bfloat16"),
         ("no gradient", "rank 0: out carries no gradient"),
