@@ -93,6 +93,8 @@ class Guest:
         tables: such a function whose lines it always shows.
         timed: a function of records that yields lines to show below the table of latencies.
         results: a function of records that yields, for pages, titles with the texts below.
+        compares: what its mode compares with, and by which option, in words.
+        mode: a class of `LatencyMode`, asked before those of the core whether a run is its own.
         commands: of `python -m pytest_attn`: functions that take the subparsers, and add theirs.
         faults: identities that its diagnoses give to faults, with what is wrong: a mapping.
     """
@@ -112,6 +114,8 @@ class Guest:
     tables: str = ""
     timed: str = ""
     results: str = ""
+    mode: str = ""
+    compares: str = ""
     commands: tuple[str, ...] = ()
     faults: str = ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -43,6 +43,7 @@ from pytest_attn.reports.files import uninterrupted
 from pytest_attn.reports.lines import count, labeled, raised_words, some
 from pytest_attn.reports.records import gathered, latency_of
 from pytest_attn.reports.verdict import Cause, Verdict
+from pytest_attn.seam import each
 from pytest_attn.session.benchmark_traces import is_asked_for
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.devices import PATIENCE, NoLockError, device_lock, lock_name, untimed_because
@@ -80,31 +81,38 @@ MORE_PROCESSES = 20
 
 
 @dataclass(frozen=True)
-class CaseToRecord:
-    """A case that is right and was timed. test: what a command line calls its test; baseline: but for its runs."""
+class TimedCase:
+    """A case that is right and was timed. baseline: but for its runs."""
 
-    key: str
-    test: str
-    item: pytest.Item
+    measurement: Measurement
     baseline: Baseline
-    device: torch.device
+
+    @property
+    def key(self) -> str:
+        """The key of its baseline."""
+        return self.measurement.key
+
+    @property
+    def item(self) -> pytest.Item:
+        """Its test."""
+        return self.measurement.item
+
+    @property
+    def device(self) -> torch.device:
+        """Where it was timed."""
+        return self.measurement.spec.device
 
 
-class Recording:
-    """A plugin of pytest that collects the cases of a run, and records them at its end."""
+class TimedAtEnd(ABC):
+    """A plugin of pytest that collects the cases of a run, and has new processes time them at its end."""
 
-    def __init__(self, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> None:
-        self._session, self._baselines, self._config = session, baselines, config
-        self._cases: list[CaseToRecord] = []
+    def __init__(self, session: AttentionSession, config: pytest.Config) -> None:
+        self._session, self._config = session, config
+        self._cases: list[TimedCase] = []
 
-    def add(self, key: str, test: str, item: pytest.Item, baseline: Baseline, device: torch.device) -> None:
-        """Keep a case that is to be recorded."""
-        self._cases.append(CaseToRecord(key, test, item, baseline, device))
-
-    def prepare(self, device: torch.device) -> None:
-        """Have the server of new processes start, where it forks those of a case on this device."""
-        if are_forked(self._session.settings.fresh, [device.type]):
-            prepare_fresh_runs(self._config)
+    def add(self, measurement: Measurement, baseline: Baseline) -> None:
+        """Keep a case that is to be timed."""
+        self._cases.append(TimedCase(measurement, baseline))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Forget the cases of a test that fails in the end, whenever they were timed."""
@@ -113,18 +121,46 @@ class Recording:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Record; a case that could not be recorded is a failure of the run."""
-        if self._cases and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not self.record():
+        """Time the cases of a run that nothing stopped; what fails there is a failure of the run."""
+        if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not self.finish():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def record(self) -> bool:
+    @abstractmethod
+    def finish(self) -> bool:
+        """Time the cases; return whether all went well."""
+
+    def say(self, text: str, **markup: bool) -> None:
+        """Write a line at once: a pipe would keep it for minutes."""
+        if reporter := self._config.pluginmanager.get_plugin("terminalreporter"):
+            reporter.write_line(text, **markup)
+            reporter.flush()
+
+    def fail(self, item: pytest.Item, text: str) -> None:
+        """Report an error of a test, which itself has passed: in pytest's counts, its files and --lf."""
+        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "teardown")
+        item.ihook.pytest_runtest_logreport(report=report)
+
+
+class Recording(TimedAtEnd):
+    """Records the cases of a run at its end."""
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> None:
+        super().__init__(session, config)
+        self._baselines = baselines
+
+    def prepare(self, device: torch.device) -> None:
+        """Have the server of new processes start, where it forks those of a case on this device."""
+        if are_forked(self._session.settings.fresh, [device.type]):
+            prepare_fresh_runs(self._config)
+
+    def finish(self) -> bool:
         """Record the cases; return whether all were. Says what was written, or why nothing was.
 
         Cases that were not selected stay as they are.
         """
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        say: Callable[..., None] = reporter.write_line if reporter else lambda text, **markup: None
-        cases, runs, problem = _once_each(self._cases), [], ""
+        if not self._cases:
+            return True
+        cases, runs, problem, say = once_each(self._cases), [], "", self.say
         recorded: set[str] = set()
         say("")
         try:
@@ -155,19 +191,13 @@ class Recording:
         found.file.require_writable()
         return found.file
 
-    def _log(self, text: str) -> None:
-        """Write a line at once: a pipe would keep it for minutes."""
-        if reporter := self._config.pluginmanager.get_plugin("terminalreporter"):
-            reporter.write_line(text)
-            reporter.flush()
-
-    def _time(self, cases: Sequence[CaseToRecord]) -> Runs:
+    def _time(self, cases: Sequence[TimedCase]) -> Runs:
         """Time all cases in as many processes as a baseline needs, and those that were disturbed in a few more."""
 
         def lacking(runs: Runs) -> list[str]:
-            found = [one.test for one in cases if is_lacking(runs, one.key, FEWEST_RUNS)]
+            found = [one.measurement.test_name for one in cases if is_lacking(runs, one.key, FEWEST_RUNS)]
             if found:
-                self._log(f"baselines: {count(len(found), 'case')} disturbed, one more process")
+                self.say(f"baselines: {count(len(found), 'case')} disturbed, one more process")
             return found
 
         what = f"baselines: {count(len(cases), 'case')}, new process"
@@ -177,11 +207,11 @@ class Recording:
             def progress(done: int) -> None:
                 count_done(done)
                 if done < FEWEST_RUNS:
-                    self._log(f"{what} {done + 1} of {FEWEST_RUNS}")
+                    self.say(f"{what} {done + 1} of {FEWEST_RUNS}")
 
             devices = {one.device for one in cases}
-            stack.enter_context(_locked(self._session, devices))
-            names = [one.test for one in cases]
+            stack.enter_context(locked(self._session, devices))
+            names = [one.measurement.test_name for one in cases]
             is_forked = are_forked(self._session.settings.fresh, {device.type for device in devices})
             return fresh_runs(self._config, names, FEWEST_RUNS, progress, modes, lacking, MORE_PROCESSES, is_forked)
 
@@ -193,17 +223,15 @@ class Recording:
         )
 
     def _report_the_missed(self, reasons: Mapping[str, str]) -> None:
-        """Report an error of the test of each such case, which itself has passed: in pytest's counts, its files and --lf."""
-        missed = (one for one in _once_each(self._cases) if one.key in reasons)
+        """Fail the test of each such case."""
+        missed = (one for one in once_each(self._cases) if one.key in reasons)
         for item, keys in gathered((one.item, one.key) for one in missed).items():
-            text = "\n".join(f"not recorded: {key}: {reasons[key]}" for key in keys)
-            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "teardown")
-            item.ihook.pytest_runtest_logreport(report=report)
+            self.fail(item, "\n".join(f"not recorded: {key}: {reasons[key]}" for key in keys))
 
 
-def _once_each(cases: Sequence[CaseToRecord]) -> list[CaseToRecord]:
+def once_each(cases: Sequence[TimedCase]) -> list[TimedCase]:
     """Return one of each case: a backend may be measured by several tests, whose largest residuals are kept."""
-    found: dict[str, CaseToRecord] = {}
+    found: dict[str, TimedCase] = {}
     for one in cases:
         first = found.setdefault(one.key, one)
         ours, theirs = first.baseline.z, one.baseline.z
@@ -213,31 +241,39 @@ def _once_each(cases: Sequence[CaseToRecord]) -> list[CaseToRecord]:
     return list(found.values())
 
 
-def _missing(one: CaseToRecord, runs: Runs) -> str:
+def _missing(one: TimedCase, runs: Runs) -> str:
     """Say what a recording lacks, and what disturbed most of its runs."""
-    text = f"{len(undisturbed(runs, one.key, FEWEST_RUNS))} new processes timed it undisturbed, {FEWEST_RUNS} are needed"
+    text = too_few(one, runs, FEWEST_RUNS)
+    return f"{text}; record again when the machine does nothing else" if "mostly" in text else text
+
+
+def too_few(one: TimedCase, runs: Runs, wanted: int) -> str:
+    """Say how many processes timed a case, and what disturbed most of the others."""
+    text = f"{len(undisturbed(runs, one.key, wanted))} new processes timed it undisturbed, {wanted} are needed"
     disturbances = Counter(words for run in runs if run["key"] == one.key for words in run["disturbances"])
-    if not disturbances:
-        return text
-    return f"{text}; mostly: {disturbances.most_common(1)[0][0]}; record again when the machine does nothing else"
+    return f"{text}; mostly: {disturbances.most_common(1)[0][0]}" if disturbances else text
 
 
-def _by_device(cases: Sequence[CaseToRecord], runs: Runs) -> dict[torch.device, dict[str, Baseline]]:
+def _by_device(cases: Sequence[TimedCase], runs: Runs) -> dict[torch.device, dict[str, Baseline]]:
     """Put each case's runs into its baseline, where there are enough."""
     found: dict[torch.device, dict[str, Baseline]] = {}
     for one in cases:
         mine = undisturbed(runs, one.key, FEWEST_RUNS)
-        if len(mine) < FEWEST_RUNS:
-            continue
-        modes = [run["mode"] for run in mine]
-        found.setdefault(one.device, {})[one.key] = replace(
-            one.baseline,
-            p50=tuple(run["p50"] for run in mine),
-            launch=tuple(run["launch"] for run in mine),
-            anchors={name: tuple(run["anchors"][name] for run in mine) for name in mine[0]["anchors"]},
-            mode=max(set(modes), key=modes.count),
-        )
+        if len(mine) >= FEWEST_RUNS:
+            found.setdefault(one.device, {})[one.key] = with_runs(one.baseline, mine)
     return found
+
+
+def with_runs(baseline: Baseline, runs: Runs) -> Baseline:
+    """Return a baseline with its runs."""
+    modes = [run["mode"] for run in runs]
+    return replace(
+        baseline,
+        p50=tuple(run["p50"] for run in runs),
+        launch=tuple(run["launch"] for run in runs),
+        anchors={name: tuple(run["anchors"][name] for run in runs) for name in runs[0]["anchors"]},
+        mode=max(set(modes), key=modes.count),
+    )
 
 
 # -- the modes ---------------------------------------------------------------------------------------------------------
@@ -275,8 +311,12 @@ class LatencyMode(ABC):
     def measure(self, measurement: Measurement) -> Latency:
         """Time a measurement and decide what it means. Raises as `Measurement.time` does."""
 
+    def recorded(self, measurement: Measurement) -> Baseline | None:
+        """Return what a time is compared with, of whatever protocol and shape."""
+        return self.baselines.of(measurement)
+
     def _recorded_mode(self, measurement: Measurement) -> Mode | None:
-        baseline = self.baselines.of(measurement)
+        baseline = self.recorded(measurement)
         return baseline.mode if baseline else None  # type: ignore[return-value]
 
 
@@ -298,7 +338,7 @@ class CompareToBaseline(LatencyMode):
 
     def measure(self, measurement: Measurement) -> Latency:
         device = measurement.spec.device
-        with _locked(self.session, measurement.devices):
+        with locked(self.session, measurement.devices):
             latency = measurement.time(self._recorded_mode(measurement))
         decision = judge_latency(
             measurement.measured(latency),
@@ -323,7 +363,7 @@ class CompareToBaseline(LatencyMode):
             return [name] if is_lacking(runs, key, wanted) else []
 
         device = measurement.spec.device
-        with _locked(self.session, measurement.devices), counting as progress:
+        with locked(self.session, measurement.devices), counting as progress:
             is_forked = are_forked(self.session.settings.fresh, [device.type])
             found = fresh_runs(self._config, [name], wanted, progress, lacking=lacking, is_forked=is_forked)
         timed = [run for run in found if run["key"] == key]
@@ -356,11 +396,11 @@ class RecordBaseline(LatencyMode):
         self._recording.prepare(device)
 
     def measure(self, measurement: Measurement) -> Latency:
-        with _locked(self.session, measurement.devices):
+        with locked(self.session, measurement.devices):
             latency = measurement.time(self._mode(measurement))
         today = datetime.now(tz=timezone.utc).date().isoformat()
         baseline = measurement.to_baseline(latency, self.session.settings.update_baselines or "", today)
-        self._recording.add(measurement.key, measurement.test_name, measurement.item, baseline, measurement.spec.device)
+        self._recording.add(measurement, baseline)
         return replace(latency, decision=Decision(Verdict.RECORDED))
 
     def _mode(self, measurement: Measurement) -> Mode | None:
@@ -395,7 +435,7 @@ class ReportToParent(LatencyMode):
 
 
 @contextmanager
-def _locked(session: AttentionSession, devices: Iterable[torch.device]) -> Iterator[None]:
+def locked(session: AttentionSession, devices: Iterable[torch.device]) -> Iterator[None]:
     """Let no other process time on these devices, which are waited for in one order by all."""
     with ExitStack() as stack:
         for device in sorted(devices, key=lock_name):
@@ -404,7 +444,7 @@ def _locked(session: AttentionSession, devices: Iterable[torch.device]) -> Itera
         yield
 
 
-#: the first that a run asks for is its mode
+#: the first that a run asks for is its mode, after those of guests
 LATENCY_MODES: list[type[LatencyMode]] = [ReportToParent, RecordBaseline, CompareToBaseline]
 _MODE = pytest.StashKey[LatencyMode]()
 
@@ -414,7 +454,7 @@ def latency_mode_of(config: pytest.Config) -> LatencyMode:
     if _MODE not in config.stash:
         session = session_of(config)
         baselines = RunBaselines(session)
-        made = (mode.of_run(session, baselines, config) for mode in LATENCY_MODES)
+        made = (mode.of_run(session, baselines, config) for mode in (*each("mode"), *LATENCY_MODES))
         config.stash[_MODE] = next(mode for mode in made if mode is not None)
     return config.stash[_MODE]
 
@@ -506,7 +546,7 @@ class LatencyEvaluator(Evaluator[Latency]):
         facts: Any = {"result": latency, "latency": latency}
         name, reason = self._measurement.name, decision.reason
         if decision.verdict == Verdict.REGRESSED:
-            baseline = self._mode.baselines.of(self._measurement)
+            baseline = self._mode.recorded(self._measurement)
             assert baseline is not None
             facts["text"] = describe_regression(decision, baseline, latency)
             facts["remedies"] = [labeled("accept", f"{command} {ACCEPT}")]
@@ -521,7 +561,7 @@ class LatencyEvaluator(Evaluator[Latency]):
     def _found(self, verdict: Verdict, reason: str, *, latency: Latency | None = None, **more: Any) -> Judgment[Latency]:
         """Return a judgment with the fields that records of times have."""
         measurement, decision = self._measurement, latency.decision if latency else None
-        recorded = self._mode.baselines.of(measurement)
+        recorded = self._mode.recorded(measurement)
         direction, baseline = measurement.direction, {"baseline": recorded.to_report()} if recorded else {}
         taken = latency.to_dict() if latency else {}
         fields = {

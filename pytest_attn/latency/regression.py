@@ -26,7 +26,7 @@ from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, scre
 from pytest_attn.latency.protocol import protocol_of
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Prior, Recording, Run
-from pytest_attn.reports.lines import COMPARE, duration, labeled, said_by_guests, timed_as, z_figure
+from pytest_attn.reports.lines import compared_by, duration, labeled, said_by_guests, timed_as, z_figure
 from pytest_attn.reports.verdict import Cause, Verdict
 
 #: what accepts a slowdown, and what records a case that has no baseline that can be used
@@ -283,18 +283,18 @@ def describe_undecided(name: str, decision: Decision, latency: Latency, command:
         f"{decision.verdict}: {name}: {decision.reason}",
         labeled("repeat", f"{command}, when nothing else computes on this machine") if is_inconclusive else "",
         labeled("record", f"{command} {remedy}") if remedy else "",
-        labeled("compare", COMPARE) if is_inconclusive and latency.threads else "",
+        labeled("compare", words) if is_inconclusive and latency.threads and (words := compared_by()) else "",
         labeled("or", f"--attn-latency={otherwise}"),
     ]
     return "\n".join(line for line in lines if line)
 
 
-def describe_change(decision: Decision) -> str:
-    """Say what the p50 is, what was recorded, and by how much they differ."""
+def describe_change(decision: Decision, other: str = "recorded") -> str:
+    """Say what the p50 is, what was recorded, or what else the other is called, and by how much they differ."""
     if not decision.runs or decision.recorded is None or decision.change is None or decision.interval is None:
         return "not compared"
     low, high = decision.interval
     return (
-        f"p50 {duration(median(decision.runs))}, recorded {duration(decision.recorded)}"
+        f"p50 {duration(median(decision.runs))}, {other} {duration(decision.recorded)}"
         f" ({decision.change:+.1%}, 95 % interval {low:+.1%} to {high:+.1%})"
     )

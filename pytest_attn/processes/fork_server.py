@@ -47,7 +47,7 @@ class Command(NamedTuple):
     """A pytest that is to be started, or another module that has a `main`.
 
     environment: all of it. folder: in which it works. output: the file for what it prints. told: what its channel says first
-    (processes/worker.py).
+    (processes/worker.py). python: which interpreter starts it.
     """
 
     arguments: Sequence[str]
@@ -56,6 +56,7 @@ class Command(NamedTuple):
     output: Path
     told: Mapping[str, object]
     module: str = "pytest"
+    python: str = sys.executable
 
 
 class ServerError(Exception):
@@ -66,14 +67,19 @@ class ServerError(Exception):
 
 
 def started(
-    words: Sequence[str], folder: Path, environment: Mapping[str, str], end: Channel, output: IO[bytes] | None = None
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    end: Channel,
+    output: IO[bytes] | None = None,
+    python: str = sys.executable,
 ) -> subprocess.Popen[bytes]:
     """Start a module of Python, in a group of its own: what a terminal sends is for the process that waits. Raises OSError.
 
     words: the module and its arguments. end: of the channel that it gets.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", *words],
+        [python, "-m", *words],
         cwd=folder,
         env=dict(environment),
         stdin=subprocess.DEVNULL,

@@ -146,7 +146,8 @@ class StartedProcess(Process):
         command, parent = self.command, os.getpid() if threading.current_thread() is threading.main_thread() else 0
         environment = {**command.environment, CHANNEL_VARIABLE: f"{end.fileno()} {parent}"}
         with command.output.open("wb") as output:
-            self._process = started([command.module, *command.arguments], command.folder, environment, end, output)
+            words = [command.module, *command.arguments]
+            self._process = started(words, command.folder, environment, end, output, command.python)
         return self._process.pid
 
     def returncode(self, seconds: float = 0.0) -> int | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pytest_attn.reports.lines import COMPARE, duration_in_column, narrowed, said_by_guests, timed_as
+from pytest_attn.reports.lines import compared_by, duration_in_column, narrowed, said_by_guests, timed_as
 from pytest_attn.reports.records import Record, gathered, latency_of, verdict_of
 from pytest_attn.reports.terminal import Line, in_table
 from pytest_attn.reports.verdict import Cause, Tone, Verdict
@@ -14,9 +14,12 @@ from pytest_attn.seam import each
 _MARKUP = {Tone.BAD: {"red": True}, Tone.DOUBT: {"yellow": True}}
 #: in the closing sentence, in this order
 _COUNTED = (
-    *(Verdict.FAST, Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.NO_BASELINE, Verdict.UNCONFIRMED, Verdict.RECORDED),
+    *(Verdict.FAST, Verdict.REGRESSED, Verdict.SLOWER, Verdict.FASTER, Verdict.ALIKE, Verdict.INCONCLUSIVE),
+    *(Verdict.NO_BASELINE, Verdict.UNCONFIRMED, Verdict.RECORDED),
     *(Verdict.UNRECORDED, Verdict.UNTIMED, Verdict.MISMATCH, Verdict.NO_RESULT, Verdict.RAISED, Verdict.EXPECTED),
 )
+#: of which the test says more than a line
+_SAID = (Verdict.REGRESSED, Verdict.SLOWER)
 _COUNTED_AS = {Verdict.RAISED: "cannot be timed", Verdict.MISMATCH: "wrong when timed"}
 _MOST_ROWS = 40
 _FIGURES = ("p50", "+-", "change", "detects")
@@ -100,7 +103,7 @@ def decided(latency: Mapping[str, Any]) -> float:
 
 def _reasons(records: Sequence[Record]) -> Iterator[Line]:
     """One line per verdict and reason, with how many cases it holds."""
-    reasons = [(r["verdict"], r["reason"], r) for r in records if r["reason"] and r["verdict"] != Verdict.REGRESSED]
+    reasons = [(r["verdict"], r["reason"], r) for r in records if r["reason"] and r["verdict"] not in _SAID]
     timed = (r for r in records if r["verdict"] in (Verdict.NO_BASELINE, Verdict.PASSED))
     reasons += [("disturbed", "; ".join(words), r) for r in timed if (words := latency_of(r).get("disturbances"))]
     for (verdict, reason), cases in gathered(((verdict, reason), r) for verdict, reason, r in reasons).items():
@@ -114,7 +117,8 @@ def closing(records: Sequence[Record]) -> Line:
     parts = [f"{counts[v]:,} {_COUNTED_AS.get(v, v.counted)}" for v in _COUNTED if counts[v]]
     text = f"latency: {', '.join(parts)}{_next(records)}"
     is_bad = any(v is not None and v.is_wrong for v in counts)
-    return text, {"red": True} if is_bad else {"green": True} if counts[Verdict.FAST] else {}
+    is_good = any(counts[one] for one in (Verdict.FAST, Verdict.FASTER, Verdict.ALIKE))
+    return text, {"red": True} if is_bad else {"green": True} if is_good else {}
 
 
 def _next(records: Sequence[Record]) -> str:
@@ -123,5 +127,6 @@ def _next(records: Sequence[Record]) -> str:
         return f'; {faster} faster, keep it with --attn-update-baselines "faster"'
     if remedy := next((r["remedy"] for r in records if r["remedy"]), ""):
         return f"; record with {remedy}"
-    is_undecided = any(r["verdict"] == Verdict.INCONCLUSIVE and latency_of(r).get("threads") for r in records)
-    return f"; compare {COMPARE}" if is_undecided else ""
+    undecided = [latency_of(r) for r in records if r["verdict"] == Verdict.INCONCLUSIVE]
+    is_of_cpu = any(one.get("threads") and one.get("baseline") for one in undecided)
+    return f"; compare with {words}" if is_of_cpu and (words := compared_by()) else ""

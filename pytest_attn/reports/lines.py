@@ -10,13 +10,11 @@ from itertools import zip_longest
 from pkgutil import resolve_name
 from typing import Any
 
-from pytest_attn.seam import added
+from pytest_attn.seam import added, guests
 from pytest_attn.workloads.functions import printable
 
 #: characters of the labels of a mismatch or a regression
 LABEL_WIDTH = 10
-#: what decides over times beside other work, which none of another hour can
-COMPARE = "A against B on this machine, here and now: docs/howto/ci.md"
 #: characters of what an exception says
 _LONGEST = 1000
 #: numbers from which on powers of ten are easier to read than digits
@@ -93,6 +91,11 @@ def duration(seconds: float, milliseconds_from: float = 1e-4) -> str:
         if seconds < limit:
             return f"{seconds * factor:.4g} {unit}"
     return f"{seconds:.4g} s"
+
+
+def compared_by() -> str:
+    """Say what decides over times beside other work, which none of another hour can; "" where no guest does."""
+    return next((guest.compares for guest in guests() if guest.compares), "")
 
 
 def timed_as(mode: str, calls: int, l2: str) -> str:

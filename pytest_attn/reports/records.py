@@ -64,7 +64,7 @@ class Record(TypedDict):
         str,
         "of any: no result; of a test: failed; of all others: raised; of a check: passed, mismatch, known defect, expected,"
         " skipped; of invariants: held, broken, known defect, expected, skipped; of a latency: passed, mismatch, regressed,"
-        " inconclusive, no baseline, recorded, unrecorded, unconfirmed, untimed",
+        " inconclusive, no baseline, recorded, unrecorded, unconfirmed, untimed, slower, faster, no difference",
     ]
     reason: Annotated[str, "why a case was skipped or failed, or what its known defect is, in one line"]
     explanation: Annotated[

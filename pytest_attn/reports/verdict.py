@@ -60,6 +60,7 @@ class Verdict(str, Enum):
     FAILED = "failed", "failed outside of a judgment", "", Tone.BAD, "!", "error"
     REGRESSED = "regressed", "regressed", "", Tone.BAD, "▼", "error"
     UNCONFIRMED = "unconfirmed", "slower, not confirmed", "slower and not confirmed", Tone.BAD, "▼", "error"
+    SLOWER = "slower", "slower", "", Tone.BAD, "▼", "error"  # than the other side
     UNRECORDED = "unrecorded", "not recorded", "", Tone.BAD, "!", "error"
     INCONCLUSIVE = "inconclusive", "inconclusive", "", Tone.DOUBT, "?", "warning"
     KNOWN_DEFECT = "known defect", "known defect", "known defects", Tone.DOUBT, "△", "notice"
@@ -70,6 +71,8 @@ class Verdict(str, Enum):
     HELD = "held", "invariants hold", "with all invariants", Tone.GOOD, "✓"
     HELD_IN_PART = "held in part", "invariants hold that apply", "with all invariants that apply", Tone.GOOD, "✓"  # as shown
     FAST = "fast", "as fast as recorded", "", Tone.GOOD, "✓"  # as shown
+    FASTER = "faster", "faster", "", Tone.GOOD, "▲"  # than the other side
+    ALIKE = "no difference", "no difference", "without a difference", Tone.GOOD, "✓"
     RECORDED = "recorded", "recorded", "", Tone.PLAIN, "○"
     NO_BASELINE = "no baseline", "no baseline", "without a baseline", Tone.PLAIN, "○"
     UNTIMED = "untimed", "not timed", "", Tone.PLAIN, "○"

@@ -44,6 +44,7 @@ class Option(NamedTuple):
     is_repeatable: bool = False  # whether it may be given several times; its field is a tuple
     alone: str | None = None  # its text where it is given without a value, None where it needs one
     is_ini_only: bool = False  # whether it is an ini value alone, which -o sets for one run
+    is_serial: bool = False  # whether it times in processes of its own, so that workers of xdist would be beside them
     group: str = ""  # of a guest's: the name of the group in the help in which it stands
     short: str = ""  # of a guest's: its text there
 

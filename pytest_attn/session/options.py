@@ -199,6 +199,7 @@ class Settings:
         "REASON",
         option_types.recording_reason,
         alone="",
+        is_serial=True,
     )
     given: dict[str, str] = field(default_factory=dict)
     #: the options that guests declare, by their names
@@ -262,6 +263,12 @@ class Settings:
         """True where backends are ranked at the end, which --attn-rank-to and --attn-tune ask for as well."""
         return self.rank or self.rank_to is not None or self.tune is not None
 
+    @property
+    def serial_flags(self) -> list[str]:
+        """The options that were given and time in processes of their own."""
+        values = {**vars(self), **self.more}
+        return [one.flag for one in all_options() if one.is_serial and values[one.name] is not None]
+
     def _refuse_contradictions(self, config: pytest.Config) -> None:
         """Raise pytest.UsageError for options that do not go together."""
         if self.isolated is not None and (self.profile or self.cupti):
@@ -272,13 +279,11 @@ class Settings:
                 raise pytest.UsageError(said)
         if self.is_ranked:
             self._refuse_beside_ranking(config)
-        if self.update_baselines is not None:
+        for flag in self.serial_flags:
             if self.latency == "off":
-                raise pytest.UsageError("--attn-update-baselines: needs times; leave out --attn-latency=off")
+                raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off")
             if config.getoption("numprocesses", None) or config.getoption("tx", None):
-                raise pytest.UsageError(
-                    "--attn-update-baselines: records in processes of its own, one at a time; leave out -n"
-                )
+                raise pytest.UsageError(f"{flag}: times in processes of its own, one at a time; leave out -n")
 
     def _refuse_beside_ranking(self, config: pytest.Config) -> None:
         flag = "--attn-tune" if self.tune else "--attn-rank-to" if self.rank_to else "--attn-rank"

@@ -261,8 +261,9 @@ def without_effect(session: AttentionSession, config: pytest.Config, has_timed: 
     collected = session.collected  # by no process that has workers of xdist
     if config.getoption("attn_backends") is not None and collected.tests and not collected.takes_backend:
         yield "--attn-backends: no test here takes attn_backend, so none ran on these backends"
-    if config.getoption("attn_latency") == "require" and not has_timed:
-        yield "--attn-latency=require: nothing was timed; a test times a kernel with attn.measure(fn)"
+    asked = ["--attn-latency=require"] if config.getoption("attn_latency") == "require" else []
+    for flag in [*asked, *session.settings.serial_flags] if not has_timed else []:
+        yield f"{flag}: nothing was timed; a test times a kernel with attn.measure(fn)"
 
 
 def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:

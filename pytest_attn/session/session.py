@@ -199,9 +199,9 @@ class WorkerContext:
 
     @classmethod
     def of_this_process(cls) -> WorkerContext | None:
-        """Return what this process knows, None where nobody waits for it."""
+        """Return what this process knows, None where nobody waits for it, or only for its end."""
         worker = Worker.of_this_process()
-        return cls(worker) if worker else None
+        return cls(worker) if worker and not worker.told.get("judges") else None
 
     def wait_at_gate(self) -> None:
         """Wait until others have been timed, where this process was prepared beside them."""

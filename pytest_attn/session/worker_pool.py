@@ -61,12 +61,14 @@ def fresh_runs(
     lacking: Callable[[Runs], Sequence[str]] = lambda found: (),
     more: int = MORE_PROCESSES,
     is_forked: bool = False,
+    placed: Callable[[int, Command], Command] = lambda number, command: command,
 ) -> Runs:
     """Run the named items in `processes` fresh pytests, one after the other; return what each of their measurements returned.
 
     modes: for new baselines, the mode of each case by its key, so that all processes time it alike. lacking: which items
     are to be run once more, judging by what was found so far; in up to `more` further processes. is_forked: whether a
-    server may fork them. Where more processes were disturbed than may be added, no others are started.
+    server may fork them. placed: what else becomes of the command of a process. Where more processes were disturbed than may
+    be added, no others are started.
 
     Raises FreshError where a process could not run them, EndsTestError where one left as if it had; a test that fails in
     one is only missing from what it returned.
@@ -77,7 +79,7 @@ def fresh_runs(
 
         def command_of(number: int, wanted: Sequence[str]) -> Command:
             own = {"number": number, "modes": dict(modes or {})}
-            return worker_command(config, Path(folder) / str(number), _shuffled(wanted, number), own)
+            return placed(number, worker_command(config, Path(folder) / str(number), _shuffled(wanted, number), own))
 
         commands = [command_of(number, names) for number in range(processes)]
         try:

@@ -167,7 +167,7 @@ def test_recorded_anew_only_batches_and_replays_may_become_a_graph(recorded, mod
     )
     assert recorder.measure(measurement).verdict == Verdict.RECORDED
     assert measurement.modes == [mode]
-    assert kept == [("mine", "test_mine.py::test_mine", measurement.item, f"{mode or 'host'}: again", CPU)]
+    assert kept == [(measurement, f"{mode or 'host'}: again")]
 
 
 # -- what a decision is given --------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Halved(modes.LatencyMode):
     ],
 )
 def test_a_mode_is_a_class_and_a_line_and_the_first_that_a_run_asks_for_is_its_mode(monkeypatch, settings, worker, mode):
-    monkeypatch.setattr(modes, "LATENCY_MODES", [Halved, *modes.LATENCY_MODES])
+    monkeypatch.setattr(modes, "each", lambda what: [Halved])
     run = session(update_baselines=None, **settings)
     run.worker = worker
     config = SimpleNamespace(stash=pytest.Stash())

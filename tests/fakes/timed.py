@@ -1,5 +1,7 @@
 """A test that times a kernel, and a conftest with a clock of its own: times are what a story says, and no GPU is asked."""
 
+import subprocess
+
 KERNEL = """
 import os, pytest, torch
 from pytest_attn import Workload
@@ -48,3 +50,23 @@ FORKED = """
 from pytest_attn.session import worker_pool
 worker_pool._FORKED_ON = frozenset(("cpu", "cuda"))
 """
+#: SLOWER: by how much this side is; the processes of both are one in name only
+TURNS = """
+import os
+import pytest_attn.guests.against.against_run as against_run
+
+def fresh_runs(config, names, processes, progress, modes, lacking, more, placed):
+    here = 1 + float(os.environ.get("SLOWER", "0"))
+    return [{"key": key, "p50": 1e-4 * (here if number % 4 in (0, 3) else 1) * (1 + number % 3 / 1000), "launch": 0.0,
+             "anchors": {"compute": 1e-3}, "disturbances": [], "mode": "host", "process": number}
+            for number in range(processes) for key in modes]
+
+against_run.fresh_runs = fresh_runs
+"""
+
+
+def committed(folder):
+    """Commit all files of a folder, whose repository is made where there is none."""
+    own = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
+        subprocess.run([*own, *words], cwd=folder, check=True)

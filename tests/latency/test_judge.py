@@ -331,4 +331,4 @@ def test_an_inconclusive_case_is_no_first_recording_and_names_what_decides_on_a_
     latency = replace(measured().latency, threads=threads)
     text = describe_undecided("mine", Decision(Verdict.INCONCLUSIVE, "busy", change=0.2), latency, "pytest test_mine.py")
     assert "first recording" not in text
-    assert ("A against B" in text) == (threads is not None)
+    assert ("--attn-against=REV" in text) == (threads is not None)

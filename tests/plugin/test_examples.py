@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fakes.timed import CLOCK
+from fakes.timed import CLOCK, TURNS, committed
 
 ROOT = Path(__file__).parents[2]
 #: of each example, how many tests pass and how many are skipped on a CPU: declined, or not timed
@@ -25,15 +25,16 @@ def steps(example, workflow, job):
 def typed(pytester, monkeypatch, clock_of_a_conftest):
     """Return a function that types a step in a folder, with times as a clock says."""
 
-    def type_it(folder, step, **environment):
+    def type_it(folder, step, conftest=CLOCK, **environment):
         monkeypatch.chdir(pytester.path / folder)
-        (pytester.path / folder / "conftest.py").write_text(CLOCK)
+        (pytester.path / folder / "conftest.py").write_text(conftest)
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
             for name, value in ({"RUNNER_TEMP": str(pytester.path)} | environment).items():
                 step = step.replace(f"${name}", value)
-            return pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-device=cpu", *shlex.split(step))
+            start = pytester.runpytest_subprocess if "against" in step else pytester.runpytest_inprocess  # it looks at modules
+            return start("-p", "no:cacheprovider", "--attn-device=cpu", *shlex.split(step))
 
     return type_it
 
@@ -74,16 +75,18 @@ def test_the_gate_of_a_kernel_holds_what_its_workflow_recorded(pytester, typed):
     assert (pytester.path / "mine/run.html").exists()
 
 
+@pytest.mark.slow("starts a pytest of the other side")
 def test_a_revision_is_compared_with_the_one_before_it(pytester, typed):
-    for folder in ("old", "new"):
-        shutil.copytree(ROOT / "docs/examples/compare_revisions", pytester.path / folder)
-    before, after = steps("compare_revisions", "compare.yml", "compare")
-    typed("old", before).assert_outcomes(passed=2)
-    typed("new", after).assert_outcomes(passed=2)
-    result = typed("new", after, TIMES="150")
-    result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(["*regressed: attention on prefill*(+4?.?%*", "latency: 2 regressed"])
-    assert not [*(pytester.path / "new").glob("baselines")], "what was before is kept nowhere"
+    folder = pytester.path / "mine"
+    shutil.copytree(ROOT / "docs/examples/compare_revisions", folder)
+    committed(folder)
+    (step,) = steps("compare_revisions", "compare.yml", "compare")
+    step = step.replace("origin/$GITHUB_BASE_REF", "HEAD")
+    typed("mine", step, conftest=CLOCK + TURNS).assert_outcomes(passed=2)
+    result = typed("mine", step, conftest=CLOCK + TURNS, SLOWER="0.5")
+    result.assert_outcomes(passed=2, errors=2)
+    result.stdout.fnmatch_lines(["slower: attention on prefill*(+49.?%*", "latency: 2 slower"])
+    assert not (folder / "baselines").exists()
 
 
 @pytest.mark.parametrize(

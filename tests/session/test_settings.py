@@ -244,7 +244,7 @@ REFUSED = {
     "--attn-update-baselines=": "--attn-update-baselines: must be followed by a reason",
     "--attn-update-baselines=a.py::test_b": 'must be a reason such as "first recording", got the test',
     "--attn-update-baselines=first --attn-latency=off": "--attn-update-baselines: needs times",
-    "--attn-update-baselines=first -n 2": "--attn-update-baselines: records in processes of its own, one at a time; leave out",
+    "--attn-update-baselines=first -n 2": "--attn-update-baselines: times in processes of its own, one at a time; leave out",
 }
 
 

@@ -1,0 +1,1 @@
+"""Two versions against each other, without a baseline."""

@@ -1,0 +1,270 @@
+"""A run of --attn-against: its cases are timed at its end, by turns in new processes of both sides, by the gate's rule."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytest_attn.backends.raised import EndsTestError
+from pytest_attn.cases.latency import LatencyMode, RunBaselines, TimedAtEnd, TimedCase, locked, once_each, too_few, with_runs
+from pytest_attn.cases.measurement import Measurement
+from pytest_attn.guests.against.other_side import SELF, Moved, OtherSide, OtherSideError
+from pytest_attn.latency.baseline_file import Baseline
+from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, shared_prior
+from pytest_attn.latency.regression import FreshError, describe_change
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.statistics import Run
+from pytest_attn.processes.fork_server import Command
+from pytest_attn.processes.last_words import last_words
+from pytest_attn.reports.files import ProcessFolder
+from pytest_attn.reports.lines import count, duration, labeled, some
+from pytest_attn.reports.records import Record, is_wrong, latency_of, read_records
+from pytest_attn.reports.verdict import Verdict
+from pytest_attn.session.devices import NoLockError
+from pytest_attn.session.kinds import typed_name
+from pytest_attn.session.manifest import commit_of
+from pytest_attn.session.session import AttentionSession
+from pytest_attn.session.worker_pool import Runs, WorkerPool, fresh_runs, has_left, is_lacking, undisturbed, worker_command
+from pytest_attn.workloads.functions import shell_word
+
+#: who is timed in which of four processes: whatever drifts is the same for both
+_TURNS = "ABBA"
+#: how many times four; further processes for what was disturbed in some; and the fewest of a side that decide
+ROUNDS, _MORE, _FEWEST = 4, 8, 5
+_SECONDS = 3600
+
+
+class AgainstOther(LatencyMode):
+    """Checks and times each case once here, and leaves what is decided to the end of the run. Knows no baseline."""
+
+    def __init__(self, session: AttentionSession, baselines: RunBaselines, at_end: BothSides) -> None:
+        super().__init__(session, baselines)
+        self._at_end = at_end
+
+    @classmethod
+    def of_run(cls, session: AttentionSession, baselines: RunBaselines, config: pytest.Config) -> LatencyMode | None:
+        other = session.settings.more["against"]
+        if other is None:
+            return None
+        at_end = BothSides(session, config, other)
+        config.pluginmanager.register(at_end, "attn-against")
+        return cls(session, baselines, at_end)
+
+    def prepare(self, device: torch.device) -> None:
+        """Do nothing: all processes are started, as a server of one side cannot fork the other's."""
+
+    def recorded(self, measurement: Measurement) -> Baseline | None:
+        return None
+
+    def measure(self, measurement: Measurement) -> Latency:
+        with locked(self.session, measurement.devices):
+            latency = measurement.time(None)
+        self._at_end.add(measurement, measurement.to_baseline(latency, "", ""))
+        return replace(latency, decision=Decision(Verdict.RECORDED))  # until the end
+
+
+class BothSides(TimedAtEnd):
+    """Times the cases of a run on both sides at its end."""
+
+    def __init__(self, session: AttentionSession, config: pytest.Config, other: OtherSide) -> None:
+        super().__init__(session, config)
+        self._other = other
+        self._processes = 0  # that have timed
+
+    def finish(self) -> bool:
+        """Judge the other side, time both, and say what was found; return whether nothing is slower."""
+        cases, other = once_each(self._cases), self._other
+        here = commit_of(self._config.rootpath)
+        changes = ", with changes that are not committed" if "+" in here else ""
+        self.say("")
+        if other.top:
+            self.say(f"against {other.name}: A is this tree at {here[:10]}{changes}, B is {other.name}")
+        found: dict[str, Decision] = {}
+        problem = ""
+        try:
+            with other.placed() as placed, ProcessFolder() as folder:
+                theirs = self._judged(placed, Path(folder)) if other.text != SELF else self._session.results.records
+                self._say_who_is_wrong(theirs)
+                found = _not_comparable(cases, theirs, other.name)
+                found |= self._decided([one for one in cases if one.key not in found], placed)
+        except (OtherSideError, EndsTestError, FreshError, NoLockError, KeyboardInterrupt) as error:
+            problem = str(error) or "interrupted"
+            self.say(f"against {other.name}: nothing was compared: {problem}", red=True)
+        found |= {one.key: Decision(Verdict.INCONCLUSIVE, problem) for one in cases if one.key not in found}
+        self._replace(found)
+        if other.text == SELF and not problem:
+            self._say_alarms(found)
+        return not problem and self._fail_slower(cases, found)
+
+    # -- correctness ---------------------------------------------------------------------------------------------------
+
+    def _judged(self, placed: Callable[[Command], Command], folder: Path) -> list[Record]:
+        """Return the records of the whole run on the other side, where nothing is timed. Raises OtherSideError."""
+        path = folder / "records.jsonl"
+        command = worker_command(self._config, folder / "judged", self._config.args, {"judges": True})
+        options = {**command.told["options"], "attn_output": [str(path)], "attn_latency": "off"}  # type: ignore[dict-item]
+        told = {**command.told, "options": options}
+        arguments = command.arguments
+        if isinstance(placed, Moved):
+            told |= {"here": str(placed.here), "there": str(placed.there)}
+            arguments = ["-p", "pytest_attn.guests.against.other_side", *arguments]
+        environment = {name: text for name, text in command.environment.items() if not name.startswith("GITHUB_")}
+        command = placed(command._replace(arguments=arguments, environment=environment, told=told))
+        with self._session.progress.during(f"judging {self._other.name}", ""):
+            done = WorkerPool.of(self._config).run(command, _SECONDS, is_forked=False)
+        strays = [one for message in done.messages for one in message.get("strays", ())]
+        if strays:
+            raise OtherSideError(
+                f"it imports {some(strays, 2)} of this tree, so both would be the same; install nothing that points to the"
+                " tree, or name the interpreter of an environment that has the other version: --attn-against=PYTHON"
+            )
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or has_left(done):
+            raised = re.findall(r"^E +(\w.*)", done.output, re.MULTILINE)
+            raise OtherSideError(f"it cannot run these tests: {raised[0] if raised else last_words(done.output)}")
+        return read_records(path)
+
+    def _say_who_is_wrong(self, theirs: Sequence[Record]) -> None:
+        """Say which tests fail on one side only, and which on both."""
+        ours = {one["test"] for one in self._session.results.records if is_wrong(one)}
+        others = {one["test"] for one in theirs if is_wrong(one)}
+        sides = {"on both sides": ours & others, "here only": ours - others, f"in {self._other.name} only": others - ours}
+        for where, tests in sides.items():
+            if tests:
+                self.say(f"wrong {where}: {some(sorted(tests))}", yellow=True)
+
+    # -- times ---------------------------------------------------------------------------------------------------------
+
+    def _decided(self, cases: Sequence[TimedCase], placed: Callable[[Command], Command]) -> dict[str, Decision]:
+        """Time the cases on both sides and decide; on a shared device what differs must do so again some time later."""
+        if not cases:
+            return {}
+        runs = self._timed(cases, placed)
+        found = {one.key: self._decision(one, runs) for one in cases}
+        doubtful = [one for one in cases if _differs(found[one.key]) and self._policy(one).is_shared]
+        if doubtful:
+            time.sleep(max(self._policy(one).pause for one in doubtful))
+            later = self._timed(doubtful, placed)
+            both = runs + [{**run, "process": run["process"] + len(_TURNS) * 1000} for run in later]
+            for one in doubtful:
+                is_confirmed = self._decision(one, later).verdict == found[one.key].verdict
+                why = "" if is_confirmed else "processes some time later do not confirm the difference"
+                decision = self._decision(one, both, 2)
+                found[one.key] = decision if is_confirmed else replace(decision, verdict=Verdict.INCONCLUSIVE, reason=why)
+        return found
+
+    def _timed(self, cases: Sequence[TimedCase], placed: Callable[[Command], Command]) -> Runs:
+        names = {one.key: one.measurement.test_name for one in cases}
+        modes = {one.key: one.baseline.mode for one in cases}
+        processes, each = ROUNDS * len(_TURNS), ROUNDS * len(_TURNS) // 2
+
+        def side(number: int, command: Command) -> Command:
+            return command if _TURNS[number % len(_TURNS)] == "A" else placed(command)
+
+        def lacking(runs: Runs) -> list[str]:
+            return [name for key, name in names.items() if any(is_lacking(own, key, each) for own in _sides(runs))]
+
+        doing = f"against {self._other.name}: {count(len(cases), 'case')}, process"
+        with self._session.progress.counting(doing, processes, _MORE) as progress, ExitStack() as stack:
+            stack.enter_context(locked(self._session, {one.device for one in cases}))
+            asked = self._config, list(names.values()), processes
+            runs = fresh_runs(*asked, progress, modes, lacking, _MORE, placed=side)
+        self._processes += len({run["process"] for run in runs})
+        return runs
+
+    def _decision(self, one: TimedCase, runs: Runs, times: int = 1) -> Decision:
+        """Decide over a case by the gate's rule, in both directions: what is faster would have been slower the other way."""
+        sides = _sides(runs)
+        ours, theirs = (undisturbed(own, one.key, times * ROUNDS * len(_TURNS) // 2) for own in sides)
+        for own, used, name in zip(sides, (ours, theirs), ("this side", self._other.name), strict=True):
+            if len(used) < _FEWEST:
+                return Decision(Verdict.INCONCLUSIVE, f"of {name}, {too_few(one, own, _FEWEST)}")
+        decision = self._slower(one, ours, theirs)
+        if decision.verdict == Verdict.REGRESSED:
+            return replace(decision, verdict=Verdict.SLOWER)
+        if self._slower(one, theirs, ours).verdict == Verdict.REGRESSED:
+            return replace(decision, verdict=Verdict.FASTER, reason="", is_faster=False)
+        return replace(
+            decision, verdict=Verdict.ALIKE if decision.verdict == Verdict.PASSED else decision.verdict, is_faster=False
+        )
+
+    def _slower(self, one: TimedCase, these: Runs, those: Runs) -> Decision:
+        """Return what the gate says of these runs, had those been recorded."""
+        recorded = with_runs(one.baseline, those).fit()
+        if self._other.text != SELF and self._other.top is None and not self._policy(one).is_shared:
+            recorded = replace(recorded.as_timed(), anchor_centers={})  # of another torch, no controls
+        context = GateContext(recorded, shared_prior([recorded], one.device.type), self._policy(one), one.measurement.cases)
+        return decide([Run(run["p50"], run["anchors"], run["launch"]) for run in these], context)
+
+    def _policy(self, one: TimedCase) -> Policy:
+        """Return what counts as slower: by turns on one GPU, half of what the gate takes for it between days."""
+        policy, settings = one.measurement.policy, self._session.settings
+        is_given = settings.max_slowdown is not None
+        return policy if is_given or policy.is_shared else replace(policy, slowdown=policy.slowdown / 2)
+
+    # -- what is said --------------------------------------------------------------------------------------------------
+
+    def _replace(self, found: Mapping[str, Decision]) -> None:
+        """Put the decisions into the records."""
+
+        def decided(record: Record) -> dict[str, object]:
+            decision = found[latency_of(record)["key"]]
+            latency = {**latency_of(record), "decision": decision.to_dict(), "verdict": decision.verdict.value}
+            return {"verdict": decision.verdict.value, "reason": decision.reason, "latency": latency}
+
+        is_held = lambda record: record["verdict"] == Verdict.RECORDED and latency_of(record).get("key") in found  # noqa: E731
+        self._session.results.replace(is_held, decided)
+
+    def _say_alarms(self, found: Mapping[str, Decision]) -> None:
+        alarms = sum(_differs(one) for one in found.values())
+        self.say(f"against self: {alarms} of {len(found)} alarms in {self._processes} runs on this machine")
+
+    def _fail_slower(self, cases: Sequence[TimedCase], found: Mapping[str, Decision]) -> bool:
+        """Fail the tests of what is slower, and under --attn-latency=require of what is undecided; return whether none is."""
+        failing = [Verdict.SLOWER, *([Verdict.INCONCLUSIVE] if self._session.settings.latency == "require" else [])]
+        failed = [one for one in cases if found[one.key].verdict in failing]
+        for one in failed:
+            self.fail(one.item, self._described(one, found[one.key]))
+        return not failed
+
+    def _described(self, one: TimedCase, decision: Decision) -> str:
+        again = f"pytest {shell_word(typed_name(one.item))} --attn-against={shell_word(self._other.text)}"
+        change = describe_change(decision, self._other.name)
+        lines = [
+            f"{decision.verdict}: {one.measurement.name}: {change}",
+            labeled("because", decision.reason) if decision.reason else "",
+            labeled("runs", ", ".join(map(duration, decision.runs))) if decision.runs else "",
+            labeled("reproduce", again),
+        ]
+        return "\n".join(line for line in lines if line)
+
+
+def _sides(runs: Runs) -> tuple[Runs, Runs]:
+    """Return the runs of this side, and of the other."""
+    ours, theirs = ([run for run in runs if _TURNS[run["process"] % len(_TURNS)] == side] for side in "AB")
+    return ours, theirs
+
+
+def _differs(decision: Decision) -> bool:
+    return decision.verdict in (Verdict.SLOWER, Verdict.FASTER)
+
+
+def _not_comparable(cases: Sequence[TimedCase], theirs: Sequence[Record], name: str) -> dict[str, Decision]:
+    """Return why cases cannot be timed on the other side."""
+    reasons = {}
+    for one in cases:
+        mine = [record for record in theirs if record["test"] == one.measurement.test]
+        wrong = next((record for record in mine if is_wrong(record)), None)
+        if not mine:
+            reasons[one.key] = f"{name} has no such test, or not with this workload"
+        elif wrong is not None:
+            reasons[one.key] = f"it fails in {name}: {wrong['reason'] or wrong['verdict']}"
+        elif all(record["verdict"] == Verdict.SKIPPED for record in mine):
+            reasons[one.key] = f"{name} skips it: {mine[0]['reason']}"
+    return {key: Decision(Verdict.INCONCLUSIVE, reason) for key, reason in reasons.items()}

@@ -1,0 +1,166 @@
+"""The other side of --attn-against: which version it is, and how a process of it is started.
+
+As a plugin, `-p`, it has a process of the other side say what it has imported from this tree: else an installation that points
+to this tree would have one version timed against itself. PYTEST_DONT_REWRITE: a conftest may have imported it before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_attn.processes.fork_server import Command
+from pytest_attn.processes.last_words import last_words
+from pytest_attn.processes.worker import Worker
+from pytest_attn.reports.files import ProcessFolder
+from pytest_attn.version import __version__
+
+#: the word for this version itself
+SELF = "self"
+#: seconds that an interpreter may take to say what it has
+_ASKING_SECONDS = 120
+#: digits of a commit that are shown
+_SHOWN = 10
+_ASK = "import pytest_attn.processes.worker, pytest_attn.version as v; print(v.__version__)"
+
+
+class OtherSideError(Exception):
+    """The other side cannot be asked; the text says why."""
+
+
+@dataclass(frozen=True)
+class OtherSide:
+    """A version that this one is compared with.
+
+    text: as it was typed. name: in messages. python: its interpreter. top: of the repository whose `commit` it is; None where
+    it is the tree as it is.
+    """
+
+    text: str
+    name: str
+    python: str = sys.executable
+    top: Path | None = None
+    commit: str = ""
+
+    @contextmanager
+    def placed(self) -> Iterator[Callable[[Command], Command]]:
+        """Have its files there while the block runs; yield what makes a command one of its own.
+
+        They are written without a mark in the repository, so that a run that is killed leaves a temporary folder behind, which
+        the next one removes. Raises OtherSideError.
+        """
+        if self.top is None:
+            yield lambda command: command._replace(python=self.python)
+            return
+        with ProcessFolder("against-") as folder:
+            tree, index = Path(os.path.realpath(folder)) / self.top.name, {"GIT_INDEX_FILE": f"{folder}/index"}
+            _git(self.top, "read-tree", self.commit, **index)
+            _git(self.top, "checkout-index", "--all", f"--prefix={tree}/", **index)
+            yield Moved(self.top, tree)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Has commands run in a tree, `there`, what they would do at `here`."""
+
+    here: Path
+    there: Path
+
+    def __call__(self, command: Command) -> Command:
+        told = {**command.told, "tests": [self.path(str(one)) for one in command.told["tests"]]}  # type: ignore[attr-defined]
+        return command._replace(
+            arguments=[self.path(one) for one in command.arguments],
+            environment={**command.environment, "PYTHONPATH": os.pathsep.join(self._imported_from(command.environment))},
+            folder=Path(self.path(str(command.folder))),
+            told=told,
+        )
+
+    def path(self, text: str) -> str:
+        """Return a text with the path of the one tree replaced by that of the other."""
+        return re.sub(rf"{re.escape(str(self.here))}(?=$|[/:])", lambda match: str(self.there), text)
+
+    def _imported_from(self, environment: Mapping[str, str]) -> Iterator[str]:
+        """Yield where its modules are looked for: this process may have found the tree by an editable installation."""
+        own = (one for one in sys.path if is_within(one, self.here))
+        given = environment.get("PYTHONPATH", "").split(os.pathsep)
+        yield from dict.fromkeys(self.path(one) for one in (*own, *given) if one)
+
+
+def is_within(path: str, tree: Path) -> bool:
+    """Return whether a path lies in a tree, and not in an environment that may lie there."""
+    return Path(path).is_relative_to(tree) and not Path(path).is_relative_to(sys.prefix)
+
+
+def other_side(text: str) -> OtherSide:
+    """Return what a user has typed. Raises ValueError where there is no such version."""
+    if text == SELF:
+        return OtherSide(text, "this version itself")
+    if os.path.isfile(text) and os.access(text, os.X_OK):
+        return _interpreter(text)
+    return _revision(text)
+
+
+def _interpreter(text: str) -> OtherSide:
+    python = os.path.abspath(text)
+    try:
+        asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASKING_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"{text} does not start: {error}") from None
+    if asked.returncode:
+        raise ValueError(f"{text} has no pytest-attn that can be imported: {last_words(asked.stderr)}; install it there")
+    if (found := asked.stdout.strip()) != __version__:
+        raise ValueError(f"{text} has pytest-attn {found}, this is {__version__}; install the same in both")
+    return OtherSide(text, text, python)
+
+
+def _revision(text: str) -> OtherSide:
+    folder = Path.cwd()
+    try:
+        top = Path(os.path.normpath(folder / _git(folder, "rev-parse", "--show-cdup")))
+    except OtherSideError as error:
+        raise ValueError(
+            f"{text!r} is not an interpreter, and {folder} is in no git repository ({error}); run pytest in the repository"
+        ) from None
+    try:
+        commit = _git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}")
+    except OtherSideError:
+        raise ValueError(
+            f"{text!r} is neither a revision of {top} nor an interpreter; git log lists revisions, git fetch gets more"
+        ) from None
+    if is_within(own := str(Path(__file__).resolve().parents[2]), top):
+        raise ValueError(f"pytest-attn itself lies in {top} ({own}): install it outside, or both sides have another judge")
+    return OtherSide(text, f"{text} ({commit[:_SHOWN]})", top=top, commit=commit)
+
+
+def _git(folder: Path, *words: str, **environment: str) -> str:
+    """Return what git prints. Raises OtherSideError with its words."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env={**os.environ, **environment},
+            check=False,
+        )
+    except OSError as error:
+        raise OtherSideError(f"git: {error.strerror}") from None
+    if done.returncode:
+        raise OtherSideError(f"git {words[0]}: {last_words(done.stderr, 'it failed')}")
+    return done.stdout.strip()
+
+
+def pytest_sessionfinish() -> None:
+    """Say which modules are not of the other side's tree."""
+    worker = Worker.of_this_process()
+    if worker is None:
+        return
+    here, there = Path(worker.told["here"]), Path(worker.told["there"])
+    files = {str(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    worker.channel.send(strays=sorted(one for one in files if is_within(one, here) and not is_within(one, there)))

@@ -1,0 +1,112 @@
+"""--attn-against as a user sees it. Times come from a clock of the tests, and of the processes from the table below."""
+
+import json
+
+import pytest
+from fakes.timed import CLOCK, KERNEL, TURNS, committed
+
+from pytest_attn.reports.records import read_records
+
+
+@pytest.fixture
+def both(project, pytester):
+    """The project, whose new processes of both sides take the times of a table."""
+    pytester.makeconftest(CLOCK + TURNS)
+    return project
+
+
+def test_this_version_against_itself_counts_alarms(both, pytester):
+    result = both("--attn-against=self")
+    result.assert_outcomes(passed=1)
+    result.stdout.re_match_lines(
+        [
+            r"against self: 0 of 1 alarms in 16 runs on this machine",
+            r"0.1000 ms .* -0.0% +\d+\.\d% +no difference +mine .*",
+            r"latency: 1 without a difference",
+        ]
+    )
+    assert not (pytester.path / "baselines").exists()
+    both("--attn-against=self", SLOWER="0.5").stdout.re_match_lines(
+        [r"against self: 1 of 1 alarms in 32 runs on this machine"]
+    )
+
+
+def test_what_is_slower_fails_its_test_and_says_so_in_the_record(both, pytester):
+    result = both("--attn-against=self", "--attn-output=run.jsonl", SLOWER="0.5")
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.re_match_lines(
+        [
+            r"slower: mine on tiny, forward: p50 0.15\d+ ms, this version itself 0.1001 ms \(\+49.9%, 95 % interval .*\)",
+            r"  runs       0.15 ms, .*",
+            r"  reproduce  pytest 'test_mine.py::test_mine\[tiny\]' --attn-against=self",
+            r"latency: 1 slower",
+        ]
+    )
+    record = read_records(pytester.path / "run.jsonl")[-1]
+    assert (record["verdict"], record["latency"]["verdict"]) == ("slower", "slower")
+    assert record["latency"]["decision"]["change"] == pytest.approx(0.5, abs=2e-3)
+    both("--attn-against=self", SLOWER="-0.5").stdout.re_match_lines([r"latency: 1 faster"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--attn-against=gone"], "--attn-against: 'gone' is n*"),
+        (["--attn-against=self", "-n", "2"], "--attn-against: times in processes of its own, one at a time; leave out -n"),
+        (["--attn-against=self", "--attn-latency=off"], "--attn-against: needs times; leave out --attn-latency=off"),
+        (
+            ["--attn-against=self", "--attn-update-baselines=why"],
+            "--attn-update-baselines: does not go with --attn-against; leave one of them out",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_a_line(both, arguments, said):
+    result = both(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {said}"])
+
+
+def test_a_run_that_times_nothing_says_so(both, pytester):
+    pytester.makepyfile(test_mine=KERNEL.replace("attn.measure", "attn.check"))
+    both("--attn-against=self").stdout.fnmatch_lines(["--attn-against: nothing was timed; a test times a kernel with*"])
+
+
+OTHERS = """
+@pytest.mark.attention(Workload(32, heads=2, head_dim=32, name="{}"), device="cpu")
+def test_{}(attn):
+    attn.measure(lambda q, k, v: sdpa(q, k, v) * {})
+"""
+
+
+def revision(folder, text):
+    """Commit a file of tests."""
+    (folder / "test_mine.py").write_text(text)
+    committed(folder)
+
+
+@pytest.mark.slow("starts a pytest of the other side")
+def test_a_revision_is_judged_and_what_it_lacks_or_fails_is_said(both, pytester):
+    revision(pytester.path, KERNEL + OTHERS.format("there", "wrong_there", 1.1) + OTHERS.format("both", "wrong_both", 1.1))
+    mine = KERNEL + OTHERS.format("there", "wrong_there", 1) + OTHERS.format("both", "wrong_both", 1.1)
+    mine += OTHERS.format("new", "new", 1) + OTHERS.format("here", "wrong_here", 1.1)
+    pytester.makepyfile(test_mine=mine)
+    result = both("--attn-against=HEAD", "--attn-output=run.jsonl")
+    result.assert_outcomes(passed=3, failed=2)
+    result.stdout.re_match_lines(
+        [
+            r"against HEAD \(\w{10}\): A is this tree at \w{10}, with changes that are not committed, B is HEAD \(\w{10}\)",
+            r"wrong on both sides: test_mine.py::test_wrong_both\[both\]",
+            r"wrong here only: test_mine.py::test_wrong_here\[here\]",
+            r"wrong in HEAD \(\w{10}\) only: test_mine.py::test_wrong_there\[there\]",
+            r"inconclusive  .* on there: it fails in HEAD \(\w{10}\): .*",
+            r"inconclusive  .* on new: HEAD \(\w{10}\) has no such test, or not with this workload",
+            r"latency: 1 without a difference, 2 inconclusive",
+        ]
+    )
+    run = json.loads((pytester.path / "run.jsonl").read_text().splitlines()[-1])
+    assert run["run"]["records"] == len(read_records(pytester.path / "run.jsonl"))
+    revision(pytester.path, "import gone\n")
+    pytester.makepyfile(test_mine=mine)
+    broken = both("--attn-against=HEAD")
+    broken.stdout.re_match_lines([r"against HEAD .*: nothing was compared: it cannot run these tests: .*gone.*"])
+    assert broken.ret == pytest.ExitCode.TESTS_FAILED
