@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -144,10 +145,15 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
     for added in map(_properties_of, finished):
         report.user_properties += added
         item.user_properties += added  # JUnit XML has those of the last report
-    doubts = [record["reason"] for record in records if record["verdict"] == Verdict.INCONCLUSIVE]
-    if doubts and report.when == "call" and report.passed:
+    if report.when == "call" and report.passed:
+        _skip_if_inconclusive(item, report, records)
+
+
+def _skip_if_inconclusive(item: pytest.Item, report: pytest.TestReport, records: Sequence[Record]) -> None:
+    """Have what could not be decided not look like a pass."""
+    if doubts := [record["reason"] for record in records if record["verdict"] == Verdict.INCONCLUSIVE]:
         path, line, _ = item.location
-        report.outcome = "skipped"  # what could not be decided must not look like a pass
+        report.outcome = "skipped"
         report.longrepr = (path, (line or 0) + 1, f"Skipped: inconclusive latency: {doubts[0]}")
 
 

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -33,10 +34,11 @@ from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.latency.result import Latency
 from pytest_attn.reports.records import Record, changed, gathered, new_record
 from pytest_attn.reports.verdict import Cause, Verdict
-from pytest_attn.session.kinds import ATTENTION, PARAMETER, CaseParameter, fixtures, id_from_root
+from pytest_attn.session.kinds import ATTENTION, CaseParameter, id_from_root, taker_of_fixtures
 from pytest_attn.session.marks import AttentionMark
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.masks import kind_of_words
+from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.source import import_lines, write_workload
 from pytest_attn.workloads.traits import layout_of, traits_of
 from pytest_attn.workloads.workload import Workload
@@ -149,21 +151,18 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
     Lengths, batch and heads are always drawn, and unequal lengths, GQA and empty sequences where one has them.
     """
     traits = frozenset[str]().union(*map(traits_of, named))
-    features = [one for one in ("fewer queries", "fewer keys", "empty sequences", "grouped heads") if one in traits]
-    values = {field: {getattr(w, field) for w in named} for field in (*_DRAWN, *_NEVER_DRAWN)}
-    masks = gathered((_kind(w), w.mask) for w in named)
+    values = {field: set(map(attrgetter(field), named)) for field in (*_DRAWN, *_NEVER_DRAWN)}
     common = {field: found.pop() for field, found in values.items() if len(found) == 1}
     scope: dict[str, Any] = {
         **{field: value for field, value in common.items() if value != getattr(Workload, field)},
-        "masks": [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()],
-        "features": features + [field for field in _DRAWN if field not in common],
+        "masks": _masks(named),
+        "features": [*filter(traits.__contains__, _FEATURES), *(field for field in _DRAWN if field not in common)],
         "layouts": list(dict.fromkeys(map(layout_of, named))),
         "dtypes": list(dict.fromkeys(w.dtype for w in named)),
         "head_dims": sorted({(w.head_dim, w.v_head_dim) for w in named}),
     }
-    if pages := {dataclasses.replace(w.kv_pages, pool=None) for w in named if w.kv_pages}:  # as many as are needed
-        in_order = sorted(pages, key=lambda one: (one.size, repr(one)))
-        scope["page_sizes"] = [one.size if one.is_plain else one for one in in_order]
+    if pages := _pages(named):
+        scope["page_sizes"] = pages
     if all(w.q_len == 1 for w in named):
         scope["q_len"] = 1  # a kernel for decoding
     if all(w.cached for w in named):
@@ -171,6 +170,15 @@ def like(named: Sequence[Workload]) -> dict[str, Any]:
     return scope
 
 
+def _pages(named: Sequence[Workload]) -> list[int | Pages]:
+    """Return the kinds of pages of some workloads, in pools of as many as are needed; plain ones by their size."""
+    pages = {dataclasses.replace(w.kv_pages, pool=None) for w in named if w.kv_pages}
+    in_order = sorted(pages, key=lambda one: (one.size, repr(one)))
+    return [one.size if one.is_plain else one for one in in_order]
+
+
+#: what is drawn where one of the workloads has it
+_FEATURES = ("fewer queries", "fewer keys", "empty sequences", "grouped heads")
 #: options that are drawn where workloads differ in them, and those that stay where all have them
 _DRAWN, _NEVER_DRAWN = (
     ("scale", "softcap", "bias", "alibi", "sinks", "score_mod"),
@@ -178,10 +186,10 @@ _DRAWN, _NEVER_DRAWN = (
 )
 
 
-def _kind(workload: Workload) -> object:
-    """Return the mask's kind; a mask of the user's own is a kind for itself."""
-    mask = workload.plain_mask
-    return mask if mask is None or mask.function is not None else mask.kind
+def _masks(named: Sequence[Workload]) -> list[object]:
+    """Return the kinds of masks of some workloads, or the only mask of a kind; one of the user's own is a kind for itself."""
+    masks = gathered((mask.kind if mask and mask.function is None else mask, mask) for mask in (w.plain_mask for w in named))
+    return [kind if len(set(found)) > 1 else found[0] for kind, found in masks.items()]
 
 
 def _within(capabilities: Capabilities) -> dict[str, Any]:
@@ -210,7 +218,7 @@ def make_fuzz_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> 
     session = session_of(item.config)
     case = FuzzCase(CaseContext.of_item(request, parameter))
     mark = context_of(case).mark
-    if late := _fixtures_made_once(item):
+    if late := taker_of_fixtures(item):
         pytest.skip(f"not fuzzed: fixture {late!r} asks for an attention fixture, and would be made once for all draws")
     from hypothesis import is_hypothesis_test
 
@@ -248,15 +256,6 @@ class FuzzCase(AttentionCase):
 
 class DrawEndsError(BaseException):
     """The rest of the test is not for drawn workloads; no `except Exception` of the test can swallow this."""
-
-
-def _fixtures_made_once(item: pytest.Function) -> str | None:
-    """Return the name of a fixture of the user's that asks for one of the plugin's."""
-    own = {*fixtures(), PARAMETER}
-    for name, definitions in item._fixtureinfo.name2fixturedefs.items():
-        if name not in own and any(own.intersection(definition.argnames) for definition in definitions):
-            return name
-    return None
 
 
 # -- the draws ---------------------------------------------------------------------------------------------------------

@@ -507,21 +507,8 @@ class LatencyEvaluator(Evaluator[Latency]):
         measurement = self._measurement = replace(self._measurement, subject=self.subject)
         try:
             latency = mode.measure(measurement)
-        except NoLockError as error:
-            return self._untimed(str(error))
-        except (StaleError, DeadlineError, EndsTestError) as error:
-            verdict = Verdict.NO_RESULT if isinstance(error, DeadlineError) else Verdict.RAISED
-            verdict = Verdict.MISMATCH if isinstance(error, WrongResultError) else verdict
-            text = f"cannot be timed: {measurement.name}: {error}"
-            return self._found(verdict, str(error).splitlines()[0].rstrip(":"), text=text)
-        except Exception as error:
-            if refusal := measurement.subject.refusal_in(error):
-                if self._requires_decision:
-                    return self._untimed(f"it passed its check, and declined to be timed: {refusal}")
-                reason = f"right, but not timed: {refusal}"
-                return Judgment.refused(self.subject, reason, Cause.DECLINED, fields={"question": "check"})
-            raised: Any = {"text": str(error)} if isinstance(error, RemoteRaisedError) else {"error": error}
-            return self._found(Verdict.RAISED, raised_words(type(error).__name__, message_of(error)), **raised)
+        except (Exception, DeadlineError) as error:
+            return self._stopped_by(error)
         decision = latency.decision
         if not mode.reports or decision is None:
             return Judgment(Verdict.MEASURED, latency, is_recorded=False)
@@ -531,6 +518,23 @@ class LatencyEvaluator(Evaluator[Latency]):
             facts = {key: value for key, value in latency.to_dict().items() if key != "samples"}
             record_samples(context.request, latency.samples, facts)
         return self._decided(latency, decision, context.command())
+
+    def _stopped_by(self, error: BaseException) -> Judgment[Latency]:
+        """Return what an error says of the subject that ended its timing."""
+        if isinstance(error, NoLockError):
+            return self._untimed(str(error))
+        if isinstance(error, (StaleError, DeadlineError, EndsTestError)):
+            verdict = Verdict.NO_RESULT if isinstance(error, DeadlineError) else Verdict.RAISED
+            verdict = Verdict.MISMATCH if isinstance(error, WrongResultError) else verdict
+            text = f"cannot be timed: {self._measurement.name}: {error}"
+            return self._found(verdict, str(error).splitlines()[0].rstrip(":"), text=text)
+        if isinstance(error, Exception) and (refusal := self._measurement.subject.refusal_in(error)):
+            if self._requires_decision:
+                return self._untimed(f"it passed its check, and declined to be timed: {refusal}")
+            reason = f"right, but not timed: {refusal}"
+            return Judgment.refused(self.subject, reason, Cause.DECLINED, fields={"question": "check"})
+        raised: Any = {"text": str(error)} if isinstance(error, RemoteRaisedError) else {"error": error}
+        return self._found(Verdict.RAISED, raised_words(type(error).__name__, message_of(error)), **raised)
 
     def _untimed(self, reason: str) -> Judgment[Latency]:
         if self._requires_decision:

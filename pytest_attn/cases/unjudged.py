@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pytest_attn.session.kinds import ATTENTION, KINDS, PARAMETER, fixtures, kind_of
+from pytest_attn.session.kinds import ATTENTION, KINDS, PARAMETER, fixtures, kind_of, taker_of_fixtures
 from pytest_attn.session.session import session_of
 
 #: how names begin of what fails a test by itself
@@ -55,14 +55,15 @@ def has_judged(item: pytest.Item) -> bool:
 def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
     """Return what a test lacks, and whether that is certain; None if it judges, or does not test a kernel."""
     kind = kind_of(item)
-    if PARAMETER not in getattr(item, "fixturenames", ()):
+    names = getattr(item, "fixturenames", ())
+    if PARAMETER not in names:
         if issubclass(getattr(item, "cls", None) or object, unittest.TestCase):
             return _untakable(item)
         return next(filter(None, map(_untaken, item.own_markers)), None)
     given = getattr(item, "funcargs", {})
     case = given.get(kind.fixture)
-    if case is None or _is_handed_on(item):
-        return None
+    if case is None or taker_of_fixtures(item) or not {"benchmark", "attn_benchmark"}.isdisjoint(names):
+        return None  # the fixture may judge it before or after the test, or time it
     if case.is_judged:
         return _unused_backend(item, case)
     looked_at: frozenset[str] = getattr(case, "looked_at", frozenset())
@@ -140,15 +141,6 @@ def _untaken(mark: pytest.Mark) -> tuple[bool, str] | None:
     if kind is None:
         return None
     return True, f"it has the marker {kind.marker}, but does not take {kind.fixture}; make it an argument of the test"
-
-
-def _is_handed_on(item: pytest.Item) -> bool:
-    """Return whether a fixture that is none of ours takes the case, and may judge it before or after the test, or time it."""
-    own = fixtures()
-    definitions: Mapping[str, Any] = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-    others = [one for name, found in definitions.items() if name not in own for one in found]
-    is_timed = not {"benchmark", "attn_benchmark"}.isdisjoint(definitions)
-    return is_timed or any(own.intersection(one.argnames) for one in others)
 
 
 # -- what code names -----------------------------------------------------------------------------------------------------

@@ -65,6 +65,16 @@ def fixtures() -> frozenset[str]:
     return frozenset(name for kind in KINDS.values() for name in kind.takes)
 
 
+def taker_of_fixtures(item: pytest.Item) -> str | None:
+    """Return the name of a fixture that is none of the plugin's, and asks for one of these; None where there is none."""
+    own = {*fixtures(), PARAMETER}
+    definitions: dict[str, Any] = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    for name, found in definitions.items():
+        if name not in own and any(own.intersection(one.argnames) for one in found):
+            return name
+    return None
+
+
 def register_kinds_of_guests() -> None:
     """Register the kinds that guests add."""
     for kind in (one for guest in guests() for one in guest.kinds):

@@ -77,12 +77,13 @@ class AttentionMark:
         values["workloads"] = tuple(w for argument in mark.args for w in _workloads(argument, catalog))
         if mark.args and not values["workloads"]:
             raise ValueError("attention was given an empty list of workloads; name one, or nothing for the run's selection")
-        if values.get("backends") is not None:
-            values["backends"] = _backends(values["backends"], registry)
-        if values.get("dtypes") is not None:
-            values["dtypes"] = tuple(dtype_name(dtype) for dtype in _as_tuple(values["dtypes"]))
-        if values.get("inputs") is not None:
-            values["inputs"] = distribution_names(values["inputs"])
+        for name, read in {
+            "backends": lambda names: _backends(names, registry),
+            "dtypes": lambda dtypes: tuple(map(dtype_name, _as_tuple(dtypes))),
+            "inputs": distribution_names,
+        }.items():
+            if values.get(name) is not None:
+                values[name] = read(values[name])
         said = {one.name: values.pop(one.name) for one in arguments_of(Declaration) if one.name in values}
         values["declared"] = Declaration(**said)
         if values.get("backward", False) not in (True, False):

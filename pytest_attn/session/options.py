@@ -216,24 +216,9 @@ class Settings:
         values: dict[str, Any] = {}
         given: dict[str, str] = {}
         for one in all_options():
-            if one.is_switch:
-                values[one.name] = bool(config.getoption(one.dest))
-                continue
-            text, origin = _text(config, one)
-            if one.name == "seed" and text == option_types.RANDOM:
-                drawn = getattr(config, "workerinput", {}).get("attn_seed")  # by xdist's controller
-                text = config.option.attn_seed = drawn or option_types.random_seed()
-            try:
-                if one.is_repeatable:
-                    values[one.name] = tuple(map(one.parse, text or ()))
-                else:
-                    values[one.name] = None if text is None else one.parse(text)
-            except ValueError as error:
-                raise pytest.UsageError(f"{origin}: {error}") from None
-            if one.default is not None and text != one.default:
-                given[one.stem] = str(text)
-            elif origin == one.flag and _says_nothing(one, text, config):
-                raise pytest.UsageError(f"{origin}: {_SAY_NOTHING_AT_0[one.name]}, got {text}; leave it out, or say a number")
+            values[one.name], text = _read(config, one)
+            if text is not None:
+                given[one.stem] = text
         if values.get("isolated") and "backends" not in given:
             values["backends"] = option_types.names(values["isolated"])
             given["backends"] = values["isolated"]
@@ -349,13 +334,18 @@ def require_known(args: Sequence[str], parser: pytest.Parser) -> None:
     known = [one.flag for one in all_options() if not one.is_ini_only]
     typed = [name for name in (one.partition("=")[0] for one in args) if name.startswith("--attn-") and name not in known]
     left_over = parser.parse_known_and_unknown_args(args, argparse.Namespace())[1] if typed else []
-    if unknown := [one for one in typed if any(other.partition("=")[0] == one for other in left_over)]:
-        from difflib import get_close_matches  # few runs come here
+    if unknown := next((one for one in left_over if one.partition("=")[0] in typed), None):
+        name = unknown.partition("=")[0]
+        raise pytest.UsageError(f"{name}: no such option; {_instead_of(name, known)}")
 
-        alike = get_close_matches(unknown[0].removeprefix("--attn-"), [one.removeprefix("--attn-") for one in known], n=2)
-        hint = f"did you mean {' or '.join(f'--attn-{stem}' for stem in alike)}?" if alike else "pytest --help lists all"
-        hint = f"say {LEFT[unknown[0]]}" if unknown[0] in LEFT else hint
-        raise pytest.UsageError(f"{unknown[0]}: no such option; {hint}")
+
+def _instead_of(unknown: str, known: Sequence[str]) -> str:
+    if unknown in LEFT:
+        return f"say {LEFT[unknown]}"
+    from difflib import get_close_matches  # few runs come here
+
+    alike = get_close_matches(unknown.removeprefix("--attn-"), [one.removeprefix("--attn-") for one in known], n=2)
+    return f"did you mean {' or '.join(f'--attn-{stem}' for stem in alike)}?" if alike else "pytest --help lists all"
 
 
 #: options that there were -> what is typed in their place
@@ -369,6 +359,25 @@ LEFT = {
     "--attn-l2": "-o attn_l2=warm",
     "--attn-memory": "-o attn_memory=SIZE",
 }
+
+
+def _read(config: pytest.Config, one: Option) -> tuple[Any, str | None]:
+    """Return the value of an option, and its text where that differs from its default. Raises pytest.UsageError."""
+    if one.is_switch:
+        return bool(config.getoption(one.dest)), None
+    text, origin = _text(config, one)
+    if one.name == "seed" and text == option_types.RANDOM:
+        drawn = getattr(config, "workerinput", {}).get("attn_seed")  # by xdist's controller
+        text = config.option.attn_seed = drawn or option_types.random_seed()
+    try:
+        value = tuple(map(one.parse, text or ())) if one.is_repeatable else None if text is None else one.parse(text)
+    except ValueError as error:
+        raise pytest.UsageError(f"{origin}: {error}") from None
+    if one.default is not None and text != one.default:
+        return value, str(text)
+    if origin == one.flag and _says_nothing(one, text, config):
+        raise pytest.UsageError(f"{origin}: {_SAY_NOTHING_AT_0[one.name]}, got {text}; leave it out, or say a number")
+    return value, None
 
 
 def _text(config: pytest.Config, one: Option) -> tuple[Any, str]:

@@ -196,32 +196,31 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     judged = [record for record in records if record["latency"] is None]
     # configurations have no baselines: how they stand is what --attn-tune prints
     timed = [r for r in records if r["latency"] is not None and not (settings.tune and split(r["subject"])[1])]
-    is_quiet = verbosity < 0
-    if any(map(is_wrong, judged)) if is_quiet else judged:
+    if _is_shown(judged, is_wrong, verbosity):
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
-    if any(map(is_notable, timed)) if is_quiet else timed:
+    if _is_shown(timed, is_notable, verbosity):
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
-    if not is_quiet:
-        for line in (*few_words(session), chosen_words(session), *without_effect(session, reporter.config, bool(timed))):
-            if line:
-                reporter.write_line(line)
+    if verbosity >= 0:
+        for line in (*few_words(session), *chosen_words(session), *without_effect(session, reporter.config, bool(timed))):
+            reporter.write_line(line)
     number = reporter.config.getoption("durations", None)
-    if number is not None and (compilations := list(slowest_compilations(judged, number))):
+    if compilations := [] if number is None else list(slowest_compilations(judged, number)):
         print_section(reporter, compilations, "slowest compilations")
 
 
-def chosen_words(session: AttentionSession) -> str:
-    """Say what of a large suite was chosen, and what would run besides; "" where nothing was left out."""
-    collected = session.collected
-    if not collected.unchosen:
-        return ""
-    if not collected.chosen:
-        others = count(collected.unchosen, "case")
-        return f"not run: {others} without workloads, which say nothing of what is named; --attn-workloads=all adds them"
-    return (
-        f"chosen: {collected.chosen:,} of {collected.chosen + collected.unchosen:,} cases, which cover what each backend"
-        " takes; --attn-workloads=all runs all"
-    )
+def _is_shown(records: Sequence[Record], matters: Callable[[Record], bool], verbosity: int) -> bool:
+    return any(map(matters, records)) if verbosity < 0 else bool(records)
+
+
+def chosen_words(session: AttentionSession) -> Iterator[str]:
+    """Say what of a large suite was chosen, and what would run besides; nothing where nothing was left out."""
+    chosen, unchosen = session.collected.chosen, session.collected.unchosen
+    if unchosen and not chosen:
+        others = count(unchosen, "case")
+        yield f"not run: {others} without workloads, which say nothing of what is named; --attn-workloads=all adds them"
+    elif unchosen:
+        of = f"{chosen:,} of {chosen + unchosen:,} cases"
+        yield f"chosen: {of}, which cover what each backend takes; --attn-workloads=all runs all"
 
 
 #: options that a line names at most
@@ -232,11 +231,7 @@ def few_words(session: AttentionSession) -> Iterator[str]:
     """Say of a kernel of one's own that takes few of the workloads which nobody named, what it was not asked."""
     if session.settings.workloads:
         return
-    checks = (one for one in session.results.records if one["question"] == "check")
-    named = ((one, "" if one["tags"].get("family") == "callable" else one["subject"]) for one in checks)
-    is_own = session.registrations.registry.is_own
-    asked = gathered(((function_of(one), name), one) for one, name in named if not name or is_own(name))
-    for (test, name), records in asked.items():
+    for (test, name), records in _checks_of_own(session).items():
         declined = [one for one in records if one["cause"] == Cause.DECLINED]
         judged = [one for one in records if one["verdict"] != Verdict.SKIPPED]
         if len(judged) < FEW and len(declined) > 2 * FEW:
@@ -245,6 +240,14 @@ def few_words(session: AttentionSession) -> Iterator[str]:
                 f"few cases     {name or test} took {count(len(judged), 'workload')} of {len(records)}; not asked:"
                 f" {some(options, _MOST_OPTIONS)}; Workload(...) in the marker asks what it takes"
             )
+
+
+def _checks_of_own(session: AttentionSession) -> dict[tuple[str, str], list[Record]]:
+    """Return the checks of each test's callable, and of each backend of one's own in it, by both names; "" for a callable."""
+    checks = (one for one in session.results.records if one["question"] == "check")
+    named = ((one, "" if one["tags"].get("family") == "callable" else one["subject"]) for one in checks)
+    is_own = session.registrations.registry.is_own
+    return gathered(((function_of(one), name), one) for one, name in named if not name or is_own(name))
 
 
 def _options_in(records: Iterable[Record], session: AttentionSession) -> frozenset[str]:
@@ -359,5 +362,5 @@ def print_listing(session: AttentionSession, reporter: Any) -> None:
         reporter.write_line(line)
     kernels = count(len(collected.generated), "kernel")
     generated = f"generated: workloads beside the catalog's, for {kernels}" if collected.generated else ""
-    for said in filter(None, (chosen_words(session), generated)):
+    for said in filter(None, (*chosen_words(session), generated)):
         reporter.write_line(said if is_verbose else f"{said}; -v lists them")
