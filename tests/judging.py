@@ -94,6 +94,16 @@ def spec_of(workload=FULL, **options):
     return CheckSpec(workload, torch.device("cpu"), declared=declared, **options)
 
 
+def with_lse(changed=lambda lse: lse, scale=None, attention=attention):
+    """Return attention and what `changed` makes of its lse, of scores with a scale of their own."""
+
+    def kernel(q, k, v):
+        lse = (q.float() @ k.float().mT * (scale or q.shape[-1] ** -0.5)).logsumexp(-1)
+        return attention(q, k, v), changed(lse)
+
+    return kernel
+
+
 def with_gradients(gradients_of, attention=attention):
     """Return attention whose backward pass is what `gradients_of` returns for its plain gradients, a function of dout."""
 
@@ -110,6 +120,22 @@ def with_gradients(gradients_of, attention=attention):
                 return gradients_of(lambda dout: torch.autograd.grad(attention(*leaves), leaves, dout), dout)
 
     return Changed.apply
+
+
+class Clock:
+    """A clock that goes on by what is slept, and by a step whenever somebody looks at it."""
+
+    def __init__(self, step=0.0):
+        self.now, self.step = 0.0, step
+
+    def __call__(self):
+        self.now += self.step
+        return self.now
+
+    perf_counter = __call__
+
+    def sleep(self, seconds):
+        self.now += seconds
 
 
 def measure(kernel, device, direction="forward", workload=SMALL, seconds=0.05, mode=None):

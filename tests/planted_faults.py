@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from judging import CROSS, FULL, explicit, positions, with_gradients
+from judging import CROSS, FULL, explicit, positions, with_gradients, with_lse
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Pages, Window, Workload, draw_inputs
@@ -98,16 +98,6 @@ class _NextSink(Kernel):
     def sinks(self, seq):
         sinks = super().sinks(seq)
         return None if sinks is None else sinks.roll(-1)
-
-
-def _with_lse(changed, scale=None):
-    """Return attention and what `changed` makes of its lse, of scores with a scale of their own."""
-
-    def kernel(q, k, v):
-        lse = (q.float() @ k.float().mT * (scale or q.shape[-1] ** -0.5)).logsumexp(-1)
-        return sdpa(q, k, v), changed(lse)
-
-    return kernel
 
 
 def _with_gradients(changed):
@@ -310,7 +300,7 @@ OF_OUT = (
 OF_LSE = tuple(
     Planted(name, kernel, workload, faults, returns_lse=True)
     for name, kernel, workload, faults in (
-        ("lse as (batch, rows, heads)", _with_lse(lambda lse: lse.mT.contiguous()), SQUARE, ("lse-layout",)),
+        ("lse as (batch, rows, heads)", with_lse(lambda lse: lse.mT.contiguous()), SQUARE, ("lse-layout",)),
     )
 )
 OF_GRADIENTS = tuple(

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -305,15 +304,11 @@ def modify(scores: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tens
     return scores, slope
 
 
-class LeftOut(NamedTuple):
-    """Which scores of a chunk a kernel leaves out by design, and of which rounding decides, both (n, heads, rows, keys)."""
+def left_out(chunk: Chunk, skips: Threshold, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which scores of a chunk a kernel leaves out by design and of which rounding decides: (n, heads, rows, keys).
 
-    surely: torch.Tensor
-    perhaps: torch.Tensor
-
-
-def left_out(chunk: Chunk, skips: Threshold, noise: float) -> LeftOut:
-    """Return what a kernel leaves out. noise: by how much a score may be off."""
+    noise: by how much a score may be off.
+    """
     rows_of_tile, keys_of_tile = skips.tile
     q_len, numbers = chunk.block.segment.lengths[0], chunk.rows // rows_of_tile
     several = max(1, len(chunk.rows) // rows_of_tile)  # as many scores at a time as the chunk has
@@ -331,7 +326,7 @@ def left_out(chunk: Chunk, skips: Threshold, noise: float) -> LeftOut:
         at = torch.searchsorted(tiles, numbers[torch.isin(numbers, tiles)])
         found.append(highest[:, :, at][..., (chunk.key_index.flatten() // keys_of_tile).clamp(max=shape[3] - 1)])
     highest = torch.cat(found, 2)
-    return LeftOut(highest < -noise, (highest >= -noise) & (highest < noise))
+    return highest < -noise, (highest >= -noise) & (highest < noise)
 
 
 def _largest_before(tops: torch.Tensor, maximum: str) -> torch.Tensor:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from judging import CAUSAL, CROSS, FULL, causal, explicit, failure, judged, positions, spec_of
+from judging import CAUSAL, CROSS, FULL, causal, explicit, failure, judged, positions, spec_of, with_lse
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytest_attn
@@ -38,17 +38,12 @@ def test_a_backend_and_a_workload_can_be_named():
     assert pytest_attn.check("math", "smoke-full", device="cpu").passed
 
 
-def with_lse(q, k, v, factor=1.0):
-    score = q.float() @ k.float().transpose(-1, -2) / 8
-    return explicit(q, k, v), score.logsumexp(-1) * factor
-
-
 def test_lse_is_held_to_the_natural_logarithm():
-    assert pytest_attn.check(with_lse, FULL, returns_lse=True, device="cpu").passed
-    text = failure(lambda q, k, v: with_lse(q, k, v, 1 / math.log(2)), FULL, returns_lse=True)
+    assert pytest_attn.check(with_lse(), FULL, returns_lse=True, device="cpu").passed
+    text = failure(with_lse(lambda lse: lse / math.log(2)), FULL, returns_lse=True)
     assert text.startswith("mismatch: lse of ")
     assert "lse is off by a factor of log2 e: it is in base 2" in text
-    assert "lse" in failure(lambda q, k, v: with_lse(q, k, v, 1.0001), FULL, returns_lse=True)
+    assert "lse" in failure(with_lse(lambda lse: lse * 1.0001), FULL, returns_lse=True)
 
 
 def changes_k(q, k, v):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch.nn.functional as F
-from judging import spec_of
+from judging import Clock, spec_of
 
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
@@ -15,33 +15,23 @@ from pytest_attn.diagnosis.diagnose import TimeBudget, diagnose
 CAUSAL = Workload(64, heads=2, head_dim=32, mask="causal")
 
 
-class Clock:
-    """A clock on which each look takes a second."""
-
-    now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
 @pytest.mark.parametrize(("seconds", "tried"), [(3, [0, 1, 2]), (0, [*range(9)]), (100, [*range(9)])])
 def test_a_search_ends_between_two_steps(seconds, tried):
-    budget = TimeBudget(seconds, Clock())
+    budget = TimeBudget(seconds, Clock(step=1.0))
     assert list(budget.each("these", range(9))) == tried
     assert list(budget.each("those", range(2))) == ([] if len(tried) < 9 else [0, 1])
     assert budget.left_out == ([] if len(tried) == 9 else ["these", "those"])
 
 
 def test_nothing_is_left_out_of_what_was_done_in_time():
-    budget = TimeBudget(3, Clock())
+    budget = TimeBudget(3, Clock(step=1.0))
     assert list(budget.each("these", range(2))) == [0, 1]
     assert budget.left_out == []
 
 
 def judged(monkeypatch, seconds, kernel, backward=False):
     """Judge a wrong kernel with a clock of steps; return what is said of it."""
-    monkeypatch.setattr(diagnosing, "TimeBudget", lambda seconds: TimeBudget(seconds, Clock()))
+    monkeypatch.setattr(diagnosing, "TimeBudget", lambda seconds: TimeBudget(seconds, Clock(step=1.0)))
     spec = spec_of(CAUSAL, backward=backward, precision="torch_cpu")
     return describe(diagnose(judge(spec.subject(Registry(), kernel), spec, ReferenceCache()), seconds))
 

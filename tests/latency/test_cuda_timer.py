@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from judging import SMALL, attention, timed
+from judging import SMALL, Clock, attention, timed
 
 from pytest_attn.latency import cuda_timer
 from pytest_attn.latency import work as timed_work
@@ -143,19 +143,6 @@ def test_where_memory_is_scarce_tensors_stay_where_they_are(monkeypatch, gigabyt
     assert isinstance(plan.renew, functools.partial) is moves
 
 
-class Clock:
-    """A stand-in for the module `time`: only what is said to take time does."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    def pass_by(self, seconds):
-        self.now += seconds
-
-
 class Event:
     """A stand-in for a CUDA event on a device that is asleep until `Event.awake`; a sample takes a millisecond."""
 
@@ -207,7 +194,7 @@ def test_a_block_is_launched_while_the_device_sleeps_each_sample_between_two_eve
 def test_a_backlog_is_as_long_as_the_launches_of_the_block_before_took(asleep, monkeypatch):
     def stage():
         staged.append(1)
-        Event.clock.pass_by(next(pauses))
+        Event.clock.sleep(next(pauses))
         return lambda: None
 
     pauses = itertools.chain([10e-3] * 4, itertools.repeat(10e-3, 4), itertools.repeat(0.0))
@@ -226,16 +213,16 @@ def test_a_backlog_is_as_long_as_the_launches_of_the_block_before_took(asleep, m
 def test_a_device_that_cannot_be_kept_waiting_is_no_timer(asleep, monkeypatch):
     monkeypatch.setattr(cuda_timer, "_MOST_BACKLOG_SECONDS", 2e-3)
     with pytest.raises(BacklogError, match=r"launching 1 samples took 0\.005 s, longer than the device can be kept waiting"):
-        asleep.block([Item("op", lambda: Event.clock.pass_by(5e-3) or print)])
+        asleep.block([Item("op", lambda: Event.clock.sleep(5e-3) or print)])
     assert asleep._backlogs["op",] == 2e-3
 
 
 def test_launching_is_told_from_waiting(monkeypatch):
     log, clock = [], Clock()
     monkeypatch.setattr(timed_work, "time", clock)
-    monkeypatch.setattr(timed_work, "wait", lambda device: log.append("wait") or clock.pass_by(20e-3))
+    monkeypatch.setattr(timed_work, "wait", lambda device: log.append("wait") or clock.sleep(20e-3))
     work = SimpleNamespace(
-        device=None, stage=lambda: log.append("stage") or (lambda: log.append("call") or clock.pass_by(3e-3) or "out")
+        device=None, stage=lambda: log.append("stage") or (lambda: log.append("call") or clock.sleep(3e-3) or "out")
     )
     value, launched, done = timed_work.called(work)
     assert log == ["stage", "wait", "call", "wait"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from judging import SMALL, attention, timed
+from judging import SMALL, Clock, attention, timed
 
 from pytest_attn import Workload
 from pytest_attn.latency.anchors import Anchor, anchor_item, attention_like
@@ -19,20 +19,6 @@ from pytest_attn.latency.timer import HostTimer, Item, Plan
 from pytest_attn.reports.verdict import Verdict
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """A clock that goes on by what is slept, and by a microsecond whenever somebody looks at it."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        self.now += 1e-6
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 class Busy(CudaTimer):
@@ -55,7 +41,7 @@ def busy(monkeypatch):
     stopwatch.monitor.disturbance = lambda: None  # whatever else this machine does
     stopwatch.warmer = Warmer(stopwatch.timer, stopwatch.anchors, stopwatch.monitor)
     monkeypatch.setattr("pytest_attn.latency.protocol._WARMING_SECONDS", 0.0)
-    clock = Clock()  # however busy this machine is
+    clock = Clock(step=1e-6)  # however busy this machine is
     monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
     monkeypatch.setattr(time, "sleep", clock.sleep)
     return stopwatch

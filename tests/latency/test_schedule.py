@@ -1,19 +1,12 @@
 """When a measurement has blocks enough, by a clock of the tests."""
 
 import pytest
+from judging import Clock
 
 from pytest_attn.latency.protocol import LOOKS, Schedule, is_narrow, seconds_for_blocks, wanted_half_width
 
 #: as the half-width of an interval that no scatter of the tests reaches
 NEVER = 0.0
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def taken(schedule, clock, lengths, sample=lambda number: 1.0 + number):
