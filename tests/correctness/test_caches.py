@@ -10,7 +10,7 @@ from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants.kernel import Kernel, honest_backend
 from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.workloads.inputs import draw_inputs
-from pytest_attn.workloads.kv_layout import split_cache
+from pytest_attn.workloads.kv_layout import canonical, handed_over, split_cache
 
 GROUPED = {"heads": 4, "kv_heads": 2, "head_dim": 16, "mask": "causal-bottom-right"}
 PAGED = Workload(q_lens=(5, 1, 7), cached=(19, 12, 0), kv_pages=8, **GROUPED)
@@ -27,8 +27,6 @@ CACHED = [
 def test_a_cache_holds_the_prefix_and_nothing_else(w):
     inputs = draw_inputs(w)
     layout = "thd" if w.is_packed else "bhsd"
-    from pytest_attn.workloads.kv_layout import canonical, handed_over
-
     split = split_cache(inputs, *handed_over(w, inputs.k, inputs.v), layout)
     pool = split.k_cache.transpose(1, 2) if layout == "bhsd" and not w.kv_pages else split.k_cache
     pool = (canonical(w, pool, pool)[0] if w.kv_pages else pool).flatten(0, 1)

@@ -10,6 +10,8 @@ import pytest_attn
 from pytest_attn import Causal, Workload
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.correctness.contract import EmptyRows, rows_without_keys
+from pytest_attn.correctness.judge import judge_output
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads.inputs import draw_inputs
 from pytest_attn.workloads.masks import BooleanMask
 
@@ -120,9 +122,6 @@ def test_an_expanded_result_is_not_written_to():
 
 
 def test_an_output_that_a_test_computed_is_left_as_it_is():
-    from pytest_attn.correctness.judge import judge_output
-    from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-
     spec = CheckSpec(LATE, torch.device("cpu"), declared=Declaration(empty_rows="any"))
     reference = ReferenceCache().reference_of(spec)
     out = kernel(nothing)(*(getattr(reference.inputs, name) for name in "qkv"))

@@ -6,17 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from judging import explicit
 
 from pytest_attn import Pages, Workload
 
 DECODING = {"heads": 4, "kv_heads": 2, "head_dim": 32, "mask": "causal-bottom-right"}
 PACKED = Workload(heads=4, kv_heads=2, q_lens=(7, 30, 12), mask="causal")
-
-
-def attention(q, k, v, mask):
-    k, v = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q.float() @ k.mT / math.sqrt(q.shape[-1]) + mask
-    return (scores.softmax(-1).to(q.dtype).float() @ v).to(q.dtype)
 
 
 def causal(rows, keys):
@@ -41,7 +36,7 @@ def test_masks_may_be_added_and_padding_may_be_a_mask_of_keys(attn, is_right):
         seen = attn.key_mask.flip(1) if not is_right else attn.key_mask
         low = torch.finfo(q.dtype).min
         both = attn.additive_mask(low).float().masked_fill(~seen[:, None, None], low)
-        return attention(q, k, v, both)
+        return explicit(q, k, v, bias=both)
 
     judge(attn, kernel, is_right)
 
@@ -51,7 +46,7 @@ def test_masks_may_be_added_and_padding_may_be_a_mask_of_keys(attn, is_right):
 def test_a_mask_of_numbers_that_its_dtype_does_not_have_is_refused(attn, low):
     with pytest.raises(ValueError, match=r"torch.float16 has no -.*; say torch.finfo\(torch.float16\).min, or nothing"):
         attn.additive_mask(low)
-    attn.check(lambda q, k, v: attention(q, k, v, attn.additive_mask(torch.finfo(q.dtype).min).float()))
+    attn.check(lambda q, k, v: explicit(q, k, v, bias=attn.additive_mask(torch.finfo(q.dtype).min).float()))
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -65,7 +60,7 @@ def test_a_cache_may_be_empty_or_padded_on_the_left(attn, is_right):
         cache.k_cache[:, :, new], cache.v_cache[:, :, new] = cache.k_new, cache.v_new
         k, v = cache.k_cache[:, :, : w.kv_len], cache.v_cache[:, :, : w.kv_len]
         mask = attn.additive_mask().float()
-        return attention(q, k, v, mask if is_right else mask.roll(1, -1))
+        return explicit(q, k, v, bias=mask if is_right else mask.roll(1, -1))
 
     judge(attn, kernel, is_right)
 
@@ -91,7 +86,7 @@ def test_new_keys_may_be_put_into_a_quantized_cache(attn, is_right):
             yield whole[:, :, :25].float() * descale.view(shape)
 
     def whole(q, k, v):
-        return attention(q, *kernel(q, k, v), causal(5, 25))
+        return explicit(q, *kernel(q, k, v), bias=causal(5, 25))
 
     judge(attn, whole, is_right)
 
@@ -110,7 +105,7 @@ def test_pages_may_lack_their_dimension_and_be_those_of_several_sequences(attn, 
         table, out = attn.page_table.long() if is_right else attn.page_table.long().roll(1, 1), []
         for b, keys in enumerate(attn.kv_lens.tolist()):
             own = (pool[table[b]].view(-1, *pool.shape[-2:])[:keys].transpose(0, 1)[None] for pool in (k, v))
-            out.append(attention(q[b : b + 1], *own, causal(w.q_len, keys)))
+            out.append(explicit(q[b : b + 1], *own, bias=causal(w.q_len, keys)))
         return torch.cat(out)
 
     judge(attn, kernel, is_right)

@@ -1,6 +1,7 @@
 """The reference against a second, independent formula, and against torch's own float64 SDPA."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,15 +104,9 @@ def test_packed_sequences_are_judged_one_by_one(mask):
     for q_len, kv_len in zip(packed.q_lens, packed.kv_lens, strict=True):
         alone = Workload(q_len, kv_len, heads=4, kv_heads=2, mask=mask, head_dim=16)
         rows, keys = slice(q_at, q_at + q_len), slice(kv_at, kv_at + kv_len)
-        from dataclasses import replace
-
-        part = replace(
-            draw_inputs(alone, "flat"),
-            q=inputs.q[rows].transpose(0, 1)[None],
-            dout=inputs.dout[rows].transpose(0, 1)[None],
-            k=inputs.k[keys].transpose(0, 1)[None],
-            v=inputs.v[keys].transpose(0, 1)[None],
-        )
+        places = {"q": rows, "dout": rows, "k": keys, "v": keys}
+        tensors = {name: getattr(inputs, name)[at].transpose(0, 1)[None] for name, at in places.items()}
+        part = replace(draw_inputs(alone, "flat"), **tensors)
         for name, expected in second_formula(part).items():
             at = keys if name in ("dk", "dv") else rows
             assert largest_difference(found[name].value[:, :, at], expected) < 1e-11

@@ -9,6 +9,8 @@ from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.workloads.inputs import draw_inputs
 
+MASKED = FULL.replace(mask="causal")
+
 
 def of_contiguous_memory(q, k, v):
     """Reads k as if it were contiguous, whatever its strides."""
@@ -23,14 +25,14 @@ def test_a_check_hands_over_strides_that_models_have(layout):
         strides.append(k.stride())
         return causal(q, k, v) if layout == "bhsd" else causal(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
 
-    assert pytest_attn.check(kernel, FULL.replace(mask="causal"), layout=layout, device="cpu").passed
+    assert pytest_attn.check(kernel, MASKED, layout=layout, device="cpu").passed
     of_models = {"bhsd": (16384, 64, 128, 1), "bshd": (49152, 384, 192, 1)}[layout]
     assert of_models in strides
     assert strides[0] == strides[-1] != of_models  # the first distribution, and the same again with k written anew
 
 
 def test_a_kernel_that_ignores_strides_is_wrong_and_told_so():
-    message = failure(of_contiguous_memory, FULL.replace(mask="causal"))
+    message = failure(of_contiguous_memory, MASKED)
     assert "inputs flat" in message
     assert "strides    q, k and v are transposed views of (batch, row, head, dim) tensors; contiguous" in message
 
@@ -39,7 +41,7 @@ def test_k_and_v_do_not_share_strides():
     def takes_the_strides_of_k(q, k, v):
         return causal(q, k, v.as_strided(v.shape, k.stride()))
 
-    message = failure(takes_the_strides_of_k, FULL.replace(mask="causal"))
+    message = failure(takes_the_strides_of_k, MASKED)
     assert "strides    q and v are transposed views of (batch, row, head, dim) tensors, k is contiguous; contiguous" in message
 
 
@@ -49,7 +51,7 @@ def test_a_gradient_of_out_has_strides():
         out.register_hook(lambda dout: dout.as_strided(dout.shape, torch.empty(dout.shape).stride()))
         return out
 
-    message = failure(doubtful, FULL.replace(mask="causal"), backward=True)
+    message = failure(doubtful, MASKED, backward=True)
     assert "strides" in message
 
 
@@ -60,14 +62,14 @@ def test_a_kernel_that_remembers_is_wrong_and_told_so():
         seen.append(float(v.abs().max()))
         return causal(q, k, v) * (max(seen) / seen[-1])
 
-    message = failure(scales_by_the_largest_value_so_far, FULL.replace(mask="causal"), inputs=("flat", "structured"))
+    message = failure(scales_by_the_largest_value_so_far, MASKED, inputs=("flat", "structured"))
     assert "state      the same call was right before others came between" in message
     assert "inputs flat" in message
 
 
 def test_a_result_that_a_later_call_overwrites_is_wrong_and_told_so():
     workspace = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
-    message = failure(lambda q, k, v: workspace.copy_(causal(q, k, v)), FULL.replace(mask="causal"))
+    message = failure(lambda q, k, v: workspace.copy_(causal(q, k, v)), MASKED)
     assert "state      its result was right, and has changed while others were computed" in message
 
 
@@ -82,7 +84,7 @@ def test_a_kernel_that_raises_once_by_its_state_does_not_refuse_strides(fails_at
         return causal(q, k, v)
 
     with pytest.raises(RuntimeError, match="workspace is in use"):
-        pytest_attn.check(kernel, FULL.replace(mask="causal"), device="cpu")
+        pytest_attn.check(kernel, MASKED, device="cpu")
 
 
 def test_a_kernel_that_refuses_strides_each_time_is_right_on_contiguous_tensors():
@@ -91,7 +93,7 @@ def test_a_kernel_that_refuses_strides_each_time_is_right_on_contiguous_tensors(
             raise RuntimeError("q must be contiguous")
         return causal(q, k, v)
 
-    assert pytest_attn.check(kernel, FULL.replace(mask="causal"), device="cpu").passed
+    assert pytest_attn.check(kernel, MASKED, device="cpu").passed
 
 
 @pytest.mark.one_in(2)
@@ -104,7 +106,7 @@ def test_calls_that_are_wrong_at_times_are_told_as_such_and_not_as_strides(perio
         calls.append(q)
         return causal(q, k, v) * (1.1 if (len(calls) - first) % period == 0 else 1)
 
-    message = failure(alternates, FULL.replace(mask="causal"))
+    message = failure(alternates, MASKED)
     assert "rerun      equal calls return different results" in message
     assert "strides " not in message
 
