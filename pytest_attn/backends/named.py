@@ -10,7 +10,10 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.workloads.functions import parameters_of
@@ -42,13 +45,16 @@ def is_imported_from_a_test(module: str) -> bool:
     return path != "" and not any(place in Path(path).parents for place in installed)
 
 
-def imported(name: str) -> Callable[..., Any]:
-    """Import a function by "module:function"; the working folder is looked through last. Raises UnimportableError."""
+def imported(name: str, file: str = "") -> Callable[..., Any]:
+    """Import a function by "module:function"; the working folder is looked through last. Raises UnimportableError.
+
+    file: of the module, where it is not searched for.
+    """
     module, _, path = name.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = _from_file(module, file) if file else importlib.import_module(module)
     except Exception as error:
         advice = (
             f"; put the folder of {module.partition('.')[0]} on sys.path, by `pythonpath = FOLDER` in pytest's configuration"
@@ -64,6 +70,15 @@ def imported(name: str) -> Callable[..., Any]:
         raise UnimportableError(f"{name} cannot be imported: {what}; expected a callable of (q, k, v)")
     function: Callable[..., Any] = found
     return function
+
+
+def _from_file(module: str, file: str) -> ModuleType:
+    """Run a file as the module of this name."""
+    loader = SourceFileLoader(module, file)
+    found = sys.modules[module] = module_from_spec(ModuleSpec(module, loader, origin=file))
+    found.__file__ = file
+    loader.exec_module(found)
+    return found
 
 
 def offered_to(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -25,10 +25,10 @@ from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.invariants.all_invariants import Names, judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
-from pytest_attn.latency.kernel_work import work_of
+from pytest_attn.latency.kernel_work import KernelWork, work_of
 from pytest_attn.latency.protocol import stopwatch_of, threads
 from pytest_attn.latency.result import Latency
-from pytest_attn.latency.work import direction_of
+from pytest_attn.latency.work import LatencyDirection, direction_of
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.fields import instead_of
@@ -67,7 +67,7 @@ def takes_declaration(function: _Function) -> _Function:
     return function
 
 
-def _declaration(function: Callable[..., Any], keywords: Declared) -> Declaration:
+def declaration_of(function: Callable[..., Any], keywords: Declared) -> Declaration:
     """Return what keywords of a function declare; raises TypeError for one that it does not have."""
     known = inspect.signature(function).parameters
     for name in keywords.keys() - known.keys():
@@ -120,7 +120,7 @@ def check(
     __tracebackhide__ = True
     made, names = _named(workload), distribution_names(inputs)
     leaves, wanted = asked_gradients(backward, [made])
-    spec = CheckSpec(made, resolve_device(device), bool(backward), names, _declaration(check, declared), seed, limits)
+    spec = CheckSpec(made, resolve_device(device), bool(backward), names, declaration_of(check, declared), seed, limits)
     if wanted:
         drawn = draw_inputs(made, names[0], seed, spec.device)
         parameters = {name: getattr(drawn, PARAMETERS[name].tensor) for name in wanted}
@@ -170,7 +170,7 @@ def check_invariants(
         TypeError: as for `check`.
     """
     __tracebackhide__ = True
-    made = _declaration(check_invariants, declared)
+    made = declaration_of(check_invariants, declared)
     asked = _named(workload)
     leaves, wanted = asked_gradients(backward, [asked])
     if wanted:
@@ -228,15 +228,30 @@ def measure(
     """
     __tracebackhide__ = True
     direction, where = direction_of(backward), resolve_device(device)
-    made = _declaration(measure, declared)
+    made = declaration_of(measure, declared)
     spec = CheckSpec(_named(workload), where, bool(backward), distribution_names(inputs), made, seed)
     subject = spec.subject(Registry(), fn, name)
     _checked(subject, spec)
+
+    def take(work: KernelWork) -> Latency:
+        return stopwatch_of(where, cold).measure(work, spec.workload.id, subject.name)
+
+    return timed(subject, spec, direction, take, cpu_threads)
+
+
+def timed(
+    subject: Subject,
+    spec: CheckSpec,
+    direction: LatencyDirection,
+    take: Callable[[KernelWork], Latency],
+    cpu_threads: int | None = None,
+) -> Latency:
+    """Return the time that `take` finds of what was judged right, once the device is as it is to be."""
     require_clocks()
+    where = spec.device
     kept, limited = _kept(subject, spec), threads(cpu_threads if where.type == "cpu" else None)
     with kept, current(where), subject.calling(), limited, KeptSwitches(where.type):
-        work = work_of(subject, spec, direction, machine_of(where))
-        return stopwatch_of(where, cold).measure(work, spec.workload.id, subject.name)
+        return take(work_of(subject, spec, direction, machine_of(where)))
 
 
 def _checked(subject: Subject, spec: CheckSpec) -> Comparison:

@@ -59,10 +59,10 @@ class _ServedCall(NamedTuple):
 
 
 class CallServer:
-    """Serves the calls of one function. sent, returned: memory in which tensors come and go."""
+    """Serves the calls of one function. sent, returned: memory in which tensors come and go. file: of its module, or ""."""
 
-    def __init__(self, frames: FrameSocket, sent: int, returned: int) -> None:
-        self._frames, self._sent, self._returned = frames, sent, returned
+    def __init__(self, frames: FrameSocket, sent: int, returned: int, file: str = "") -> None:
+        self._frames, self._sent, self._returned, self._file = frames, sent, returned, file
         self._calls: OrderedDict[int, _ServedCall] = OrderedDict()
         self._last: list[tuple[Tensor, Tensor]] = []
         self._row: list[Any] = []
@@ -77,7 +77,7 @@ class CallServer:
             return
         self._name = name.decode()
         try:
-            self._function = imported(self._name)
+            self._function = imported(self._name, self._file)
         except UnimportableError as error:
             self._answer(unimportable=str(error))
             return
@@ -294,7 +294,8 @@ def main() -> None:
     _, memory, _, _ = socket.recv_fds(end, 1, 2)
     for one in (descriptor, *memory):
         os.set_inheritable(one, False)
-    CallServer(FrameSocket(end), *memory).serve()
+    sent, returned = memory
+    CallServer(FrameSocket(end), sent, returned, message["file"]).serve()
 
 
 if __name__ == "__main__":

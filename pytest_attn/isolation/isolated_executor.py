@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -24,11 +28,13 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.timer import CHANCE, Mode
 from pytest_attn.latency.work import LatencyDirection, StaleError, WrongResultError
+from pytest_attn.processes.fork_server import Command
 from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
 from pytest_attn.processes.launcher import Launcher
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.progress import Progress
+from pytest_attn.session.worker_pool import worker_environment
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -82,55 +88,63 @@ class IsolatedMeasurement(Measurement):
     function: IsolatedFunction
 
     def _take(self, mode: Mode | None) -> Latency:
-        """Time the function. Raises StaleError where calls in a row are slower than was claimed, or wrong."""
-        spec, direction = self.spec.for_subject(self.subject), self.direction
-        work = self._work()
-        work.rotate_over(0)
-        with self.function.recording() as recorded, work.context():
-            call = work.stage(replayed=True)
-            value = call()
-        work.verify_call("called on new data", call, value)
-        told = _told(spec)
-        claimed = self.function.measured(
-            spec=told,
-            is_told=told.workload == spec.workload and not self.subject.is_approximate,
-            direction=direction,
-            mode=mode,
-            cold=self.session.settings.l2 == "cold",
-            threads=torch.get_num_threads(),
-            own=sorted(own_processes()),
-        )
-        try:
-            latency = latency_of(claimed, spec.workload.id, self.subject.name, direction, spec.device.type)
-        except (KeyError, TypeError, ValueError, OverflowError):
-            self.function.start().give_up("its process returned garbage in place of a time")
-        return self._held_to(latency, _Row(self.function, work, call, recorded[0]))
+        is_cold = self.session.settings.l2 == "cold"
+        return time_isolated(self.function, self.subject, self.spec, self._work(), mode, is_cold)
 
-    def _held_to(self, latency: Latency, row: _Row) -> Latency:
-        """Raise StaleError where calls in a row take longer than was claimed; where that cannot be told, say so."""
-        each = latency.p50 if latency.mode == "host" else latency.p50 + latency.launch
-        fits = max(_FEWEST, _BYTES // max(1, sum(one.nbytes for one in row.recorded.given)))
-        number = int(min(max(_FEWEST, _SECONDS / each), _SETS if row.direction == "backward" else _MOST, fits))
-        most, least_refused = (number * (each * slower + _SLACK_OF_CALL) + _SLACK_SECONDS for slower in (_SLOWER, _REFUSED))
-        rows = []
-        for _ in range(_TRIES):
-            rows.append(row.time(number))
-            if rows[-1].seconds <= most:
-                return latency
-        beside = row.seconds_beside(number)
-        seconds, unwaited = (min(found) - beside for found in zip(*rows, strict=True))
-        if seconds <= most:
+
+def time_isolated(
+    function: IsolatedFunction, subject: Subject, spec: CheckSpec, work: KernelWork, mode: Mode | None, is_cold: bool
+) -> Latency:
+    """Time a function in its process. Raises StaleError where calls in a row are slower than was claimed, or wrong.
+
+    subject, spec: the function as it is judged. work: of it. mode: as of `Stopwatch.measure`.
+    """
+    spec, direction = spec.for_subject(subject), work.direction
+    work.rotate_over(0)
+    with function.recording() as recorded, work.context():
+        call = work.stage(replayed=True)
+        value = call()
+    work.verify_call("called on new data", call, value)
+    told = _told(spec)
+    claimed = function.measured(
+        spec=told,
+        is_told=told.workload == spec.workload and not subject.is_approximate,
+        direction=direction,
+        mode=mode,
+        cold=is_cold,
+        threads=torch.get_num_threads(),
+        own=sorted(own_processes()),
+    )
+    try:
+        latency = latency_of(claimed, spec.workload.id, subject.name, direction, spec.device.type)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        function.start().give_up("its process returned garbage in place of a time")
+    return _held_to(latency, _Row(function, work, call, recorded[0]))
+
+
+def _held_to(latency: Latency, row: _Row) -> Latency:
+    """Raise StaleError where calls in a row take longer than was claimed; where that cannot be told, say so."""
+    each = latency.p50 if latency.mode == "host" else latency.p50 + latency.launch
+    fits = max(_FEWEST, _BYTES // max(1, sum(one.nbytes for one in row.recorded.given)))
+    number = int(min(max(_FEWEST, _SECONDS / each), _SETS if row.direction == "backward" else _MOST, fits))
+    most, least_refused = (number * (each * slower + _SLACK_OF_CALL) + _SLACK_SECONDS for slower in (_SLOWER, _REFUSED))
+    rows = []
+    for _ in range(_TRIES):
+        rows.append(row.time(number))
+        if rows[-1].seconds <= most:
             return latency
-        claim = f"its process says that a call takes {each * 1e6:.4g} us"
-        if unwaited > least_refused:
-            least = f"{number} calls in a row took at least {unwaited / number * 1e6:.4g} us each"
-            raise StaleError(f"{claim}, but {least}, by the clock of the process that judges")
-        in_a_row = (
-            f"{number} calls in a row took {seconds / number * 1e6:.4g} us each, by the clock of the process that judges"
-        )
-        doubt = f"{claim}, which could not be verified: {in_a_row}"
-        decision = Decision(Verdict.INCONCLUSIVE, doubt)
-        return replace(latency, disturbances=(*latency.disturbances, doubt), decision=decision)
+    beside = row.seconds_beside(number)
+    seconds, unwaited = (min(found) - beside for found in zip(*rows, strict=True))
+    if seconds <= most:
+        return latency
+    claim = f"its process says that a call takes {each * 1e6:.4g} us"
+    if unwaited > least_refused:
+        least = f"{number} calls in a row took at least {unwaited / number * 1e6:.4g} us each"
+        raise StaleError(f"{claim}, but {least}, by the clock of the process that judges")
+    in_a_row = f"{number} calls in a row took {seconds / number * 1e6:.4g} us each, by the clock of the process that judges"
+    doubt = f"{claim}, which could not be verified: {in_a_row}"
+    decision = Decision(Verdict.INCONCLUSIVE, doubt)
+    return replace(latency, disturbances=(*latency.disturbances, doubt), decision=decision)
 
 
 class _RowTime(NamedTuple):
@@ -237,6 +251,15 @@ def isolate(config: pytest.Config, timeout: float) -> Callable[[str], NamedFunct
         return made
 
     return named
+
+
+@cache
+def launcher_of_process() -> Launcher:
+    """Return what starts the processes of functions where there is no run; its server begins at once."""
+    made = Launcher(modules_ahead, keeps_server=True)
+    atexit.register(made.close)
+    made.start_ahead(Command([], worker_environment(), Path.cwd(), Path(os.devnull), {}))
+    return made
 
 
 def modules_ahead() -> list[str]:

@@ -61,17 +61,20 @@ class IsolatedLostError(DeadlineError):
 
 
 class IsolatedProcess:
-    """The process of one function. seconds: how long a call may take.
+    """The process of one function. seconds: how long a call may take. file: of its module, or "". until: by time.monotonic.
 
     wanted: what the function is handed beside q, k and v. Raises IsolatedRaisedError where it cannot be imported,
     IsolatedLostError.
     """
 
-    def __init__(self, name: str, seconds: float, launcher: Launcher, is_forked: bool) -> None:
-        self.name, self._seconds, self.is_forked = name, seconds, is_forked
+    def __init__(
+        self, name: str, seconds: float, launcher: Launcher, is_forked: bool, file: str = "", until: float = math.inf
+    ) -> None:
+        self.name, self._seconds, self.is_forked, self._until = name, seconds, is_forked, until
         self._sent, self._returned = shared_memory(), shared_memory()
         self._folder = ProcessFolder()
-        output, message = Path(self._folder.name) / "output", {"path": sys.path}
+        path = [os.path.dirname(file), *sys.path] if file else sys.path
+        output, message = Path(self._folder.name) / "output", {"path": path, "file": file}
         command = Command([], worker_environment(), Path.cwd(), output, message, "pytest_attn.isolation.call_server")
         self._process = launcher.start(command, is_forked)
         end = socket.socket(fileno=os.dup(self._process.channel.fileno()))
@@ -176,9 +179,12 @@ class IsolatedProcess:
 
     def _next_answer(self, when: str, seconds: float) -> dict[str, Any]:
         """Return what it says next."""
+        end = min(time.monotonic() + seconds, self._until)
         try:
-            frame = self._frames.receive(time.monotonic() + seconds, _LONGEST, self._has_ended)
+            frame = self._frames.receive(end, _LONGEST, self._has_ended)
         except TimeoutError:
+            if end == self._until:
+                self.give_up(f"no time is left, {when}")
             self.give_up(f"no result after {seconds:g} s (--attn-timeout), {when}")
         except (GarbageError, OSError) as error:
             self.give_up(f"its process sent garbage, {when}: {error}")
@@ -215,11 +221,21 @@ class IsolatedFunction(NamedFunction):
     _numbers = itertools.count(1)
 
     def __init__(
-        self, name: str, seconds: float, launcher: Launcher, executor: Callable[[IsolatedFunction, Any], Any]
+        self,
+        name: str,
+        seconds: float,
+        launcher: Launcher,
+        executor: Callable[[IsolatedFunction, Any], Any],
+        file: str = "",
+        end: float = math.inf,
     ) -> None:
-        """Start nothing yet. seconds: a call may take. executor: makes what runs it, in place of that of its case."""
+        """Start nothing yet. seconds: a call may take. executor: makes what runs it, in place of that of its case.
+
+        file: of its module, where that is not searched for. end: of all its calls, by time.monotonic.
+        """
         super().__init__(name)
         self._seconds, self._launcher, self._executor = seconds, launcher, executor
+        self._file, self._end = file, end
         self._process: IsolatedProcess | None = None
         self._recorded: list[Recorded] | None = None
         self._replayed: Recorded | None = None
@@ -233,7 +249,7 @@ class IsolatedFunction(NamedFunction):
             _require_absent(self.name)
             if self._process is not None:
                 self._process.close()
-            self._process = IsolatedProcess(self.name, self._seconds, self._launcher, is_forked=True)
+            self._process = IsolatedProcess(self.name, self._seconds, self._launcher, True, self._file, self._end)
         return self._process
 
     def close(self) -> None:

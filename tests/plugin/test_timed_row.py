@@ -8,7 +8,7 @@ from cheats.own_process import OWN_PROCESS
 from cheats.runs import outcomes, source_of
 from left_out import one_in
 
-from pytest_attn.isolation.isolated_executor import IsolatedMeasurement, _RowTime
+from pytest_attn.isolation.isolated_executor import _held_to, _RowTime
 from pytest_attn.isolation.timed_row import RowData, digest, seconds_beside
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
@@ -91,7 +91,7 @@ def row_of(seconds, unwaited):
 
 @pytest.mark.parametrize(("seconds", "unwaited", "verdict"), [(1.5e-3, 1.5e-3, None), (9e-3, 1e-3, Verdict.INCONCLUSIVE)])
 def test_a_time_is_verified_or_inconclusive_however_long_its_thread_waited(seconds, unwaited, verdict):
-    found = IsolatedMeasurement._held_to(None, latency_of(1e-3), row_of(seconds, unwaited))
+    found = _held_to(latency_of(1e-3), row_of(seconds, unwaited))
     assert found.p50 == 1e-3
     assert (found.decision and found.decision.verdict) == verdict
     assert len(found.disturbances) == (verdict is not None)
@@ -99,7 +99,7 @@ def test_a_time_is_verified_or_inconclusive_however_long_its_thread_waited(secon
 
 def test_one_that_no_wait_explains_is_refused():
     with pytest.raises(StaleError, match="says that a call takes 1000 us, but 50 calls in a row took at least 3900 us each"):
-        IsolatedMeasurement._held_to(None, latency_of(1e-3), row_of(9e-3, 4e-3))
+        _held_to(latency_of(1e-3), row_of(9e-3, 4e-3))
 
 
 def asked(pytester, cheats):
