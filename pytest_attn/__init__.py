@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pytest_attn.correctness.rounded import Quantized as Quantized
     from pytest_attn.correctness.rounded import Rounded as Rounded
     from pytest_attn.correctness.rounded import assert_rounded as assert_rounded
+    from pytest_attn.guests.judging.judge_kernel import Judgment as Judgment
+    from pytest_attn.guests.judging.judge_kernel import judge as judge
     from pytest_attn.guests.models.call_to_workload import DropoutError as DropoutError
     from pytest_attn.guests.models.capture import AttentionCall as AttentionCall
     from pytest_attn.guests.models.capture import NotReadError as NotReadError
@@ -64,6 +66,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "correctness.comparison": ("Comparison",),
     "correctness.contract": ("ContractError",),
     "correctness.rounded": ("Quantized", "Rounded", "assert_rounded"),
+    "guests.judging.judge_kernel": ("Judgment", "judge"),
     "guests.models.call_to_workload": ("DropoutError",),
     "guests.models.capture": ("AttentionCall", "NotReadError", "capture"),
     "guests.models.check_model": ("check_model", "check_module"),

@@ -21,6 +21,7 @@ from pytest_attn import hooks, plugin
 from pytest_attn.backends.declaration import Argument
 from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.cases.saved_failure import ENVIRONMENT, FAILURE
+from pytest_attn.guests.judging.answers import ANSWER, REQUEST
 from pytest_attn.latency.baseline_file import FILE
 from pytest_attn.reports.records import fields as fields_of_records
 from pytest_attn.reports.records import gathered, line_description
@@ -179,7 +180,9 @@ def schemas() -> dict[str, str]:
     titles = {
         "baseline": ("baselines/MACHINE.json of --attn-update-baselines", FILE),
         "failure": (f"{ENVIRONMENT} of --attn-save-failures", FAILURE),
+        "judgment": ("what python -m pytest_attn judge --json prints", ANSWER),
         "record": ("a line of --attn-output=NAME.jsonl, but for those that close a run", line_description()),
+        "request": ("a line that python -m pytest_attn judge --serve reads", REQUEST),
         "run": ("a line of --attn-output=NAME.jsonl that closes a run", CLOSING_LINE),
     }
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}

@@ -1,0 +1,1 @@
+"""The judge for programs: a verdict on a function, a file or a text, as data."""

@@ -1,0 +1,176 @@
+"""`pytest_attn.judge` says as data what a kernel does, and runs nothing of it here."""
+
+import json
+import os
+import re
+import sys
+import time
+
+import pytest
+from judged_kernels import KERNELS, as_described
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from pytest_attn import Workload, judge
+from pytest_attn.guests.judging import judge_kernel
+from pytest_attn.latency.gate import Decision
+from pytest_attn.latency.result import Latency
+from pytest_attn.latency.statistics import Interval
+from pytest_attn.reports.verdict import Verdict
+
+SMALL = Workload(40, heads=2, head_dim=32, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """Return a function that judges one of the kernels, and returns the judgment and what it is as JSON."""
+    path = tmp_path_factory.mktemp("judged") / "by-hand.py"
+    path.write_text(KERNELS)
+
+    def run(name, workloads=SMALL, **options):
+        found = judge(f"{path}:{name}", workloads, device="cpu", **options)
+        return found, as_described(found.as_dict(options.get("feedback", "full")))
+
+    return run
+
+
+ANSWERS = {
+    "right": (True, "passed", ""),
+    "printing": (True, "passed", ""),
+    "wrong": (False, "mismatch", "causal"),
+    "other_shape": (False, "mismatch", "shape"),
+    "same_buffer": (False, "mismatch", "changed the out of an earlier call"),
+    "drifts": (False, "broken", "rerun 1 of 1"),
+    "exits": (False, "raised", "SystemExit"),
+    "exits_at_once": (False, "raised", "called os._exit(0)"),
+    "aborts": (False, "no result", "was killed by SIGABRT"),
+    "raises": (False, "raised", "no luck"),
+    "declines": (None, "skipped", "not today"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_a_kernel_does_is_said(judged, name):
+    found, answer = judged(name)
+    right, verdict, said = ANSWERS[name]
+    assert found.right is right
+    (one,) = answer["workloads"]
+    assert one["verdict"] == verdict
+    assert said in one["said"] + one["text"] + str(one["not_judged"])
+    assert found.exit_code == {True: 0, False: 1, None: 2}[right]
+
+
+def test_nothing_of_it_runs_here(judged, tmp_path):
+    before = {*sys.modules}
+    (tmp_path / "json.py").write_text("import os\ndef attention(q, k, v): raise RuntimeError(os.getpid())")
+    found = judge(f"{tmp_path}/json.py", SMALL, device="cpu")
+    assert int(re.search(r"RuntimeError: (\d+)", found.workloads[0].said)[1]) != os.getpid()
+    assert not [name for name in {*sys.modules} - before if "json" in name]
+
+
+def test_what_hangs_is_not_known_and_ends_with_the_budget(judged):
+    begun = time.monotonic()
+    found, answer = judged("sleeps", [SMALL, "smoke-full"], budget_s=1.0)
+    assert time.monotonic() - begun < 4
+    assert found.right is None
+    assert [one["not_judged"][0]["why"].split(";")[0] for one in answer["workloads"]] == [
+        "by_hand:sleeps: no time is left, while it was called",
+        "no time is left of the budget",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "said"),
+    [
+        ("def attention(q, k, v):\n    return (q @ k.mT / 32**0.5).softmax(-1) @ v\n", True, ""),
+        ("import no_such_library\n", None, "No module named 'no_such_library'"),
+        ("def attention(q, k, v:\n", None, "was never closed"),
+        ("x = 1\n", None, "candidate has no attention"),
+        ("while True:\n    pass\n", None, "no time is left"),
+        ("import os\nos._exit(0)\n", False, "has left the interpreter with exit code 0"),
+    ],
+)
+def test_a_text_is_judged_too(text, right, said):
+    found = judge(text, SMALL, device="cpu", budget_s=1.0 if "while" in text else 60.0)
+    as_described(found.as_dict())
+    assert found.right is right
+    assert said in found.unjudged + "".join(one.said for one in found.workloads)
+
+
+def test_no_number_of_exact_attention_is_given_back_but_in_full(judged):
+    _, full = judged("wrong", seed=0)
+    numbers = {f"{row[level]}" for row in full["workloads"][0]["outputs"] for level in ("z_element", "z_row", "z_head")}
+    assert len(numbers) == 6
+    _, cause = judged("wrong", seed=0, feedback="cause")
+    assert cause["workloads"][0]["faults"] == full["workloads"][0]["faults"] != []
+    _, verdict = judged("wrong", seed=0, feedback="verdict")
+    assert {*verdict["workloads"][0]} == {"workload", "verdict", "times", "not_judged"}
+    for limited in (cause, verdict):
+        rest = json.dumps({**limited, "seconds": 0, "seed": 0})
+        assert not re.search(r"\d\.\d|\[\d", rest), rest
+
+
+def test_a_seed_is_drawn_and_said(judged):
+    seeds = {judged("declines")[0].seed for _ in range(2)}
+    assert len(seeds) == 2
+    assert judged("declines", seed=7)[1]["seed"] == 7
+
+
+def test_gradients_and_what_is_declared(tmp_path):
+    (tmp_path / "rows.py").write_text(
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
+        "def attention(*given):\n    return sdpa(*[one.transpose(1, 2) for one in given]).transpose(1, 2)\n"
+    )
+    found = judge(f"{tmp_path}/rows.py", SMALL, device="cpu", backward=True, layout="bshd")
+    assert found.right
+    assert {row.name for row in found.workloads[0].comparison.tensors} == {"out", "dq", "dk", "dv"}
+    assert not [one for one in found.workloads[0].not_judged if one.what.startswith("dq")]
+
+
+def test_one_workload_that_is_wrong_makes_the_kernel_wrong(judged):
+    found, _ = judged("wrong", ["smoke-causal-gqa", Workload(1, 40, mask=None, dtype="float32")])
+    assert [one.verdict.value for one in found.workloads] == ["raised", "mismatch"]
+    assert found.right is False
+
+
+def test_a_function_of_this_process_is_trusted_only_where_that_is_said():
+    with pytest.raises(ValueError, match="isolated=False, which trusts it"):
+        judge(sdpa, SMALL)
+    assert judge(sdpa, SMALL, isolated=False, device="cpu").right
+    found = judge(lambda q, k, v: 1 / 0, SMALL, isolated=False, device="cpu")
+    assert (found.right, found.workloads[0].said) == (False, "ZeroDivisionError: division by zero")
+    assert judge("sage", SMALL, isolated=False, device="cpu").right is None  # a backend that is not here
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        ("no.py", {}, "there is no file 'no.py'"),
+        ("no words", {}, "got 'no words'"),
+        ("a:b", {"feedback": "all"}, "feedback must be verdict, cause or full, got 'all'"),
+        ("a:b", {"budget_s": 0}, "budget_s must be a number of seconds > 0, got 0"),
+        ("a:b", {"seed": "x"}, "seed must be a whole number >= 0, got 'x'"),
+        ("a:b", {"workloads": "no-such"}, "unknown workload 'no-such'"),
+        ("a:b", {"workloads": 5}, "a workload must be a name of the catalog or a Workload, got 5"),
+        ("a:b", {"workloads": []}, "no workload is given"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_in_a_line(target, options, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        judge(target, options.pop("workloads", SMALL), **options)
+
+
+def test_a_time_is_given_with_its_share_of_the_peak_or_not_at_all(judged, monkeypatch):
+    doubt = Decision(Verdict.INCONCLUSIVE, "could not be verified")
+    latencies = [latency_of("forward", 1e-3, doubt), latency_of("forward+backward", 0.25)]
+    monkeypatch.setattr(judge_kernel, "time_isolated", lambda *given: latencies.pop(0))
+    monkeypatch.setattr(judge_kernel, "ceilings_of", lambda *given: (1e9, 1e12))
+    (one,) = judged("right", measure=True, backward=True)[1]["workloads"]
+    (with_gradients,) = one["times"]
+    flops = SMALL.flops("forward") + SMALL.flops("backward")
+    assert with_gradients["share_of_peak"] == pytest.approx(flops / 1e9 / 0.25)
+    assert {"what": "forward", "why": "could not be verified"} in one["not_judged"]
+
+
+def latency_of(direction, p50, decision=None):
+    interval = Interval(p50, p50, 0.95)
+    return Latency("", "", direction, p50, interval, (p50,), 1, "host", 1, "warm", 0.0, {}, decision=decision)
