@@ -59,7 +59,7 @@ FAULTS_OF_MERGES = {
     "merge-mean": "parts are averaged, whatever their lse",
     "merge-of-one-part": "the result is that of one part",
     "merge-lse-of-largest": "lse is the largest of the parts', and not their sum",
-    "merge-nan-without-keys": "rows in which no part has keys are NaN",
+    "merge-nan-without-keys": "rows in which a part, or each, has no keys are NaN",
     "merge-overflow": "exp(lse) overflows, as no maximum is subtracted before",
 }
 #: relative error of the exp of GPUs that is fast
@@ -71,11 +71,15 @@ _CHUNK, _MOST = 1 << 22, 1 << 32
 _ORDINALS = ("first", "second", "third", "fourth")
 
 
-def check_merge(case: AttentionCase, fn: Callable[..., Any], parts: int = 2, name: str | None = None) -> Comparison:
+def check_merge(
+    case: AttentionCase, fn: Callable[..., Any], parts: int = 2, name: str | None = None, empty_parts: bool = True
+) -> Comparison:
     """Hold a merge of `parts` partial results against float64, in arrangements that split the workload's keys.
 
     fn: takes (out_a, lse_a, out_b, lse_b), of more than two parts the lists (outs, lses), in the marker's layout, lse_layout
     and lse_base; returns out, or (out, lse), and may write them over what it was given. name: what reports call it.
+    empty_parts: whether a part may have no keys, for all rows or some; where no caller hands over such a part, as in a ring
+    that begins with its own keys, False leaves them out.
 
     Returns the comparison. Raises AssertionError where the merge is wrong, naming the arrangement.
     """
@@ -86,7 +90,7 @@ def check_merge(case: AttentionCase, fn: Callable[..., Any], parts: int = 2, nam
         raise TypeError(f"attn.check_merge takes a callable, got {describe(fn)}")
     context = context_of(case)
     subject = context.subject(fn, name, case._spec).name
-    return conclude(context, MergeEvaluator(fn, parts, subject, case._spec))
+    return conclude(context, MergeEvaluator(fn, parts, subject, case._spec, empty_parts))
 
 
 class Parts(NamedTuple):
@@ -110,8 +114,13 @@ class Parts(NamedTuple):
 # -- arrangements ----------------------------------------------------------------------------------------------------------
 
 
-def arrangements(inputs: Inputs, count: int, takes_strides: bool) -> Iterator[Parts]:
-    """Yield parts in float64, those of very unequal lengths first."""
+def arrangements(inputs: Inputs, count: int, takes_strides: bool, may_be_empty: bool) -> Iterator[Parts]:
+    """Yield parts in float64, those of very unequal lengths first. A row without keys is 0 with lse 0 unless that may be."""
+    for parts in _arranged(inputs, count, takes_strides, may_be_empty):
+        yield parts if may_be_empty else parts._replace(lses=parts.lses.masked_fill(parts.lses == -math.inf, 0.0))
+
+
+def _arranged(inputs: Inputs, count: int, takes_strides: bool, may_be_empty: bool) -> Iterator[Parts]:
     w = inputs.workload
     length = max(keys for _, keys in sequence_lengths(w)) if w.is_packed else w.kv_len
     sizes = _unequal(length, count)
@@ -121,11 +130,12 @@ def arrangements(inputs: Inputs, count: int, takes_strides: bool) -> Iterator[Pa
     outs, lses = _partial(inputs, count, _even)
     words = _words(_even(length, count))
     yield Parts(words, outs, lses)
-    for part in range(count):
-        missing = torch.arange(count, device=lses.device) == part
-        yield _without(Parts(f"the {_ordinal(part)} part has no keys", outs, lses), missing.view(-1, 1, 1, 1))
     rows = torch.arange(lses.shape[-1], device=lses.device)
-    yield _without(Parts("no part has keys in every third row", outs, lses), rows % 3 == 0)
+    if may_be_empty:
+        for part in range(count):
+            missing = torch.arange(count, device=lses.device) == part
+            yield _without(Parts(f"the {_ordinal(part)} part has no keys", outs, lses), missing.view(-1, 1, 1, 1))
+        yield _without(Parts("no part has keys in every third row", outs, lses), rows % 3 == 0)
     if takes_strides:
         yield Parts(f"{words}, lse strided", outs, lses, is_strided=True)
     signs = 1 - 2 * ((rows + torch.arange(lses.shape[2], device=lses.device).unsqueeze(-1)) % 2)
@@ -187,8 +197,8 @@ class MergeEvaluator(Evaluator[Comparison]):
 
     question = "merge"
 
-    def __init__(self, fn: Callable[..., Any], parts: int, subject: str, spec: CheckSpec) -> None:
-        self._fn, self._parts, self._spec, self.subject = fn, parts, spec, subject
+    def __init__(self, fn: Callable[..., Any], parts: int, subject: str, spec: CheckSpec, may_be_empty: bool) -> None:
+        self._fn, self._parts, self._spec, self.subject, self._may_be_empty = fn, parts, spec, subject, may_be_empty
         self.workload, self.on, self.doing = spec.workload, spec.workload.id, f"merging parts by {subject}"
 
     def judge(self, context: CaseContext) -> Judgment[Comparison]:
@@ -199,7 +209,7 @@ class MergeEvaluator(Evaluator[Comparison]):
         distribution = self._spec.inputs[0]
         drawn = context.session.references.reference_of(self._spec, distribution)
         comparison = Comparison(w.id, str(self.subject), ())
-        for exact in arrangements(drawn.inputs, self._parts, not declared.contiguous):
+        for exact in arrangements(drawn.inputs, self._parts, not declared.contiguous, self._may_be_empty):
             given = Handed(exact, w, declared)
             with context.session.deadline.around(f"{self.subject} on {w.id}, {context.item.nodeid}"):
                 results = given.results_of(self._fn, drawn.inputs)
@@ -314,11 +324,14 @@ class Handed:
 
     def _about_numbers(self, got: Tensor) -> Iterator[Hint]:
         """Explain NaN and infinities where exact results have none."""
-        lse = self.parts.lses.logsumexp(0)
+        lse, is_missing = self.parts.lses.logsumexp(0), self.parts.lses == -math.inf
         bad = got.isnan() if got.dim() == 3 else ~got.isfinite().all(-1)
         if bool(bad.any()) and bool((lse[bad] == -math.inf).all()):
             said = "lse - lse is -inf - (-inf) there; take 0 as the weight, and -inf as lse"
             yield Hint("merge-nan-without-keys", f"NaN in rows in which no part has keys: {said}")
+        elif bool(bad.any()) and bool(is_missing.any(0)[bad].all()):
+            said = "-inf - (-inf) is NaN; say empty_parts=False where no caller hands over such a part"
+            yield Hint("merge-nan-without-keys", f"NaN in rows in which one part has no keys: {said}")
         elif bool(bad.any()) and bool((lse[bad].abs() > _FAR / 2).all()):
             yield Hint("merge-overflow", "exp(lse) is beyond float32: subtract the largest lse of the parts before exp")
 

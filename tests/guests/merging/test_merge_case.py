@@ -79,6 +79,19 @@ def test_what_the_sigmoid_leaves_where_no_part_has_keys_is_the_caller_s(attn):
     attn.check_merge(lambda a, lse_a, b, lse_b: by_sigmoid(a.float(), lse_a, b.float(), lse_b))
 
 
+def by_sigmoids(out_a, lse_a, out_b, lse_b):
+    """The same with lse: of a first part without keys it is -inf - (-inf)."""
+    return by_sigmoid(out_a.float(), lse_a, out_b, lse_b), lse_a - torch.nn.functional.logsigmoid(lse_a - lse_b)
+
+
+@on_all
+def test_a_merge_that_no_empty_part_reaches_says_so(attn):
+    attn.check_merge(by_sigmoids, empty_parts=False)
+    if attn.workload.kv_len > 1:
+        with pytest.raises(AssertionError, match=r"one part has no keys: .*; say empty_parts=False|no part has keys"):
+            attn.check_merge(by_sigmoids)
+
+
 @on_all
 @pytest.mark.parametrize("parts", [3, 7])
 def test_honest_merges_of_more(attn, parts):
