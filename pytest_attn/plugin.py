@@ -252,9 +252,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Make `-n auto` as many workers as there are GPUs under --attn-gpu-per-worker, however many this host has."""
     if not config.getoption("attn_gpu_per_worker"):
         return None
-    from pytest_attn.session.devices import count_gpus
+    from pytest_attn.session.devices import visible_gpus
 
-    return count_gpus() or None
+    return len(visible_gpus()) or None
 
 
 @pytest.hookimpl(optionalhook=True)

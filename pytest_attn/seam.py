@@ -52,11 +52,6 @@ class Kind:
         """True where its tests are of workloads, which a run selects."""
         return not self.unknown
 
-    @property
-    def example_of_marker(self) -> str:
-        """Marker to add to a test that has none."""
-        return self.example or f"@pytest.mark.{self.marker}"
-
     def made_items(self) -> Any:
         """Return what makes its items."""
         return resolve_name(self.items)(self)

@@ -277,13 +277,9 @@ class CaseTensors:
             own["v"] = own["k"][..., : self._workload.v_head_dim]
         return dataclasses.replace(shared, **own)
 
-    @property
+    @cached_property
     def _page_lists(self) -> PageLists | None:
         self._read |= {"kv_lens", "page_table"}
-        return self._lists_of_pages
-
-    @cached_property
-    def _lists_of_pages(self) -> PageLists | None:
         return page_lists(self._inputs) if self._workload.kv_pages else None
 
     @cached_property

@@ -187,7 +187,8 @@ def _only_marker(metafunc: pytest.Metafunc, kind: Kind) -> pytest.Mark:
         used = sorted(fixtures().intersection(metafunc.fixturenames)) if kind is ATTENTION else [kind.fixture]
         alike = get_close_matches(kind.marker, [own.name for own in metafunc.definition.iter_markers()], n=1, cutoff=0.8)
         found = f"no marker {kind.marker}, only {alike[0]}; say" if alike else "no marker; add"
-        raise ValueError(f"uses {', '.join(used)} but has {found} {kind.example_of_marker}")
+        example = kind.example or f"@pytest.mark.{kind.marker}"
+        raise ValueError(f"uses {', '.join(used)} but has {found} {example}")
     if sum(own.name == kind.marker for own in metafunc.definition.own_markers) > 1:
         raise ValueError(f"has two {kind.marker} markers; put their arguments into one")
     taken = metafunc.definition._fixtureinfo.argnames  # by the test itself, without what its fixtures take

@@ -113,7 +113,7 @@ def _broken(error: Exception) -> str:
 
 def require_gpu(mine: Any) -> None:
     """Refuse a worker of this host, by execnet's specification of it, where there is no GPU. Raises pytest.UsageError."""
-    if not _host_of(mine) and not count_gpus():
+    if not _host_of(mine) and not visible_gpus():
         raise pytest.UsageError(_NO_GPU)
 
 
@@ -126,7 +126,7 @@ def take_own_gpu(config: pytest.Config) -> None:
     if worker is None:
         return
     number, workers = _place_of(worker)
-    gpus = _visible_gpus()
+    gpus = visible_gpus()
     if not gpus:
         raise pytest.UsageError(_NO_GPU)
     os.environ[_VISIBLE] = gpus[number % len(gpus)]
@@ -174,12 +174,7 @@ def _host_of(spec: Any) -> str:
     return "" if name in ("localhost", "127.0.0.1", "::1", socket.gethostname()) else name
 
 
-def count_gpus() -> int:
-    """Return how many GPUs this process may use."""
-    return len(_visible_gpus())
-
-
-def _visible_gpus() -> list[str]:
+def visible_gpus() -> list[str]:
     """Return the entries of CUDA_VISIBLE_DEVICES, or the indices of all GPUs, without waking CUDA."""
     listed = os.environ.get(_VISIBLE)
     if listed is not None:

@@ -126,8 +126,7 @@ def asks_gradients(item: pytest.Item) -> bool:
 
 def is_case(item: pytest.Item) -> bool:
     """Return whether an item is one of a marked test, be it that nothing of that was selected."""
-    callspec = getattr(item, "callspec", None)
-    return callspec is not None and PARAMETER in callspec.params
+    return PARAMETER in getattr(getattr(item, "callspec", None), "params", ())
 
 
 def parameter_of(item: pytest.Item) -> CaseParameter | None:

@@ -288,11 +288,6 @@ _SAY_NOTHING_AT_0 = {
 }
 
 
-def _says_nothing(one: Option, text: str | None, config: pytest.Config) -> bool:
-    """Return whether a number on a command line is the default; new processes are handed all numbers."""
-    return one.name in _SAY_NOTHING_AT_0 and config.getini(one.dest) == text and Worker.of_this_process() is None
-
-
 def all_options() -> list[Option]:
     """Return all options: those of `Settings`, and those that guests declare."""
     return [*declared_options(Settings), *options_of_guests()]
@@ -375,7 +370,8 @@ def _read(config: pytest.Config, one: Option) -> tuple[Any, str | None]:
         raise pytest.UsageError(f"{origin}: {error}") from None
     if one.default is not None and text != one.default:
         return value, str(text)
-    if origin == one.flag and _says_nothing(one, text, config):
+    is_idle = origin == one.flag and one.name in _SAY_NOTHING_AT_0 and config.getini(one.dest) == text
+    if is_idle and Worker.of_this_process() is None:  # new processes are handed all numbers
         raise pytest.UsageError(f"{origin}: {_SAY_NOTHING_AT_0[one.name]}, got {text}; leave it out, or say a number")
     return value, None
 
