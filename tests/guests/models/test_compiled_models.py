@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from guests.models.zoo import Attention, Block, Model, case_of, causal, full, stack
+from guests.models.zoo import Attention, Block, Model, Of, case_of, causal, full, stack
 from torch import nn
 
 from pytest_attn import check_model
@@ -165,21 +165,11 @@ def test_what_a_step_runs_is_seen_in_the_step_as_well():
     assert not runs_compiled(model, functools.partial(model, x))
 
 
-class DropsByItself(torch.nn.Module):
-    """Drops paths as libraries do, without a module of torch for it."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return F.dropout(self.inner(x), 0.5, self.training)
-
-
 @pytest.mark.slow("compiles")
 def test_what_draws_random_numbers_by_itself_is_not_compared():
+    """As libraries drop paths, without a module of torch for it."""
     model = stack(full)
-    model.head = DropsByItself(model.head)
+    model.head = Of(lambda own, x: F.dropout(own.inner(x), 0.5, own.training), inner=model.head)
 
     assert "draws random numbers" in judge_model(*compiled_case(model, torch.float32), scatter=0).compiled.unknown
 

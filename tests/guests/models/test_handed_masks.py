@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from guests.models.zoo import DIM, HEADS
+from guests.models.zoo import DIM, HEADS, Of
 from torch import nn
 
 from pytest_attn.guests.models.attention_args import AttentionArguments
@@ -237,44 +237,27 @@ def test_the_mask_of_a_memory_is_not_asked_of_the_sequence_itself(x_ok, keys):
 class Block(nn.Module):
     """Has a mask, and a layer to which it does not hand it on."""
 
-    def __init__(self, takes_mask):
+    def __init__(self):
         super().__init__()
-        self.attn, self.takes_mask = Layer(forgets), takes_mask
+        self.attn = Layer(forgets)
 
     def forward(self, x, attention_mask=None, key_ok=None):
         return self.attn(x)
 
 
 def test_a_mask_that_is_not_handed_down_is_found_in_the_module_that_had_it():
-    found = judged(nn.ModuleDict({"block": Block(True)})["block"], attention_mask=VISIBLE)
+    found = judged(Block(), attention_mask=VISIBLE)
 
     assert "attention_mask (2, 1, 24, 24) of Block hides key 1 from row 0 of batch entry 0" in found.message
-    found = judged(nn.ModuleDict({"block": Block(True)})["block"], key_ok=REAL)
+    found = judged(Block(), key_ok=REAL)
     assert "key_ok (2, 24) of Block hides key 0 from row 7 of batch entry 1" in found.message
 
 
-class Images(nn.Module):
-    """A part that takes no mask: padding of the tokens outside says nothing about its patches, however many there are."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn = Layer(forgets)
-
-    def forward(self, x):
-        return self.attn(x)
-
-
-class WithImages(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.images = Images()
-
-    def forward(self, x, attention_mask):
-        return self.images(x)
-
-
 def test_padding_of_tokens_is_not_asked_of_patches():
-    assert judged(WithImages(), attention_mask=REAL.long()).passed
+    """Of a part that takes no mask: padding of the tokens outside says nothing about its patches, however many there are."""
+    images = Of(lambda own, x: own.attn(x), attn=Layer(forgets))
+    model = Of(lambda own, x, attention_mask: own.images(x), images=images)
+    assert judged(model, attention_mask=REAL.long()).passed
 
 
 class Decoder(nn.Module):

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from guests.models.zoo import TOKENS, Attention, case_of, full, stack
+from guests.models.zoo import TOKENS, Attention, Of, case_of, full, stack
 from torch import nn
 from torch.nn.attention import flex_attention as flex
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -64,17 +64,6 @@ def test_a_part_that_is_compiled_runs_eagerly_without_the_warning_that_it_should
         assert check_model(*forward_case(lambda q, k, v: masked_flex(q, k, v, compiled_flex)), backward=False).passed
 
 
-class OfLeaves(nn.Module):
-    """Attention of its own parameters; what it calls is compiled, and asks each tensor for its gradient meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Parameter(torch.randn(2, 4, TOKENS, 16))
-
-    def forward(self):
-        return compiled_sum(self.tokens)
-
-
 def compiled_attention(q, k, v):
     return _compiled(q, k, v)
 
@@ -84,12 +73,10 @@ def _compiled(q, k, v):
     return (q @ k.mT / 4).softmax(-1) @ v
 
 
-def compiled_sum(tokens):
-    return compiled_attention(tokens, tokens, tokens).square().mean()
-
-
 def test_tensors_that_have_a_gradient_may_be_asked_for_it_while_their_call_is_caught():
-    model = OfLeaves()
+    """What its function calls is compiled, and asks each tensor for its gradient meanwhile: of parameters of its own."""
+    tokens = nn.Parameter(torch.randn(2, 4, TOKENS, 16))
+    model = Of(lambda own: compiled_attention(tokens, tokens, tokens).square().mean(), tokens=tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model().backward()  # by itself it warns of nothing

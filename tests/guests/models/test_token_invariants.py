@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from guests.models.tiny import HEADS, tiny
+from guests.models.zoo import Of
 from torch import nn
 
 from pytest_attn.guests.models import token_invariants
@@ -536,20 +537,10 @@ def test_scales_that_layers_have_of_their_own_are_meant_as_a_check_takes_them():
     assert judge_model_invariants(model, IDS, only="field").passed
 
 
-class OverTokens(nn.Module):
-    """A convolution over neighboring tokens, as of an image that is one row high."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(32, 32, (1, 3), padding=(0, 1))
-
-    def forward(self, x):
-        return x + self.conv(x.mT[:, :, None])[:, :, 0].mT
-
-
 def test_a_convolution_over_tokens_may_see_padding_and_one_that_does_not_run_excuses_nothing():
     model = Tokens(is_decoder=False)
-    model.mlp = OverTokens()
+    conv = nn.Conv2d(32, 32, (1, 3), padding=(0, 1))  # over neighboring tokens, as of an image that is one row high
+    model.mlp = Of(lambda own, x: x + conv(x.mT[:, :, None])[:, :, 0].mT, conv=conv)
     assert "mixes tokens by more than attention" in left_out(model, only="padded-right")["padded-right"]
 
     model = Tokens("padding ignored")

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -117,7 +118,7 @@ def test_a_dispatcher_that_drops_the_mask_is_found(registered, name, padding, sa
 
 def _with_sinks_of(change):
     def registers(sdpa):
-        eager = sys.modules["transformers.models.gpt_oss.modeling_gpt_oss"].eager_attention_forward
+        eager = import_module("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
 
         def forward(module, query, key, value, attention_mask, s_aux=None, **kwargs):
             own = SimpleNamespace(sinks=change(s_aux), num_key_value_groups=2, training=False)

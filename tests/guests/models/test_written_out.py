@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from guests.models.zoo import DIM, HEADS, TOKENS, Attention, Block, Model, case_of, causal, full
+from guests.models.zoo import DIM, HEADS, TOKENS, Attention, Block, Model, Of, case_of, causal, full
 from torch import nn
 
 from pytest_attn import check_model
@@ -154,15 +154,9 @@ def test_a_model_without_a_softmax_is_told_of_what_it_may_compute_inline():
 
 
 def test_a_layer_of_torch_that_returns_its_weights_writes_attention_out():
-    class WithWeights(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = (nn.MultiheadAttention(DIM, HEADS, batch_first=True) for _ in range(2))
-
-        def forward(self, x):
-            return self.second(*(self.first(x, x, x, need_weights=False)[0],) * 3)[0]
-
-    model, x = WithWeights(), torch.randn(2, TOKENS, DIM)
+    first, second = (nn.MultiheadAttention(DIM, HEADS, batch_first=True) for _ in range(2))
+    model = Of(lambda own, x: second(*(first(x, x, x, need_weights=False)[0],) * 3)[0], first=first, second=second)
+    x = torch.randn(2, TOKENS, DIM)
     with pytest.raises(AssertionError, match=r"not judged: second computes a softmax of its own over \(2, 4, 45, 45\)"):
         check_model(model, lambda: model(x), backward=False)
 
@@ -187,68 +181,38 @@ class Experts(nn.Module):
         return (out * weights[..., None]).sum(-2).view(shape)
 
 
-class Gate(nn.Module):
-    """Weighs what it is given by a softmax over its channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.weigh = nn.Linear(DIM // HEADS, DIM // HEADS)
-
-    def forward(self, x):
-        x = x.unflatten(-1, (HEADS, -1))
-        return (x * self.weigh(x).softmax(-1)).flatten(2)
+def gate(own, x):
+    x = x.unflatten(-1, (HEADS, -1))
+    return (x * own.weigh(x).softmax(-1)).flatten(2)
 
 
-class Pool(nn.Module):
-    """A weighted mean over tokens, added to each."""
-
-    def __init__(self):
-        super().__init__()
-        self.weigh = nn.Linear(DIM, 1)
-
-    def forward(self, x):
-        return x + (self.weigh(x).softmax(1) * x).sum(1, keepdim=True)
+def branches(own, x):
+    both = torch.stack([x, 2 * x], 1)  # which are its second dimension
+    return (both * both.mean((2, 3), keepdim=True).softmax(1)).sum(1)
 
 
-class Soft(nn.Module):
-    """A softmax over a vocabulary, of which the mean embedding is taken."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(30, DIM)
-
-    def forward(self, x):
-        return (x @ self.embed.weight.T).softmax(-1) @ self.embed.weight
+def streams(own, x):
+    mixes = own.weigh(x).unflatten(-1, (4, 4)).softmax(-1)
+    return (mixes @ x.unflatten(-1, (4, -1))).flatten(2)
 
 
-class Branches(nn.Module):
-    """Weighs branches, which are its second dimension."""
-
-    def forward(self, x):
-        both = torch.stack([x, 2 * x], 1)
-        return (both * both.mean((2, 3), keepdim=True).softmax(1)).sum(1)
-
-
-class Streams(nn.Module):
-    """Mixes four streams of each token by weights that it computes from the token, as hyper-connections do."""
-
-    def __init__(self):
-        super().__init__()
-        self.weigh = nn.Linear(DIM, 16)
-
-    def forward(self, x):
-        mixes = self.weigh(x).unflatten(-1, (4, 4)).softmax(-1)
-        return (mixes @ x.unflatten(-1, (4, -1))).flatten(2)
+NO_ATTENTION = {
+    "experts of all tokens": lambda: Experts(True),
+    "experts of each sequence": lambda: Experts(False),
+    "a gate over channels": lambda: Of(gate, weigh=nn.Linear(DIM // HEADS, DIM // HEADS)),
+    "a mean over tokens": lambda: Of(
+        lambda own, x: x + (own.weigh(x).softmax(1) * x).sum(1, keepdim=True), weigh=nn.Linear(DIM, 1)
+    ),
+    "a mean embedding": lambda: Of(
+        lambda own, x: (x @ own.embed.weight.T).softmax(-1) @ own.embed.weight, embed=nn.Embedding(30, DIM)
+    ),
+    "weights of branches": lambda: Of(branches),
+    "four streams of each token, as of hyper-connections": lambda: Of(streams, weigh=nn.Linear(DIM, 16)),
+    "products without a softmax": lambda: Of(lambda own, x: x + x @ (x.mT @ x) / 1e3),
+}
 
 
-class Linear(nn.Module):
-    """Products of activations without a softmax between them."""
-
-    def forward(self, x):
-        return x + x @ (x.mT @ x) / 1e3
-
-
-@pytest.mark.parametrize("part", [lambda: Experts(True), lambda: Experts(False), Gate, Pool, Soft, Branches, Streams, Linear])
+@pytest.mark.parametrize("part", NO_ATTENTION.values(), ids=NO_ATTENTION)
 def test_a_softmax_that_is_something_else_fails_nothing(part):
     torch.manual_seed(0)
     model = Model(Block(Attention(causal)), Block(Attention(causal)))

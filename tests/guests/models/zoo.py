@@ -35,6 +35,19 @@ class Attention(nn.Module):
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Of(nn.Module):
+    """A module of parts, by name, that computes what a function of it and of what it is given does."""
+
+    def __init__(self, compute, **parts):
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **options):
+        return self.compute(self, *args, **options)
+
+
 class Block(nn.Module):
     def __init__(self, attention):
         super().__init__()
@@ -138,15 +151,6 @@ def _flex(q, k, v):
     return flex_attention(q, k, v, block_mask=seen, score_mod=lambda score, b, h, i, j: score + 0.01 * (j - i))
 
 
-class Cross(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn = Attention(full)
-
-    def forward(self, x):
-        return self.attn(x[:, :20], x)[..., :7]
-
-
 def _encoder():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(DIM, HEADS, DIM, dropout=0.0, batch_first=True)
@@ -166,7 +170,7 @@ def _autocast(model, x):
 
 def _cross_case(dtype):
     torch.manual_seed(0)
-    model = Cross().to(dtype)
+    model = Of(lambda own, x: own.attn(x[:, :20], x)[..., :7], attn=Attention(full)).to(dtype)
     x = torch.randn(2, TOKENS, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
     return Case(model, lambda: model(x).float().square().mean())
 
