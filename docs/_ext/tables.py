@@ -35,8 +35,8 @@ from pytest_attn.workloads.distributions import DISTRIBUTIONS
 PAGES = Path(__file__).parents[1] / "reference"
 SCHEMAS = Path(__file__).parents[2] / "pytest_attn" / "schemas"
 PART = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-#: tests run the examples of these docstrings, with what they take for granted
-NOT_RUN = "<!-- not run: an example of a docstring, which tests/test_docs.py collects -->"
+#: tests collect the examples of these docstrings, with what they take for granted
+NOT_RUN = "<!-- not run: tests/test_docs.py collects it -->"
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
