@@ -62,19 +62,21 @@ def fresh_runs(
     more: int = MORE_PROCESSES,
     is_forked: bool = False,
     placed: Callable[[int, Command], Command] = lambda number, command: command,
+    pool_of: Callable[[int], WorkerPool | None] = lambda number: None,
 ) -> Runs:
     """Run the named items in `processes` fresh pytests, one after the other; return what each of their measurements returned.
 
     modes: for new baselines, the mode of each case by its key, so that all processes time it alike. lacking: which items
     are to be run once more, judging by what was found so far; in up to `more` further processes. is_forked: whether a
-    server may fork them. placed: what else becomes of the command of a process. Where more processes were disturbed than may
-    be added, no others are started.
+    server may fork them. placed: what else becomes of the command of a process; pool_of: what starts it, where that is not the
+    run's. Where more processes were disturbed than may be added, no others are started.
 
     Raises FreshError where a process could not run them, EndsTestError where one left as if it had; a test that fails in
     one is only missing from what it returned.
     """
     found: Runs = []
-    pool = WorkerPool.of(config)
+    own = WorkerPool.of(config)
+    pools = {number: pool_of(number) or own for number in range(processes + more)}
     with ProcessFolder() as folder:
 
         def command_of(number: int, wanted: Sequence[str]) -> Command:
@@ -83,21 +85,22 @@ def fresh_runs(
 
         commands = [command_of(number, names) for number in range(processes)]
         try:
-            if is_forked:
-                pool.prepare(commands)
+            for pool in dict.fromkeys(pools.values()) if is_forked else ():
+                pool.prepare([command for number, command in enumerate(commands) if pools[number] is pool])
             for number, command in enumerate(commands):
                 progress(number)
-                found += _runs(number, pool, command, is_forked)
+                found += _runs(number, pools[number], command, is_forked)
                 if not is_forked and _are_too_many_disturbed(found, more):  # what is forked is ready, and takes little
                     return found
         except BaseException:
-            pool.close()  # what was prepared is not run any more
+            for pool in pools.values():
+                pool.close()  # what was prepared is not run any more
             raise
         for number in range(processes, processes + more):
             if not (wanted := lacking(found)):
                 break
             progress(number)
-            found += _runs(number, pool, command_of(number, wanted), is_forked)
+            found += _runs(number, pools[number], command_of(number, wanted), is_forked)
     return found
 
 

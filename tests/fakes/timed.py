@@ -55,7 +55,7 @@ TURNS = """
 import os
 import pytest_attn.guests.against.against_run as against_run
 
-def fresh_runs(config, names, processes, progress, modes, lacking, more, placed):
+def fresh_runs(config, names, processes, progress, modes, lacking, more, is_forked, placed, pool_of):
     here = 1 + float(os.environ.get("SLOWER", "0"))
     return [{"key": key, "p50": 1e-4 * (here if number % 4 in (0, 3) else 1) * (1 + number % 3 / 1000), "launch": 0.0,
              "anchors": {"compute": 1e-3}, "disturbances": [], "mode": "host", "process": number}

@@ -31,7 +31,16 @@ from pytest_attn.session.devices import NoLockError
 from pytest_attn.session.kinds import typed_name
 from pytest_attn.session.manifest import commit_of
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.session.worker_pool import Runs, WorkerPool, fresh_runs, has_left, is_lacking, undisturbed, worker_command
+from pytest_attn.session.worker_pool import (
+    Runs,
+    WorkerPool,
+    are_forked,
+    fresh_runs,
+    has_left,
+    is_lacking,
+    undisturbed,
+    worker_command,
+)
 from pytest_attn.workloads.functions import shell_word
 
 #: who is timed in which of four processes: whatever drifts is the same for both
@@ -58,7 +67,7 @@ class AgainstOther(LatencyMode):
         return cls(session, baselines, at_end)
 
     def prepare(self, device: torch.device) -> None:
-        """Do nothing: all processes are started, as a server of one side cannot fork the other's."""
+        """Do nothing: new processes are needed at the end only."""
 
     def recorded(self, measurement: Measurement) -> Baseline | None:
         return None
@@ -160,12 +169,12 @@ class BothSides(TimedAtEnd):
         return found
 
     def _timed(self, cases: Sequence[TimedCase], placed: Callable[[Command], Command]) -> Runs:
+        """Return the times of both sides. Each has a server of its own where processes are forked."""
         names = {one.key: one.measurement.test_name for one in cases}
         modes = {one.key: one.baseline.mode for one in cases}
         processes, each = ROUNDS * len(_TURNS), ROUNDS * len(_TURNS) // 2
-
-        def side(number: int, command: Command) -> Command:
-            return command if _TURNS[number % len(_TURNS)] == "A" else placed(command)
+        kinds, pool = {one.device.type for one in cases}, WorkerPool()
+        is_forked = are_forked(self._session.settings.fresh, kinds) and not self._other.is_foreign
 
         def lacking(runs: Runs) -> list[str]:
             return [name for key, name in names.items() if any(is_lacking(own, key, each) for own in _sides(runs))]
@@ -173,8 +182,19 @@ class BothSides(TimedAtEnd):
         doing = f"against {self._other.name}: {count(len(cases), 'case')}, process"
         with self._session.progress.counting(doing, processes, _MORE) as progress, ExitStack() as stack:
             stack.enter_context(locked(self._session, {one.device for one in cases}))
-            asked = self._config, list(names.values()), processes
-            runs = fresh_runs(*asked, progress, modes, lacking, _MORE, placed=side)
+            stack.callback(pool.close)
+            runs = fresh_runs(
+                self._config,
+                list(names.values()),
+                processes,
+                progress,
+                modes,
+                lacking,
+                _MORE,
+                is_forked,
+                placed=lambda number, command: command if _is_here(number) else placed(command),
+                pool_of=lambda number: None if _is_here(number) else pool,
+            )
         self._processes += len({run["process"] for run in runs})
         return runs
 
@@ -197,7 +217,7 @@ class BothSides(TimedAtEnd):
     def _slower(self, one: TimedCase, these: Runs, those: Runs) -> Decision:
         """Return what the gate says of these runs, had those been recorded."""
         recorded = with_runs(one.baseline, those).fit()
-        if self._other.text != SELF and self._other.top is None and not self._policy(one).is_shared:
+        if self._other.is_foreign and not self._policy(one).is_shared:
             recorded = replace(recorded.as_timed(), anchor_centers={})  # of another torch, no controls
         context = GateContext(recorded, shared_prior([recorded], one.device.type), self._policy(one), one.measurement.cases)
         return decide([Run(run["p50"], run["anchors"], run["launch"]) for run in these], context)
@@ -247,8 +267,12 @@ class BothSides(TimedAtEnd):
 
 def _sides(runs: Runs) -> tuple[Runs, Runs]:
     """Return the runs of this side, and of the other."""
-    ours, theirs = ([run for run in runs if _TURNS[run["process"] % len(_TURNS)] == side] for side in "AB")
+    ours, theirs = ([run for run in runs if _is_here(run["process"]) is side] for side in (True, False))
     return ours, theirs
+
+
+def _is_here(number: int) -> bool:
+    return _TURNS[number % len(_TURNS)] == "A"
 
 
 def _differs(decision: Decision) -> bool:

@@ -48,6 +48,11 @@ class OtherSide:
     top: Path | None = None
     commit: str = ""
 
+    @property
+    def is_foreign(self) -> bool:
+        """True where another interpreter runs it, with another torch perhaps."""
+        return self.top is None and self.text != SELF
+
     @contextmanager
     def placed(self) -> Iterator[Callable[[Command], Command]]:
         """Have its files there while the block runs; yield what makes a command one of its own.

@@ -143,7 +143,7 @@ def decided(monkeypatch, slower=0.0, later=None, kind="cuda", sd=0.002, disturbe
     """Return the decision over a case whose processes here take longer by a share; later: in the second round."""
     generator, rounds = random.Random(seed), iter([slower, slower if later is None else later])
 
-    def fresh_runs(config, names, processes, progress, modes, lacking, more, placed):
+    def fresh_runs(config, names, processes, progress, modes, lacking, more, is_forked, placed, pool_of):
         share, drift = next(rounds), generator.gauss(0, 0.003)
         for number in range(processes):
             side, there = placed(number, "here"), 1e-3 * (1 + drift * number / processes)
@@ -164,7 +164,7 @@ def decided(monkeypatch, slower=0.0, later=None, kind="cuda", sd=0.002, disturbe
     )
     monkeypatch.setattr(against_run, "locked", lambda session, devices: ProcessFolder())
     progress = SimpleNamespace(counting=lambda *what: ProcessFolder())
-    session = SimpleNamespace(progress=progress, settings=SimpleNamespace(max_slowdown=None))
+    session = SimpleNamespace(progress=progress, settings=SimpleNamespace(max_slowdown=None, fresh="forked"))
     sides = BothSides(session, None, OtherSide("old", "old", top=None if python else MINE))
     return sides._decided([TimedCase(measurement, case(kind=kind))], lambda command: "there")["k"]
 
