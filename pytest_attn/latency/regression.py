@@ -52,7 +52,7 @@ def with_other_gates(
     accuracy = (
         f"less accurate: z {z_figure(now)} in {level}, recorded {z_figure(then)}"
         for level, now, then in zip(_LEVELS, z or (), recorded.z or (), strict=False)
-        if now > _Z_RATIO * then + _Z_MORE
+        if is_less_accurate(now, then)
     )
     worse = [reason for reason in (_describe_memory(recorded, latency), *accuracy) if reason]
     reasons = [decision.reason] if decision.reason else []
@@ -63,11 +63,20 @@ def with_other_gates(
     return decision
 
 
+def is_less_accurate(now: float, then: float) -> bool:
+    """Return whether a largest z is a worse one."""
+    return now > _Z_RATIO * then + _Z_MORE
+
+
+def takes_more(now: int, then: int) -> bool:
+    """Return whether a number of bytes is a larger one."""
+    return now - then > max(_MEMORY_MORE, (_MEMORY_RATIO - 1) * then)
+
+
 def _describe_memory(recorded: Baseline, latency: Latency) -> str:
     if recorded.memory is None or latency.memory is None:
         return ""
-    more = latency.memory - recorded.memory
-    if more <= max(_MEMORY_MORE, (_MEMORY_RATIO - 1) * recorded.memory):
+    if not takes_more(latency.memory, recorded.memory):
         return ""
     return f"peak memory {latency.memory / 2**20:,.1f} MiB, recorded {recorded.memory / 2**20:,.1f} MiB"
 

@@ -38,13 +38,13 @@ def markdown_summary(records: Sequence[Record]) -> str:
 
 def _sentences(records: Sequence[Record]) -> Iterator[str]:
     for said in ending(records):
-        yield from (_text(said), "")
+        yield from (as_text(said), "")
     judged = [r for r in records if r["question"] != "latency"]
     timed = [r for r in records if r["question"] == "latency"]
     if judged:
-        yield from (f"{_text(closing_of_checks(judged)[0])}.", "")
+        yield from (f"{as_text(closing_of_checks(judged)[0])}.", "")
     if timed:
-        yield from (f"{_text(closing_of_latencies(timed)[0])}.", "")
+        yield from (f"{as_text(closing_of_latencies(timed)[0])}.", "")
     if not records:
         yield from ("No attention test ran.", "")
 
@@ -59,10 +59,10 @@ def _table(title: str, records: Sequence[Record]) -> Iterator[str]:
         "| --- | --- | --- | --- | --- | --- |",
     )
     for r in records[:_MOST_ROWS]:
-        named = (_code(r["subject"]), _code(r["workload"]), r["direction"])
+        named = (as_code(r["subject"]), as_code(r["workload"]), r["direction"])
         if not is_judged(r):
-            named = ("-", _code(r["test"]), r["phase"])
-        yield _row(r["verdict"], *named, _text(r["reason"]), _code(r["command"]))
+            named = ("-", as_code(r["test"]), r["phase"])
+        yield as_row(r["verdict"], *named, as_text(r["reason"]), as_code(r["command"]))
     yield from _rest(records)
     for r in [r for r in records if r["explanation"]][:_MOST_IN_FULL]:
         text = f"{_said(r)}\n{printable_lines(labeled('reproduce', r['command']))}"
@@ -85,13 +85,14 @@ def _latencies(records: Sequence[Record]) -> Iterator[str]:
     for r in sorted(records, key=lambda r: -abs(_change(r) or 0.0))[:_MOST_ROWS]:
         change = _change(r)
         shown = "" if change is None else f"{change:+.1%}"
-        whose = (_code(r["subject"]), _code(r["workload"]), r["direction"], r["verdict"])
-        yield _row(duration_in_column(decided(latency_of(r))), shown, *whose)
+        whose = (as_code(r["subject"]), as_code(r["workload"]), r["direction"], r["verdict"])
+        yield as_row(duration_in_column(decided(latency_of(r))), shown, *whose)
     yield from _rest(records)
     yield from ("</details>", "")
 
 
-def _row(*cells: str) -> str:
+def as_row(*cells: str) -> str:
+    """Return a row of a table."""
     return f"| {' | '.join(cells)} |"
 
 
@@ -108,7 +109,7 @@ def _change(record: Record) -> float | None:
 
 def _unseen(records: Sequence[Record]) -> Iterator[str]:
     for title, found in (("Untested", untested(records)), ("Invariants that did not apply", inapplicable(records))):
-        lines = [f"- {_text(line)}" for line in found]
+        lines = [f"- {as_text(line)}" for line in found]
         if lines:
             yield from (f"### {title}", "", *lines[:_MOST_ROWS], "")
             yield from _rest(lines)
@@ -117,16 +118,16 @@ def _unseen(records: Sequence[Record]) -> Iterator[str]:
 def _of_guests(records: Sequence[Record]) -> Iterator[str]:
     for title, texts in (one for results in each("results") for one in results(records)):
         if texts:
-            yield from (f"### {title}", "", *(f"- {_text(one)}" for one in texts), "")
+            yield from (f"### {title}", "", *(f"- {as_text(one)}" for one in texts), "")
 
 
 def _machines(records: Sequence[Record]) -> Iterator[str]:
     machines = (r["machine"] for r in records if r["machine"])
     said = (f"{one.get('name', 'unknown')} ({one.get('device', '')}), torch {one.get('torch', '')}" for one in machines)
-    yield from dict.fromkeys(map(_text, said))
+    yield from dict.fromkeys(map(as_text, said))
 
 
-def _text(text: str) -> str:
+def as_text(text: str) -> str:
     """Return text that Markdown, its tables and HTML leave as it is, on one line."""
     return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", _on_one_line(text))
 
@@ -139,7 +140,7 @@ def _most_backticks(text: str) -> int:
     return max((len(run) for run in re.findall(r"`+", text)), default=0)
 
 
-def _code(text: str) -> str:
+def as_code(text: str) -> str:
     """Return text as code: fenced by more backticks than it has, and with its pipes escaped, as tables ask for."""
     longest = _most_backticks(text)
     fence, room = "`" * (longest + 1), " " if longest else ""
@@ -175,12 +176,12 @@ def support_page(records: Sequence[Record], groups: Mapping[str, str], title: st
         "",
         title,
         "",
-        _row("backend", *map(_text, columns)),
-        _row(*["---"] * (len(columns) + 1)),
+        as_row("backend", *map(as_text, columns)),
+        as_row(*["---"] * (len(columns) + 1)),
     ]
     for backend, row in cells.items():
         shown = [_MISSING if backend in missing else _verdicts(row.get(group, Counter())) for group in columns]
-        lines.append(_row(_code(backend), *shown))
+        lines.append(as_row(as_code(backend), *shown))
     return "\n".join([*lines, *_reasons(records)]) + "\n"
 
 
@@ -195,7 +196,7 @@ def _reasons(records: Sequence[Record]) -> list[str]:
         told = [r for r in records if r["verdict"] == verdict and r["reason"]] if verdict is not Verdict.PASSED else []
         lines += ["", f"## {word.capitalize()} because"] if told else []
         for backend, reasons in gathered((r["subject"], r["reason"]) for r in told).items():
-            lines += ["", f"{_code(backend)}:", ""]
+            lines += ["", f"{as_code(backend)}:", ""]
             for reason, number in Counter(reasons).most_common():  # what is Markdown in it stays
                 lines.append(f"- {_on_one_line(reason)} ({count(number, 'case')})".replace("<", "\\<"))
     return lines

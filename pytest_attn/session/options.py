@@ -265,6 +265,8 @@ class Settings:
         if self.is_ranked:
             self._refuse_beside_ranking(config)
         for flag in self.serial_flags:
+            if (other := self.serial_flags[0]) != flag:
+                raise pytest.UsageError(f"{flag}: does not go with {other}; leave one of them out")
             if self.latency == "off":
                 raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off")
             if config.getoption("numprocesses", None) or config.getoption("tx", None):

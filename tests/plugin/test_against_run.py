@@ -56,7 +56,7 @@ def test_what_is_slower_fails_its_test_and_says_so_in_the_record(both, pytester)
         (["--attn-against=self", "--attn-latency=off"], "--attn-against: needs times; leave out --attn-latency=off"),
         (
             ["--attn-against=self", "--attn-update-baselines=why"],
-            "--attn-update-baselines: does not go with --attn-against; leave one of them out",
+            "--attn-against: does not go with --attn-update-baselines; leave one of them out",
         ),
     ],
 )

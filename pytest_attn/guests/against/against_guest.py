@@ -1,13 +1,10 @@
 """The guest against: `pytest --attn-against=REV`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_attn.seam import Guest
 from pytest_attn.session.option_types import action
-
-if TYPE_CHECKING:
-    from pytest_attn.session.options import Settings
 
 _HERE = "pytest_attn.guests.against"
 
@@ -34,23 +31,9 @@ class AgainstOptions:
     )
 
 
-def contradiction(settings: "Settings") -> str:
-    """Say which option does not go with --attn-against; "" where all do."""
-    if settings.more["against"] is None:
-        return ""
-    others = {
-        "--attn-update-baselines": settings.update_baselines is not None,
-        "--attn-fuzz": settings.fuzz,
-        "--attn-tune": settings.tune,
-        "--attn-isolated": settings.isolated is not None,
-    }
-    flag = next((flag for flag, is_given in others.items() if is_given), "")
-    return f"{flag}: does not go with --attn-against; leave one of them out" if flag else ""
-
-
 GUEST = Guest(
     options=AgainstOptions,
-    contradiction=f"{_HERE}.against_guest:contradiction",
     mode=f"{_HERE}.against_run:AgainstOther",
+    commands=(f"{_HERE}.compare_records:add_commands",),
     compares="another revision, on this machine, here and now: --attn-against=REV",
 )

@@ -99,9 +99,8 @@ class BothSides(TimedAtEnd):
         problem = ""
         try:
             with other.placed() as placed, ProcessFolder() as folder:
-                theirs = self._judged(placed, Path(folder)) if other.text != SELF else self._session.results.records
-                self._say_who_is_wrong(theirs)
-                found = _not_comparable(cases, theirs, other.name)
+                if other.text != SELF:
+                    found = self._not_comparable(cases, self._judged(placed, Path(folder)))
                 found |= self._decided([one for one in cases if one.key not in found], placed)
         except (OtherSideError, EndsTestError, FreshError, NoLockError, KeyboardInterrupt) as error:
             problem = str(error) or "interrupted"
@@ -139,14 +138,24 @@ class BothSides(TimedAtEnd):
             raise OtherSideError(f"it cannot run these tests: {raised[0] if raised else last_words(done.output)}")
         return read_records(path)
 
-    def _say_who_is_wrong(self, theirs: Sequence[Record]) -> None:
-        """Say which tests fail on one side only, and which on both."""
-        ours = {one["test"] for one in self._session.results.records if is_wrong(one)}
-        others = {one["test"] for one in theirs if is_wrong(one)}
-        sides = {"on both sides": ours & others, "here only": ours - others, f"in {self._other.name} only": others - ours}
+    def _not_comparable(self, cases: Sequence[TimedCase], theirs: Sequence[Record]) -> dict[str, Decision]:
+        """Say which tests fail on one side only, and which on both; return why cases cannot be timed on the other side."""
+        name, reasons = self._other.name, {}
+        ours, others = ({one["test"] for one in run if is_wrong(one)} for run in (self._session.results.records, theirs))
+        sides = {"on both sides": ours & others, "here only": ours - others, f"in {name} only": others - ours}
         for where, tests in sides.items():
             if tests:
                 self.say(f"wrong {where}: {some(sorted(tests))}", yellow=True)
+        for one in cases:
+            mine = [record for record in theirs if record["test"] == one.measurement.test]
+            wrong = next((record for record in mine if is_wrong(record)), None)
+            if not mine:
+                reasons[one.key] = f"{name} has no such test, or not with this workload"
+            elif wrong is not None:
+                reasons[one.key] = f"it fails in {name}: {wrong['reason'] or wrong['verdict']}"
+            elif all(record["verdict"] == Verdict.SKIPPED for record in mine):
+                reasons[one.key] = f"{name} skips it: {mine[0]['reason']}"
+        return {key: Decision(Verdict.INCONCLUSIVE, reason) for key, reason in reasons.items()}
 
     # -- times ---------------------------------------------------------------------------------------------------------
 
@@ -277,18 +286,3 @@ def _is_here(number: int) -> bool:
 
 def _differs(decision: Decision) -> bool:
     return decision.verdict in (Verdict.SLOWER, Verdict.FASTER)
-
-
-def _not_comparable(cases: Sequence[TimedCase], theirs: Sequence[Record], name: str) -> dict[str, Decision]:
-    """Return why cases cannot be timed on the other side."""
-    reasons = {}
-    for one in cases:
-        mine = [record for record in theirs if record["test"] == one.measurement.test]
-        wrong = next((record for record in mine if is_wrong(record)), None)
-        if not mine:
-            reasons[one.key] = f"{name} has no such test, or not with this workload"
-        elif wrong is not None:
-            reasons[one.key] = f"it fails in {name}: {wrong['reason'] or wrong['verdict']}"
-        elif all(record["verdict"] == Verdict.SKIPPED for record in mine):
-            reasons[one.key] = f"{name} skips it: {mine[0]['reason']}"
-    return {key: Decision(Verdict.INCONCLUSIVE, reason) for key, reason in reasons.items()}

@@ -1,0 +1,227 @@
+"""`python -m pytest_attn compare BASE.jsonl HEAD.jsonl`: what changed between two runs; `bisect` for `git bisect run`."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_attn.latency.gate import Decision, GateContext, decide, policy_for, shared_prior
+from pytest_attn.latency.regression import is_less_accurate, takes_more
+from pytest_attn.latency.statistics import Run, fit
+from pytest_attn.reports.files import ProcessFolder
+from pytest_attn.reports.latency_output import decided
+from pytest_attn.reports.lines import count, duration, some, z_figure
+from pytest_attn.reports.markdown import as_code, as_row, as_text
+from pytest_attn.reports.records import Record, is_wrong, latency_of, read_records
+from pytest_attn.reports.verdict import Verdict
+
+_WORDS = "Say what changed between two runs: verdicts, p50s, z, memory, compilation, kernels launched, refusals."
+_BISECT = (
+    "For `git bisect run python -m pytest_attn bisect TEST`: exit with 1 where TEST is slower than in the oldest good"
+    " revision, 0 where it is not, and 125 where that cannot be said, as it is wrong, does not build, or is inconclusive."
+)
+#: exit code by which git skips a revision
+_CANNOT_SAY = 125
+#: by what factor a compilation must differ to be named, and in seconds
+_COMPILE_RATIO, _COMPILE_MORE = 1.5, 1.0
+_LEVELS = ("z_element", "z_row", "z_head")
+_Key = tuple[str, str, str, str, str, int]
+#: a judgment of either run
+_Pair = tuple[Record, Record]
+
+
+def add_commands(commands: Any) -> None:
+    """Declare both commands."""
+    compare = commands.add_parser("compare", help=_WORDS, description=_WORDS)
+    compare.add_argument("base", metavar="BASE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote before")
+    compare.add_argument("head", metavar="HEAD.jsonl", help="and now")
+    compare.add_argument("--md", action="store_true", help="as a comment for a pull request")
+    compare.set_defaults(run=run_compare, error=compare.error)
+    bisect = commands.add_parser("bisect", help="TEST is slower than in a good revision: 1, 0 or 125", description=_BISECT)
+    bisect.add_argument("arguments", nargs=argparse.REMAINDER, metavar="TEST", help="a test, and further arguments of pytest")
+    bisect.set_defaults(run=run_bisect, error=bisect.error)
+
+
+# -- compare -------------------------------------------------------------------------------------------------------------
+
+
+def run_compare(given: argparse.Namespace) -> int:
+    """Print what changed; return 0. Files that cannot be compared are a usage error: exit 2."""
+    base, head = (_read(path, given) for path in (given.base, given.head))
+    print("\n".join((_page if given.md else _lines)(base, head)))
+    return 0
+
+
+def _read(path: str, given: argparse.Namespace) -> list[Record]:
+    """Return the records of a file, of which there must be one."""
+    if Path(path).is_dir():
+        given.error(f"{path} is a folder; name the .jsonl file in it")
+    try:
+        found = read_records(path)
+    except FileNotFoundError:
+        given.error(f"there is no {path}; pytest --attn-output={path} writes it")
+    except (OSError, ValueError) as error:
+        given.error(str(error))
+    if not found:
+        given.error(f"{path} has no records; was its run stopped before the first test? run it again")
+    return found
+
+
+def _lines(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
+    for now, what, before, after in changes(base, head):
+        yield f"{what:13} {now['subject']} on {now['workload']}: {before} -> {after}"
+    yield from _closing(base, head)
+
+
+def _page(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
+    yield from ("## Attention, before and now", "")
+    if found := [*changes(base, head)]:
+        yield from ("| what | kernel | workload | before | now | again |", "| --- | --- | --- | --- | --- | --- |")
+        for now, *values in found:
+            what, before, after = map(as_text, values)
+            yield as_row(what, as_code(now["subject"]), as_code(now["workload"]), before, after, as_code(now["command"]))
+        yield ""
+    yield from map(as_text, _closing(base, head))
+
+
+def changes(base: Sequence[Record], head: Sequence[Record]) -> Iterator[tuple[Record, str, str, str]]:
+    """Yield what differs in the judgments of both runs: the record, what it is, before, and now."""
+    pairs = _pairs(base, head)
+    for before, now in pairs:
+        for found in (_verdicts, _times, _residuals, _sizes, _launches):
+            for what, then, here in found(before, now, len(pairs)):
+                yield now, what, then, here
+
+
+def _closing(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
+    """Yield in sentences what was compared, and what could have been seen."""
+    pairs, (old, new) = _pairs(base, head), (_keyed(base).keys(), _keyed(head).keys())
+    text = f"{count(len(pairs), 'judgment')} in both runs"
+    for only, where in ((old - new, "before"), (new - old, "now")):
+        text += f", {len(only)} only {where} ({some(sorted({key[0] for key in only}), 2)})" if only else ""
+    yield text
+    seen = sorted(one.detectable or 0.0 for pair in pairs if (one := _decision(*pair, len(pairs))))
+    if seen:
+        span = " to ".join(dict.fromkeys(f"{one:.1%}" for one in (seen[0], seen[-1])))
+        yield f"{count(len(seen), 'p50')} compared; the least slowdown that would have shown: {span}"
+    for what, names in (("machine", "name"), ("torch", "torch"), ("pytest-attn", "pytest_attn")):
+        told = [{str(r["machine"].get(names, "")) for r in run if r["machine"]} for run in (base, head)]
+        if told[0] != told[1]:
+            text = f"another {what}: {some(sorted(told[0]))} before, {some(sorted(told[1]))} now"
+            yield f"{text}; times are not compared" if what == "machine" else text
+
+
+def _keyed(records: Sequence[Record]) -> dict[_Key, Record]:
+    """Return records by what they judge, and which of several such judgments they are."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    found: dict[_Key, Record] = {}
+    for r in records:
+        named = (r["test"], r["question"], r["subject"], r["workload"], r["direction"])
+        key = (*named, seen[named])
+        found[key] = r
+        seen[named] += 1
+    return found
+
+
+def _pairs(base: Sequence[Record], head: Sequence[Record]) -> list[_Pair]:
+    before = _keyed(base)
+    return [(before[key], now) for key, now in _keyed(head).items() if key in before]
+
+
+def _verdicts(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:
+    if before["verdict"] != now["verdict"]:
+        yield "verdict", _verdict(before), _verdict(now)
+
+
+def _verdict(record: Record) -> str:
+    return f"{record['verdict']} ({record['reason']})" if record["reason"] else record["verdict"]
+
+
+def _times(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:
+    forth, back = _decision(before, now, cases), _decision(now, before, cases)
+    if forth is None or back is None or Verdict.REGRESSED not in (forth.verdict, back.verdict):
+        return
+    p50s = [duration(decided(latency_of(r))) for r in (before, now)]
+    what = "slower" if forth.verdict == Verdict.REGRESSED else "faster"
+    yield what, p50s[0], f"{p50s[1]} ({forth.change:+.1%}; {forth.detectable:.1%} would have shown)"
+
+
+def _decision(before: Record, now: Record, cases: int) -> Decision | None:
+    """Return what the gate says of two times as they are, on devices that may be two of a name; None for other machines."""
+    taken = [latency_of(r) for r in (before, now)]
+    if not all(one.get("p50") for one in taken) or before["machine"].get("name") != now["machine"].get("name"):
+        return None
+    old, new = ([Run(p50, {}) for p50 in (one.get("decision") or {}).get("runs") or [one["p50"]]] for one in taken)
+    kind, recorded = str(now["machine"].get("kind", "cpu")), fit(old, {})
+    return decide(new, GateContext(recorded, shared_prior([recorded], kind), policy_for(kind), cases, is_same_device=False))
+
+
+def _residuals(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:
+    for level in _LEVELS:
+        then, here = (r.get(level) for r in (before, now))
+        if (
+            isinstance(then, float)
+            and isinstance(here, float)
+            and (is_less_accurate(here, then) or is_less_accurate(then, here))
+        ):
+            yield level.replace("_", ", "), z_figure(then), z_figure(here)
+
+
+def _sizes(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:
+    """Yield what a check and a call hold at their peak, and how long compilers took."""
+    pairs = {
+        "memory": (before["memory"], now["memory"]),
+        "memory of a call": (latency_of(before).get("memory") or 0, latency_of(now).get("memory") or 0),
+    }
+    for what, (then, here) in pairs.items():
+        if takes_more(here, then) or takes_more(then, here):
+            yield what, f"{then / 2**20:,.1f} MiB", f"{here / 2**20:,.1f} MiB"
+    took, takes = (r["compile_seconds"] or 0.0 for r in (before, now))
+    if max(took, takes) > _COMPILE_RATIO * min(took, takes) + _COMPILE_MORE:
+        yield "first calls", f"{took:.1f} s", f"{takes:.1f} s"
+
+
+def _launches(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:
+    then, here = ({one.get("symbol") for p in r["profiles"] for one in p["launches"]} for r in (before, now))
+    if then and here and then != here:
+        yield "kernels", some(sorted(map(str, then - here)), 2) or "-", some(sorted(map(str, here - then)), 2) or "-"
+
+
+# -- bisect --------------------------------------------------------------------------------------------------------------
+
+
+def run_bisect(given: argparse.Namespace) -> int:
+    """Compare the tree with the oldest revision that git bisect knows to be good; return 0, 1 or 125."""
+    if not given.arguments:
+        given.error("name the test that became slower")
+    listed = ["git", "for-each-ref", "--sort=committerdate", "--format=%(objectname)", "refs/bisect/good-*"]
+    good = subprocess.run(listed, capture_output=True, text=True, check=False).stdout.split()
+    if not good:
+        given.error(
+            "there is no good revision; type git bisect start BAD GOOD, then git bisect run python -m pytest_attn bisect TEST"
+        )
+    with ProcessFolder() as folder:
+        path = Path(folder) / "run.jsonl"
+        own = [f"--attn-against={good[0]}", f"--attn-output={path}"]
+        subprocess.run([sys.executable, "-m", "pytest", *given.arguments, *own], check=False)
+        records = read_records(path) if path.exists() else []
+    code, why = bisected(records)
+    print(f"bisect: {why}")
+    return code
+
+
+def bisected(records: Sequence[Record]) -> tuple[int, str]:
+    """Return the exit code for git bisect, and why."""
+    verdicts = {r["verdict"] for r in records if r["question"] == "latency"}
+    if wrong := [r["test"] for r in records if is_wrong(r) and r["verdict"] != Verdict.SLOWER]:
+        return _CANNOT_SAY, f"{wrong[0]} fails, so its time does not count"
+    if Verdict.SLOWER in verdicts:
+        return 1, "slower"
+    if not verdicts or not verdicts <= {Verdict.ALIKE, Verdict.FASTER}:
+        return _CANNOT_SAY, f"cannot say: {', '.join(sorted(verdicts)) or 'nothing was timed'}"
+    return 0, "not slower"

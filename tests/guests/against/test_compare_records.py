@@ -1,0 +1,113 @@
+"""Two files of records compared, and what bisect makes of one."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+from fakes.records import GPU, record, timing, workloads
+
+from pytest_attn.__main__ import main
+from pytest_attn.guests.against.compare_records import bisected
+from pytest_attn.reports.records import RecordWriter
+
+ON = next(workloads(1))
+BACKEND = ("mine", 1.0, "torch", "2.11")
+
+
+def checked(verdict="passed", **more):
+    values = {"test": "t.py::t", "command": "pytest t.py::t", "z_element": 2.0, "z_row": 1.0, "z_head": 0.5, "memory": 1 << 20}
+    return {**record("check", verdict, ON, BACKEND, "forward"), **values, **more}
+
+
+def timed(p50=1e-3, verdict="no baseline", runs=None, **more):
+    one = timing(verdict, ON, BACKEND, "forward", random.Random(0))
+    decision = {"change": 0.0, "runs": runs, "detectable": 0.01} if runs else None
+    latency = {**one["latency"], "p50": p50, "decision": decision, "memory": 1 << 20}
+    return {**one, "test": "t.py::t", "command": "pytest t.py::t", "latency": latency, **more}
+
+
+@pytest.fixture
+def compared(tmp_path, monkeypatch, capsys):
+    """Return a function of two runs that returns what is printed, and how it ends."""
+    monkeypatch.chdir(tmp_path)
+
+    def compare(base, head, *options):
+        for name, records in (("base.jsonl", base), ("head.jsonl", head)):
+            RecordWriter(name).write(records)
+        assert main(["compare", "base.jsonl", "head.jsonl", *options]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return compare
+
+
+def test_equal_runs_differ_in_nothing_and_say_what_would_have_shown(compared):
+    first, second = compared([checked(), timed()], [checked(z_element=2.2), timed(1.01e-3)])
+    assert first == "2 judgments in both runs"
+    assert second.startswith("1 p50 compared; the least slowdown that would have shown: ")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "line"),
+    [
+        (checked(), checked("mismatch", reason="out z 33"), "verdict       mine on {}: passed -> mismatch (out z 33)"),
+        (checked(), checked("skipped", reason="no window"), "verdict       mine on {}: passed -> skipped (no window)"),
+        (checked(), checked(z_element=4.0), "z, element    mine on {}: 2.00 -> 4.00"),
+        (checked(), checked(memory=3 << 20), "memory        mine on {}: 1.0 MiB -> 3.0 MiB"),
+        (checked(), checked(compile_seconds=9.0), "first calls   mine on {}: 0.0 s -> 9.0 s"),
+        (timed(), timed(1.2e-3), "slower        mine on {}: 1 ms -> 1.2 ms (+20.0%; *% would have shown)"),
+        (timed(runs=[1e-3] * 8), timed(9e-4, runs=[9e-4] * 8), "faster        mine on {}: 1 ms -> 0.9 ms (-10.0%; *"),
+    ],
+)
+def test_what_changed_is_a_line_with_before_and_now(compared, before, now, line):
+    said = compared([before], [now])[0]
+    start, _, end = line.format(ON[0]).partition("*")
+    assert said.startswith(start)
+    assert said.endswith(end if "*" in line else said[len(start) :])
+
+
+def test_a_comment_has_the_command_of_each_line(compared):
+    page = compared([checked()], [checked("mismatch")], "--md")
+    assert f"| verdict | `mine` | `{ON[0]}` | passed | mismatch | `pytest t.py::t` |" in page
+
+
+def test_times_of_other_machines_are_not_compared(compared):
+    lines = compared([timed()], [timed(2e-3, machine={**GPU, "name": "H100"})])
+    assert lines == ["1 judgment in both runs", "another machine: NVIDIA H200 before, H100 now; times are not compared"]
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [(".", ". is a folder; name the"), ("gone.jsonl", "there is no gone"), ("empty.jsonl", "empty.jsonl has no")],
+)
+def test_what_is_no_run_is_refused_in_a_line(tmp_path, monkeypatch, capsys, base, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", base, "empty.jsonl"])
+    assert ended.value.code == 2
+    assert f"compare: error: {said}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("records", "code"),
+    [
+        ([checked(), timed(verdict="no difference")], 0),
+        ([checked(), timed(verdict="faster")], 0),
+        ([checked(), timed(verdict="slower")], 1),
+        ([checked(), timed(verdict="slower"), timed(verdict="inconclusive")], 1),
+        ([checked(), timed(verdict="inconclusive")], 125),
+        ([checked("mismatch"), timed(verdict="slower")], 125),
+        ([], 125),
+    ],
+)
+def test_bisect_says_slower_not_slower_or_cannot_say(records, code):
+    assert bisected(records)[0] == code
+
+
+def test_bisect_needs_a_good_revision(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_attn", "bisect", "t.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "there is no good revision; type git bisect start BAD GOOD" in done.stderr
