@@ -102,7 +102,7 @@ class BothSides(TimedAtEnd):
                 if other.text != SELF:
                     found = self._not_comparable(cases, self._judged(placed, Path(folder)))
                 found |= self._decided([one for one in cases if one.key not in found], placed)
-        except (OtherSideError, EndsTestError, FreshError, NoLockError, KeyboardInterrupt) as error:
+        except (OtherSideError, EndsTestError, FreshError, NoLockError, OSError, ValueError, KeyboardInterrupt) as error:
             problem = str(error) or "interrupted"
             self.say(f"against {other.name}: nothing was compared: {problem}", red=True)
         found |= {one.key: Decision(Verdict.INCONCLUSIVE, problem) for one in cases if one.key not in found}

@@ -60,28 +60,37 @@ class OtherSide:
         They are written without a mark in the repository, so that a run that is killed leaves a temporary folder behind, which
         the next one removes. Raises OtherSideError.
         """
-        if self.top is None:
-            yield lambda command: command._replace(python=self.python)
+        if self.text == SELF:
+            yield lambda command: command
             return
         with ProcessFolder("against-") as folder:
+            own = {"TORCH_EXTENSIONS_DIR": f"{folder}/extensions"}  # what torch builds is found there by its name alone
+            if self.top is None:
+                yield lambda one: one._replace(python=self.python, environment={**one.environment, **own})
+                return
             tree, index = Path(os.path.realpath(folder)) / self.top.name, {"GIT_INDEX_FILE": f"{folder}/index"}
             _git(self.top, "read-tree", self.commit, **index)
             _git(self.top, "checkout-index", "--all", f"--prefix={tree}/", **index)
-            yield Moved(self.top, tree)
+            yield Moved(self.top, tree, own)
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Has commands run in a tree, `there`, what they would do at `here`."""
+    """Has commands run in a tree, `there`, what they would do at `here`. more: variables of their environment."""
 
     here: Path
     there: Path
+    more: Mapping[str, str]
 
     def __call__(self, command: Command) -> Command:
         told = {**command.told, "tests": [self.path(str(one)) for one in command.told["tests"]]}  # type: ignore[attr-defined]
         return command._replace(
             arguments=[self.path(one) for one in command.arguments],
-            environment={**command.environment, "PYTHONPATH": os.pathsep.join(self._imported_from(command.environment))},
+            environment={
+                **command.environment,
+                **self.more,
+                "PYTHONPATH": os.pathsep.join(self._imports(command.environment)),
+            },
             folder=Path(self.path(str(command.folder))),
             told=told,
         )
@@ -90,16 +99,20 @@ class Moved:
         """Return a text with the path of the one tree replaced by that of the other."""
         return re.sub(rf"{re.escape(str(self.here))}(?=$|[/:])", lambda match: str(self.there), text)
 
-    def _imported_from(self, environment: Mapping[str, str]) -> Iterator[str]:
+    def _imports(self, environment: Mapping[str, str]) -> Iterator[str]:
         """Yield where its modules are looked for: this process may have found the tree by an editable installation."""
-        own = (one for one in sys.path if is_within(one, self.here))
+        own = (os.path.realpath(one) for one in sys.path if one and is_within(one, self.here))
         given = environment.get("PYTHONPATH", "").split(os.pathsep)
         yield from dict.fromkeys(self.path(one) for one in (*own, *given) if one)
 
 
 def is_within(path: str, tree: Path) -> bool:
-    """Return whether a path lies in a tree, and not in an environment that may lie there."""
-    return Path(path).is_relative_to(tree) and not Path(path).is_relative_to(sys.prefix)
+    """Return whether a path lies in a tree, links followed, and not in an environment that may lie there.
+
+    A relative one is not of a file: torch has modules with such names.
+    """
+    real = Path(os.path.realpath(path))
+    return os.path.isabs(path) and real.is_relative_to(tree) and not real.is_relative_to(os.path.realpath(sys.prefix))
 
 
 def other_side(text: str) -> OtherSide:

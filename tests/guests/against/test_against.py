@@ -115,18 +115,26 @@ def test_without_a_repository_and_with_the_plugin_in_it_there_is_no_revision(rep
         other_side.other_side("HEAD")
 
 
-def test_a_command_is_moved_with_what_it_imports(monkeypatch):
-    monkeypatch.setattr(sys, "path", ["/usr/lib", f"{MINE}/src", f"{sys.prefix}/lib", ""])
+def test_a_command_is_moved_with_what_it_imports(monkeypatch, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(MINE)
+    monkeypatch.setattr(sys, "path", ["/usr/lib", f"{link}/src", f"{sys.prefix}/lib", ""])
     told = {"tests": [f"{MINE}/t.py::a[x/y]", "t.py"], "number": 1}
     environment = {"PYTHONPATH": f"/else{os.pathsep}{MINE}", "HOME": f"{MINE}x"}
-    moved = Moved(MINE, Path("/tmp/t"))(Command([f"--rootdir={MINE}", "-q"], environment, MINE / "sub", Path("/out"), told))
+    moved = Moved(MINE, Path("/tmp/t"), {"BUILT": "x"})(
+        Command([f"--rootdir={MINE}", "-q"], environment, MINE / "sub", Path("/out"), told)
+    )
     assert (moved.arguments, moved.folder, moved.output) == (["--rootdir=/tmp/t", "-q"], Path("/tmp/t/sub"), Path("/out"))
     assert moved.told == {"tests": ["/tmp/t/t.py::a[x/y]", "t.py"], "number": 1}
-    assert moved.environment == {"PYTHONPATH": os.pathsep.join(["/tmp/t/src", "/else", "/tmp/t"]), "HOME": f"{MINE}x"}
+    assert moved.environment == {
+        "PYTHONPATH": os.pathsep.join(["/tmp/t/src", "/else", "/tmp/t"]),
+        "HOME": f"{MINE}x",
+        "BUILT": "x",
+    }
 
 
 def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkeypatch):
-    sent, files = [], {"a": f"{MINE}/src/a.py", "b": "/tmp/t/b.py", "c": f"{sys.prefix}/c.py"}
+    sent, files = [], {"a": f"{MINE}/src/a.py", "b": "/tmp/t/b.py", "c": f"{sys.prefix}/c.py", "d": "_ops.py"}
     channel = SimpleNamespace(send=lambda **message: sent.append(message))
     worker = SimpleNamespace(told={"here": str(MINE), "there": "/tmp/t"}, channel=channel)
     monkeypatch.setattr(other_side.Worker, "of_this_process", lambda: worker)
