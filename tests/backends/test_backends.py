@@ -109,14 +109,11 @@ def test_varlen_packs_dense_batches_and_documents(monkeypatch):
 
 
 def test_sdpa_gets_exactly_one_kernel_and_the_choice_is_restored():
-    from torch.nn.attention import SDPBackend
-
     before = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
     kernel = Registry()["math"].prepare(draw_inputs(CAUSAL, "flat"))
     inputs = draw_inputs(CAUSAL, "flat")
     kernel(inputs.q, inputs.k, inputs.v)
     assert (torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()) == before
-    assert SDPBackend.MATH
 
 
 @pytest.mark.parametrize("takes_groups", [True, False])
