@@ -54,12 +54,15 @@ def plain(text: str) -> str:
 
 
 def markers() -> Iterator[str]:
-    """Every marker: its signature and what it does."""
+    """Every marker: what it does, and its arguments; those of an earlier marker are not said again."""
     register_kinds_of_guests()
+    told: dict[Argument, str] = {}
     for marker in marker_help():
         summary = plain(marker.summary[0].upper() + marker.summary[1:])
-        yield from (f"## {marker.name}", "", f"`@pytest.mark.{marker.signature}`", "", f"{summary}.", "")
-        yield from _arguments(marker.arguments)
+        given = ", ".join(filter(None, (marker.before, "...")))
+        yield from (f"## {marker.name}", "", f"`@pytest.mark.{marker.name}({given})`", "", f"{summary}.", "")
+        yield from _arguments(one._replace(meaning=f"as of {told[one]}") if one in told else one for one in marker.arguments)
+        told |= dict.fromkeys(marker.arguments, f"`{marker.name}`")
         yield ""
 
 
