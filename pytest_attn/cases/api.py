@@ -270,20 +270,16 @@ def judged_in_words(subject: Subject, spec: CheckSpec, answer: Callable[[], _Jud
     NotImplementedError where a callable declines it.
     """
     __tracebackhide__ = True
-    refused: object = None
-    broken: ContractError | None = None
-    if subject.is_backend:
-        refused = subject.obstacle(spec.workload, machine_of(spec.device), spec.backward)
+    w = spec.workload
+    refused = subject.obstacle(w, machine_of(spec.device), spec.backward) if subject.is_backend else None
     if refused is None:
         try:
             with _kept(subject, spec):
                 return answer()
         except RefusedError as error:
-            refused = error
+            refused = str(error)
         except ContractError as error:
-            broken = error
-    if broken is not None:
-        raise ContractError("\n".join([mismatch_text.describe_contract(broken), *lines]))
+            raise ContractError("\n".join([mismatch_text.describe_contract(error), *lines])) from None
     if not subject.is_backend:
         raise NotImplementedError(f"{subject.name} declines {spec.workload.id}: {refused}")
     raise ValueError(f"backend {subject.name!r} cannot take {spec.workload.id}: {refused}")
