@@ -40,12 +40,8 @@ class RankedMark(AttentionMark):
     @classmethod
     def read_more(cls, values: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
         """Read the numbers of ranks, and refuse what does not go with them."""
-        ranks, shard = values.get("ranks"), values.get("shard", "contiguous")
-        if not (callable(shard) or (isinstance(shard, str) and shard in SHARDS)):
-            raise ValueError(f"shard must be {', '.join(SHARDS)}, or a function of (length, ranks), got {shard!r}")
-        if ranks is None:
-            if "shard" in values:
-                raise ValueError("shard says how ranks share a sequence; say over how many with ranks=2, or ranks=(2, 4)")
+        _require_shard(values)
+        if (ranks := values.get("ranks")) is None:
             return {"ranks": ()}
         found = tuple(ranks) if isinstance(ranks, list | tuple | set) else (ranks,)
         if not found or not all(is_whole(one, 1) for one in found):
@@ -60,6 +56,15 @@ class RankedMark(AttentionMark):
     @property
     def argument(self) -> str:
         return "ranks" if self.ranks else ""
+
+
+def _require_shard(values: Mapping[str, Any]) -> None:
+    """Raise ValueError where a marker says how ranks share a sequence in unknown words, or where there are no ranks."""
+    shard = values.get("shard", "contiguous")
+    if not (callable(shard) or (isinstance(shard, str) and shard in SHARDS)):
+        raise ValueError(f"shard must be {', '.join(SHARDS)}, or a function of (length, ranks), got {shard!r}")
+    if "shard" in values and values.get("ranks") is None:
+        raise ValueError("shard says how ranks share a sequence; say over how many with ranks=2, or ranks=(2, 4)")
 
 
 @dataclass(frozen=True)
