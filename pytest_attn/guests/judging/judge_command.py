@@ -7,15 +7,12 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from pytest_attn.guests.judging.answers import BUDGET, FEEDBACK, REQUEST, unjudged
+from pytest_attn.guests.judging.answers import BUDGET, FEEDBACK, REQUEST, as_python, unjudged
 from pytest_attn.reports.strict_json import first_fault, parse_json
-from pytest_attn.workloads.masks import mask_from_dict
-from pytest_attn.workloads.pages import Pages
-from pytest_attn.workloads.workload import Workload
 
 #: bytes of a request, which may have the text of a kernel
 _LONGEST = 4 << 20
@@ -27,7 +24,7 @@ def add_judge(commands: Any) -> None:
     """Add the command to those of `python -m pytest_attn`. commands: the subparsers."""
     judge = commands.add_parser("judge", help=_WORDS, description=_WORDS)
     judge.add_argument("kernel", nargs="?", metavar="FILE.py:FUNCTION", help="or module:FUNCTION")
-    judge.add_argument("--workloads", metavar="NAMES", help="names of the catalog, by commas; or JSON of a Workload's fields")
+    judge.add_argument("--workloads", metavar="NAMES", help="names of the catalog, FILE.jsonl of flashinfer-trace, or JSON")
     judge.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     judge.add_argument("--serve", action="store_true", help="answer each line of JSON on stdin by one on stdout")
     judge.add_argument("--feedback", choices=FEEDBACK, default="full", help="what is given back (default: %(default)s)")
@@ -127,43 +124,11 @@ def _answered(asked: dict[str, Any], given: argparse.Namespace) -> tuple[dict[st
     if len(targets) != 1:
         raise ValueError("a request has either kernel, FILE.py:FUNCTION, or source, a text")
     options.pop("id", None)
-    workloads, declared = _workloads(options.pop("workloads")), options.pop("declared")
+    workloads, declared = options.pop("workloads"), options.pop("declared")
     seed = options["seed"]
     options["seed"] = int(seed) if isinstance(seed, str) and seed.isdecimal() else seed
-    found = judge(targets[0], workloads, device=given.device, **_as_python({**options, **declared}))
+    found = judge(targets[0], workloads, isolated=True, device=given.device, **options, **as_python(declared))
     return found.as_dict(options["feedback"]), found.exit_code
-
-
-def _workloads(asked: Any) -> list[Workload | str]:
-    """Return the workloads of a request: names, by commas where several, and objects of fields."""
-    found: list[Workload | str] = []
-    for one in asked if isinstance(asked, list) else [asked]:
-        found += [name.strip() for name in one.split(",")] if isinstance(one, str) else [workload_of(one)]
-    return found
-
-
-def workload_of(fields: Any) -> Workload:
-    """Return the workload of a JSON object: its fields, a mask as a word or as {"kind": "Window", "left": 31, "right": 0}.
-
-    Raises ValueError for anything else, and for all that would import a function.
-    """
-    if not isinstance(fields, dict):
-        raise ValueError(f"a workload is a name, or an object of a Workload's fields, got {json.dumps(fields)[:60]}")
-    made = _as_python(fields)
-    mask, pages = made.get("mask"), made.get("kv_pages")
-    if "score_mod" in made or (isinstance(mask, dict) and "function" in mask):
-        raise ValueError("a workload of JSON has no functions: no score_mod, and masks by their numbers")
-    try:
-        made |= {"mask": mask_from_dict(_as_python(mask))} if isinstance(mask, dict) else {}
-        made |= {"kv_pages": Pages(**pages)} if isinstance(pages, dict) else {}
-        return Workload(**made)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"workload: {error}") from None
-
-
-def _as_python(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields with tuples in place of lists."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 # -- one for each line -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,7 @@ from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.known_pair import JudgeChangedError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import Context, judged
-from pytest_attn.guests.judging.answers import BUDGET, FUNCTION, SCHEMA, WRONG, require_feedback
+from pytest_attn.guests.judging.answers import BUDGET, SCHEMA, WRONG, require_feedback, workloads_of
 from pytest_attn.guests.judging.candidate import isolated as in_own_process
 from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
@@ -38,8 +38,6 @@ from pytest_attn.reports.records import named_numbers
 from pytest_attn.reports.verdict import LONG_SUMS, Verdict
 from pytest_attn.session.deadline import DeadlineError
 from pytest_attn.session.option_types import RANDOM, random_seed
-from pytest_attn.workloads.catalog import builtin_catalog
-from pytest_attn.workloads.distributions import distribution_names
 from pytest_attn.workloads.workload import Direction, Workload
 
 if TYPE_CHECKING:
@@ -174,32 +172,29 @@ class Judgment:
 @takes_declaration
 def judge(
     fn_or_source: Callable[..., Any] | str,
-    workload_or_group: Workload | str | Sequence[Workload | str],
+    workload_or_group: Workload | str | Mapping[str, Any] | Sequence[Workload | str | Mapping[str, Any]],
     *,
     isolated: bool = True,
     measure: bool = False,
     seed: int | str = RANDOM,
     budget_s: float = BUDGET,
     backward: bool = False,
-    inputs: str | tuple[str, ...] | None = None,
     device: str = "auto",
-    function: str = FUNCTION,
     feedback: str = "full",
     **declared: Unpack[Declared],
 ) -> Judgment:
     """Judge a kernel on workloads: exact attention, then invariants, then its time; nothing that it does is raised.
 
     Args:
-        fn_or_source: "FILE.py:FUNCTION", "module:FUNCTION" or the text of a file; with isolated=False what `check` takes.
-        workload_or_group: a `Workload`, a name of the catalog, or several.
+        fn_or_source: "FILE.py:FUNCTION", "module:FUNCTION" or the text of a file, whose function is `attention`; with
+            isolated=False what `check` takes.
+        workload_or_group: a `Workload`, a name of the catalog, a WORKLOADS.jsonl of flashinfer-trace, or several.
         isolated: run the kernel in a process of its own; none of its code runs in this one.
         measure: time it on each workload on which it is right; with `backward` also with gradients.
         seed: of the inputs; "random" draws one, which the judgment says.
         budget_s: seconds after which a process of the kernel is ended, and nothing more is begun.
         backward: compare and time dq, dk and dv as well.
-        inputs: as for `check`.
         device: as for `check`.
-        function: the function of a text, or of a file that is named without one.
         feedback: as for `Judgment.as_dict`; with "verdict" no explanation is looked for.
         **declared: what the kernel says of itself (`Declaration`).
 
@@ -215,30 +210,17 @@ def judge(
     if type(budget_s) not in (int, float) or not 0 < budget_s < math.inf:
         raise ValueError(f"judge: budget_s must be a number of seconds > 0, got {budget_s!r}")
     number: Any = int(random_seed()) if seed == RANDOM else seed
-    where, names = resolve_device(device), distribution_names(inputs)
-    made = declaration_of(judge, declared)
-    specs = [CheckSpec(one, where, backward, names, made, number) for one in workloads_of(workload_or_group)]
+    where, made = resolve_device(device), declaration_of(judge, declared)
+    specs = [CheckSpec(one, where, backward, declared=made, seed=number) for one in workloads_of(workload_or_group)]
     if measure:  # before any code of the kernel could make the device slower
         for dtype in {spec.workload.out_dtype for spec in specs}:
             ceilings_of(where, dtype)
     judging = _Judging(begun + budget_s, measure, feedback != "verdict")
-    with in_own_process(fn_or_source, function, judging.end) if isolated else nullcontext(fn_or_source) as target:
+    with in_own_process(fn_or_source, judging.end) if isolated else nullcontext(fn_or_source) as target:
         subject = specs[0].subject(Registry(), target).name
         unjudged, found = judging.all(target, specs)
     seconds = time.monotonic() - begun
     return Judgment(subject, str(where), machine_of(where).name, number, seconds, found, unjudged)
-
-
-def workloads_of(given: object) -> list[Workload]:
-    """Return workloads, by their names in the catalog where these are given. Raises ValueError."""
-    catalog, found = builtin_catalog(), list[Workload]()
-    for one in given if isinstance(given, list | tuple) else [given]:
-        if not isinstance(one, str | Workload):
-            raise ValueError(f"judge: a workload must be a name of the catalog or a Workload, got {one!r}")
-        found += catalog.select(one) if isinstance(one, str) else [one]
-    if not found:
-        raise ValueError("judge: no workload is given; expected a name of the catalog or a Workload")
-    return found
 
 
 class _Judging:
@@ -273,10 +255,9 @@ class _Judging:
             return self._judged(subject, spec)
         except NotImplementedError as error:
             return _skipped(w, str(error))
-        except ContractError as error:
-            return WorkloadJudgment(w, Verdict.MISMATCH, str(error), faults=(error.fault,) if error.fault else ())
-        except StaleError as error:
-            return WorkloadJudgment(w, Verdict.MISMATCH, str(error))
+        except (ContractError, StaleError) as error:
+            fault = getattr(error, "fault", "")
+            return WorkloadJudgment(w, Verdict.MISMATCH, str(error), faults=(fault,) if fault else ())
         except (EndsTestError, RemoteRaisedError) as error:
             return WorkloadJudgment(w, Verdict.RAISED, str(error))
         except DeadlineError as error:

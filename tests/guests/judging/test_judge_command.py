@@ -14,7 +14,7 @@ from judged_kernels import KERNELS, as_described
 from pytest_attn import Pages, Window, Workload
 from pytest_attn.__main__ import main
 from pytest_attn.guests.judging import judge_command
-from pytest_attn.guests.judging.judge_command import workload_of
+from pytest_attn.guests.judging.answers import workloads_of
 
 ONE = '{"q_len": 40, "heads": 2, "head_dim": 32, "dtype": "float32"}'
 
@@ -86,6 +86,7 @@ LINES = {
     '{"id": [2], "workloads": "smoke-full"}': "either kernel, FILE.py:FUNCTION, or source",
     '{"kernel": "kernels.py:right", "workloads": "smoke-full", "mesure": true}': "mesure: found a field that is unknown",
     '{"kernel": "kernels.py:right", "workloads": "smoke-full", "budget_s": "1"}': 'budget_s: found "1", expected number',
+    '{"kernel": "kernels:right", "workloads": "smoke-full", "declared": {"isolated": false}}': "multiple values for keyword",
     '{"kernel": "kernels.py:exits_at_once", "workloads": "smoke-full", "feedback": "full"}': "",
     '{"source": "def attention(q, k, v):\\n    return v * 0\\n", "workloads": ["smoke-full"], "id": 3}': "",
 }
@@ -107,12 +108,11 @@ def test_each_line_is_answered_by_one(command, monkeypatch):
 
 def test_workloads_of_json_have_no_code():
     fields = {"q_len": 9, "kv_len": 32, "mask": {"kind": "Window", "left": 3, "right": 0}, "kv_pages": {"size": 16}}
-    assert workload_of({**fields, "kv_lens": [32, 7]}) == Workload(
-        9, 32, mask=Window(3, 0), kv_pages=Pages(16), kv_lens=(32, 7)
-    )
+    made = Workload(9, 32, mask=Window(3, 0), kv_pages=Pages(16), kv_lens=(32, 7))
+    assert workloads_of([{**fields, "kv_lens": [32, 7]}, "smoke-full,smoke-half"])[0] == made
     for wrong in ({"score_mod": {}}, {"mask": {"kind": "MaskMod", "function": {}}}, {"mask": {}}):
         with pytest.raises(ValueError, match=r"has no functions|kind"):
-            workload_of({"q_len": 4, **wrong})
+            workloads_of({"q_len": 4, **wrong})
 
 
 FORGES = """

@@ -61,7 +61,8 @@ def test_what_a_kernel_does_is_said(judged, name):
 
 def test_nothing_of_it_runs_here(judged, tmp_path):
     before = {*sys.modules}
-    (tmp_path / "json.py").write_text("import os\ndef attention(q, k, v): raise RuntimeError(os.getpid())")
+    text = "import json, os\ndef attention(q, k, v): raise RuntimeError(json.dumps(os.getpid()))"
+    (tmp_path / "json.py").write_text(text)
     found = judge(f"{tmp_path}/json.py", SMALL, device="cpu")
     assert int(re.search(r"RuntimeError: (\d+)", found.workloads[0].said)[1]) != os.getpid()
     assert not [name for name in {*sys.modules} - before if "json" in name]
@@ -83,7 +84,6 @@ def test_what_hangs_is_not_known_and_ends_with_the_budget(judged):
     [
         ("def attention(q, k, v):\n    return (q @ k.mT / 32**0.5).softmax(-1) @ v\n", True, ""),
         ("import no_such_library\n", None, "No module named 'no_such_library'"),
-        ("def attention(q, k, v:\n", None, "was never closed"),
         ("x = 1\n", None, "candidate has no attention"),
         ("while True:\n    pass\n", None, "no time is left"),
         ("import os\nos._exit(0)\n", False, "has left the interpreter with exit code 0"),
@@ -142,21 +142,16 @@ def test_a_function_of_this_process_is_trusted_only_where_that_is_said():
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "said"),
+    ("options", "said"),
     [
-        ("no.py", {}, "there is no file 'no.py'"),
-        ("no words", {}, "got 'no words'"),
-        ("a:b", {"feedback": "all"}, "feedback must be verdict, cause or full, got 'all'"),
-        ("a:b", {"budget_s": 0}, "budget_s must be a number of seconds > 0, got 0"),
-        ("a:b", {"seed": "x"}, "seed must be a whole number >= 0, got 'x'"),
-        ("a:b", {"workloads": "no-such"}, "unknown workload 'no-such'"),
-        ("a:b", {"workloads": 5}, "a workload must be a name of the catalog or a Workload, got 5"),
-        ("a:b", {"workloads": []}, "no workload is given"),
+        ({"feedback": "all"}, "feedback must be verdict, cause or full, got 'all'"),
+        ({"workload_or_group": 5}, "a workload is a name, a Workload, or an object of its fields, got 5"),
+        ({"workload_or_group": []}, "no workload is given"),
     ],
 )
-def test_what_cannot_be_asked_is_said_in_a_line(target, options, said):
+def test_what_cannot_be_asked_is_said_in_a_line(options, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        judge(target, options.pop("workloads", SMALL), **options)
+        judge("a:b", **{"workload_or_group": SMALL, **options})
 
 
 def test_a_time_is_given_with_its_share_of_the_peak_or_not_at_all(judged, monkeypatch):
