@@ -120,8 +120,7 @@ def prose_and_example(docstring: str) -> Iterator[str]:
 def catalog() -> Iterator[str]:
     """Every group of the catalog."""
     groups = gathered((entry.group, entry) for entry in builtin_catalog())
-    rows = ((f"`{name}`", str(len(entries)), plain(entries[0].source)) for name, entries in groups.items())
-    yield from table(("group", "workloads", "source"), rows)
+    yield from table(("group", "source"), ((f"`{name}`", plain(entries[0].source)) for name, entries in groups.items()))
 
 
 def distributions() -> Iterator[str]:
