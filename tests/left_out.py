@@ -13,7 +13,7 @@ IS_ALL = os.environ.get("ATTN_TESTS") == "all"
 #: pages of docs/ whose blocks start ranks or other processes, time, judge many models, or have a test of their own
 PAGES = (
     *("howto/backend.md", "howto/isolated.md", "howto/judge.md", "howto/model.md", "howto/model-latency.md"),
-    *("howto/paged-ranks.md", "howto/quantized.md", "howto/ranks.md", "howto/report.md", "howto/several-hosts.md"),
+    *("howto/quantized.md", "howto/ranks.md", "howto/report.md", "howto/several-hosts.md"),
     *("howto/signatures.md", "howto/stronger-tests.md", "howto/without-pytest.md"),
     *("tutorial-gate.md", "tutorial-model.md"),
 )
