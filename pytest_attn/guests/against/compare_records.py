@@ -152,13 +152,21 @@ def _times(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, 
 
 
 def _decision(before: Record, now: Record, cases: int) -> Decision | None:
-    """Return what the gate says of two times as they are, on devices that may be two of a name; None for other machines."""
+    """Return what the gate says of two times, on devices that may be two of a name; None where they cannot be compared."""
     taken = [latency_of(r) for r in (before, now)]
-    if not all(one.get("p50") for one in taken) or before["machine"].get("name") != now["machine"].get("name"):
+    is_usable = all(one.get("p50") and not one.get("disturbances") for one in taken)
+    if not is_usable or before["machine"].get("name") != now["machine"].get("name"):
         return None
-    old, new = ([Run(p50, {}) for p50 in (one.get("decision") or {}).get("runs") or [one["p50"]]] for one in taken)
-    kind, recorded = str(now["machine"].get("kind", "cpu")), fit(old, {})
+    kind = str(now["machine"].get("kind", "cpu"))
+    old, new = (_runs(one, kind) for one in taken)
+    recorded = fit(old, {})
     return decide(new, GateContext(recorded, shared_prior([recorded], kind), policy_for(kind), cases, is_same_device=False))
+
+
+def _runs(latency: dict[str, Any], kind: str) -> list[Run]:
+    """Return the processes of a time; on a CPU the one whose controls are known."""
+    p50s = (latency.get("decision") or {}).get("runs") if kind == "cuda" else ()
+    return [Run(p50, latency.get("anchors") or {}) for p50 in p50s or [latency["p50"]]]
 
 
 def _residuals(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:

@@ -133,10 +133,11 @@ def test_a_command_is_moved_with_what_it_imports(monkeypatch, tmp_path):
     }
 
 
-def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkeypatch):
-    sent, files = [], {"a": f"{MINE}/src/a.py", "b": "/tmp/t/b.py", "c": f"{sys.prefix}/c.py", "d": "_ops.py"}
+def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    sent, files = [], {"a": f"{tmp_path}/src/a.py", "b": "/tmp/t/b.py", "c": f"{sys.prefix}/c.py", "d": "_ops.py"}
     channel = SimpleNamespace(send=lambda **message: sent.append(message))
-    worker = SimpleNamespace(told={"here": str(MINE), "there": "/tmp/t"}, channel=channel)
+    worker = SimpleNamespace(told={"here": str(tmp_path), "there": "/tmp/t"}, channel=channel)
     monkeypatch.setattr(other_side.Worker, "of_this_process", lambda: worker)
     for name, file in files.items():
         monkeypatch.setitem(sys.modules, f"stray_{name}", SimpleNamespace(__file__=file))

@@ -20,10 +20,11 @@ def checked(verdict="passed", **more):
     return {**record("check", verdict, ON, BACKEND, "forward"), **values, **more}
 
 
-def timed(p50=1e-3, verdict="no baseline", runs=None, **more):
+def timed(p50=1e-3, verdict="no baseline", runs=None, anchors=None, disturbances=(), **more):
     one = timing(verdict, ON, BACKEND, "forward", random.Random(0))
     decision = {"change": 0.0, "runs": runs, "detectable": 0.01} if runs else None
     latency = {**one["latency"], "p50": p50, "decision": decision, "memory": 1 << 20}
+    latency |= {"anchors": anchors or {}, "disturbances": [*disturbances]}
     return {**one, "test": "t.py::t", "command": "pytest t.py::t", "latency": latency, **more}
 
 
@@ -69,6 +70,15 @@ def test_what_changed_is_a_line_with_before_and_now(compared, before, now, line)
 def test_a_comment_has_the_command_of_each_line(compared):
     page = compared([checked()], [checked("mismatch")], "--md")
     assert f"| verdict | `mine` | `{ON[0]}` | passed | mismatch | `pytest t.py::t` |" in page
+
+
+def test_a_busy_cpu_is_not_taken_for_a_slower_kernel(compared):
+    cpu, busy = {**GPU, "kind": "cpu"}, {"compute": 2e-3, "memory": 1e-3, "attention": 2e-3}
+    quiet = timed(machine=cpu, anchors={name: taken / 2 for name, taken in busy.items()})
+    for now in (timed(2e-3, machine=cpu, anchors=busy), timed(2e-3, machine=cpu, disturbances=["a core that others used"])):
+        assert "slower" not in " ".join(line for line in compared([quiet], [now]) if "shown" not in line)
+    slower = timed(2e-3, machine=cpu, anchors=quiet["latency"]["anchors"])
+    assert compared([quiet], [slower])[0].startswith("slower ")
 
 
 def test_times_of_other_machines_are_not_compared(compared):
