@@ -103,6 +103,10 @@ class TimedCase:
         return self.measurement.spec.device
 
 
+#: why cases of a run are not timed at its end: what new processes did, another process that times for long, the user
+UNTIMED = (EndsTestError, FreshError, NoLockError, pytest.fail.Exception, KeyboardInterrupt)
+
+
 class TimedAtEnd(ABC):
     """A plugin of pytest that collects the cases of a run, and has new processes time them at its end."""
 
@@ -174,7 +178,7 @@ class Recording(TimedAtEnd):
                 if gone := orphans(files[device].cases, self._config.rootpath):
                     what = f"{count(len(gone), 'line')} of tests that are gone; delete or rename"
                     say(f"baselines: {files[device].path} has {what}: {some(gone, 3)}", yellow=True)
-        except (BaselineError, EndsTestError, FreshError, NoLockError, KeyboardInterrupt) as error:
+        except (BaselineError, *UNTIMED) as error:
             problem = str(error) or "interrupted"
             say(f"baselines: {'nothing more' if recorded else 'nothing'} recorded: {problem}", red=True)
         missed = {one.key: problem or _missing(one, runs) for one in cases if one.key not in recorded}

@@ -52,10 +52,12 @@ worker_pool._FORKED_ON = frozenset(("cpu", "cuda"))
 """
 #: SLOWER: by how much this side is; the processes of both are one in name only
 TURNS = """
-import os
+import os, pytest
 import pytest_attn.guests.against.against_run as against_run
 
 def fresh_runs(config, names, processes, progress, modes, lacking, more, is_forked, placed, pool_of):
+    if "LOCKED" in os.environ:
+        pytest.fail("another process has been timing")
     here = 1 + float(os.environ.get("SLOWER", "0"))
     return [{"key": key, "p50": 1e-4 * (here if number % 4 in (0, 3) else 1) * (1 + number % 3 / 1000), "launch": 0.0,
              "anchors": {"compute": 1e-3}, "disturbances": [], "mode": "host", "process": number}

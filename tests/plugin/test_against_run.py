@@ -34,6 +34,7 @@ def test_this_version_against_itself_counts_alarms(both, pytester):
 def test_what_is_slower_fails_its_test_and_says_so_in_the_record(both, pytester):
     result = both("--attn-against=self", "--attn-output=run.jsonl", SLOWER="0.5")
     result.assert_outcomes(passed=1, errors=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.re_match_lines(
         [
             r"slower: mine on tiny, forward: p50 0.15\d+ ms, this version itself 0.1001 ms \(\+49.9%, 95 % interval .*\)",
@@ -64,6 +65,13 @@ def test_what_cannot_be_compared_is_refused_in_a_line(both, arguments, said):
     result = both(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {said}"])
+
+
+def test_a_device_that_others_keep_is_said_in_a_line(both):
+    result = both("--attn-against=self", LOCKED="1")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    words = "against this version itself: nothing was compared: another process has been timing"
+    result.stdout.fnmatch_lines([words, "latency: 1 inconclusive"])
 
 
 def test_a_run_that_times_nothing_says_so(both, pytester):

@@ -12,13 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_attn.backends.raised import EndsTestError
-from pytest_attn.cases.latency import LatencyMode, RunBaselines, TimedAtEnd, TimedCase, locked, once_each, too_few, with_runs
+from pytest_attn.cases.latency import (
+    UNTIMED,
+    LatencyMode,
+    RunBaselines,
+    TimedAtEnd,
+    TimedCase,
+    locked,
+    once_each,
+    too_few,
+    with_runs,
+)
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.guests.against.other_side import SELF, Moved, OtherSide, OtherSideError
 from pytest_attn.latency.baseline_file import Baseline
 from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, shared_prior
-from pytest_attn.latency.regression import FreshError, describe_change
+from pytest_attn.latency.regression import describe_change
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
 from pytest_attn.processes.fork_server import Command
@@ -27,7 +36,6 @@ from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.reports.lines import count, duration, labeled, some
 from pytest_attn.reports.records import Record, is_wrong, latency_of, read_records
 from pytest_attn.reports.verdict import Verdict
-from pytest_attn.session.devices import NoLockError
 from pytest_attn.session.kinds import typed_name
 from pytest_attn.session.manifest import commit_of
 from pytest_attn.session.session import AttentionSession
@@ -102,7 +110,7 @@ class BothSides(TimedAtEnd):
                 if other.text != SELF:
                     found = self._not_comparable(cases, self._judged(placed, Path(folder)))
                 found |= self._decided([one for one in cases if one.key not in found], placed)
-        except (OtherSideError, EndsTestError, FreshError, NoLockError, OSError, ValueError, KeyboardInterrupt) as error:
+        except (OtherSideError, *UNTIMED, OSError, ValueError) as error:
             problem = str(error) or "interrupted"
             self.say(f"against {other.name}: nothing was compared: {problem}", red=True)
         found |= {one.key: Decision(Verdict.INCONCLUSIVE, problem) for one in cases if one.key not in found}

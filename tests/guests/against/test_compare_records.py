@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from fakes.records import GPU, record, timing, workloads
+from fakes.records import GPU, profile_of, record, timing, workloads
 
 from pytest_attn.__main__ import main
 from pytest_attn.guests.against.compare_records import bisected
@@ -18,6 +18,11 @@ BACKEND = ("mine", 1.0, "torch", "2.11")
 def checked(verdict="passed", **more):
     values = {"test": "t.py::t", "command": "pytest t.py::t", "z_element": 2.0, "z_row": 1.0, "z_head": 0.5, "memory": 1 << 20}
     return {**record("check", verdict, ON, BACKEND, "forward"), **values, **more}
+
+
+def launching(symbol):
+    profile = profile_of(ON, BACKEND, "forward")
+    return checked(profiles=[{**profile, "launches": [{**one, "symbol": symbol} for one in profile["launches"]]}])
 
 
 def timed(p50=1e-3, verdict="no baseline", runs=None, anchors=None, disturbances=(), **more):
@@ -56,6 +61,7 @@ def test_equal_runs_differ_in_nothing_and_say_what_would_have_shown(compared):
         (checked(), checked(z_element=4.0), "z, element    mine on {}: 2.00 -> 4.00"),
         (checked(), checked(memory=3 << 20), "memory        mine on {}: 1.0 MiB -> 3.0 MiB"),
         (checked(), checked(compile_seconds=9.0), "first calls   mine on {}: 0.0 s -> 9.0 s"),
+        (launching("old"), launching("new"), "kernels       mine on {}: old -> new"),
         (timed(), timed(1.2e-3), "slower        mine on {}: 1 ms -> 1.2 ms (+20.0%; *% would have shown)"),
         (timed(runs=[1e-3] * 8), timed(9e-4, runs=[9e-4] * 8), "faster        mine on {}: 1 ms -> 0.9 ms (-10.0%; *"),
     ],
@@ -76,7 +82,7 @@ def test_a_busy_cpu_is_not_taken_for_a_slower_kernel(compared):
     cpu, busy = {**GPU, "kind": "cpu"}, {"compute": 2e-3, "memory": 1e-3, "attention": 2e-3}
     quiet = timed(machine=cpu, anchors={name: taken / 2 for name, taken in busy.items()})
     for now in (timed(2e-3, machine=cpu, anchors=busy), timed(2e-3, machine=cpu, disturbances=["a core that others used"])):
-        assert "slower" not in " ".join(line for line in compared([quiet], [now]) if "shown" not in line)
+        assert not [line for line in compared([quiet], [now]) if line.startswith("slower")]
     slower = timed(2e-3, machine=cpu, anchors=quiet["latency"]["anchors"])
     assert compared([quiet], [slower])[0].startswith("slower ")
 
