@@ -7,6 +7,7 @@ import operator
 import os
 import platform
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -129,6 +130,13 @@ def wait_asleep(device: torch.device) -> None:
         driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(handle), device.index or 0) == 0:
             driver.cuDevicePrimaryCtxSetFlags_v2(handle, _ASLEEP)
+
+
+def wait(device: torch.device) -> None:
+    """Wait for all that a device was asked to do."""
+    if device.type in ("cuda", "xpu", "mps"):
+        which = () if device.type == "mps" else (device,)
+        getattr(sys.modules["torch"], device.type).synchronize(*which)
 
 
 def current(device: torch.device | str) -> AbstractContextManager[object]:

@@ -1,6 +1,6 @@
 """Work on the streams of a device, and what a graph keeps of it.
 
-What is made on another stream is read after the current one has waited for it: by `side_stream`, or `wait`.
+What is made on another stream is read after the current one has waited for it: by `side_stream`, or `wait` of machine.py.
 """
 
 import math
@@ -12,14 +12,6 @@ import torch
 
 from pytest_attn.backends.contexts import no_collection, quiet
 from pytest_attn.backends.subject import AttentionFn
-
-
-def wait(device: torch.device) -> None:
-    """Wait for all that a device was asked to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type in ("xpu", "mps"):
-        getattr(torch, device.type).synchronize()
 
 
 def leave_memory(device: torch.device) -> None:

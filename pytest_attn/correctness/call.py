@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.gradients import gradients_of, nodes_behind
+from pytest_attn.backends.machine import wait
 from pytest_attn.backends.raised import message_of
-from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain
 from pytest_attn.correctness.reference import Reference

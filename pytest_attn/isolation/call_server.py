@@ -21,11 +21,10 @@ from torch import Tensor
 
 from pytest_attn.backends.contexts import judged_code, no_collection
 from pytest_attn.backends.gradients import Gradients
-from pytest_attn.backends.machine import current
+from pytest_attn.backends.machine import current, wait
 from pytest_attn.backends.named import NamedFunction, UnimportableError, imported, offered_to
 from pytest_attn.backends.raised import EndsTestError, declined_because
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.streams import wait
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain
 from pytest_attn.correctness.switches import KeptSwitches

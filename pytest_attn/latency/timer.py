@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from pytest_attn.backends.contexts import no_collection
-from pytest_attn.backends.streams import wait
+from pytest_attn.backends.machine import wait
 from pytest_attn.correctness.switches import unwatch, watchers
 from pytest_attn.latency.disturbance import ContentionMonitor
 from pytest_attn.latency.work import Work, verified

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from pytest_attn.backends.streams import wait
+from pytest_attn.backends.machine import wait
 from pytest_attn.correctness.contract import elements
 from pytest_attn.workloads.workload import Workload
 

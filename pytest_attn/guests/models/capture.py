@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.gradients import nodes_behind
 from pytest_attn.backends.layouts import first_of
+from pytest_attn.backends.machine import wait
 from pytest_attn.backends.precision import Precision, default_on, uncompiled_flex_precision
 from pytest_attn.backends.raised import ending_no_test
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.streams import wait
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.parameter import is_lazy
 
-from pytest_attn.backends.streams import wait
+from pytest_attn.backends.machine import wait
 
 __tracebackhide__ = True  # what it raises is the step's own mistake
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.streams import wait
+from pytest_attn.backends.machine import wait
 from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.interception import Named
 from pytest_attn.guests.models.step import backpropagate, device_of, finish_backward, named_tensors, watching_backward

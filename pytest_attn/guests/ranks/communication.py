@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from pytest_attn.backends.streams import wait
+from pytest_attn.backends.machine import wait
 from pytest_attn.latency.nvml import AbsentError, Gpu
 from pytest_attn.latency.work import Work
 from pytest_attn.reports.lines import count, duration

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.defects import KnownDefect
-from pytest_attn.backends.streams import wait
+from pytest_attn.backends.machine import wait
 from pytest_attn.correctness.contract import native_shape, plain
 from pytest_attn.correctness.reference import Held
 from pytest_attn.correctness.spec import CheckSpec
