@@ -58,9 +58,9 @@ import pytest_attn.guests.against.against_run as against_run
 def fresh_runs(config, names, processes, progress, modes, lacking, more, is_forked, placed, pool_of):
     if "LOCKED" in os.environ:
         pytest.fail("another process has been timing")
-    here = 1 + float(os.environ.get("SLOWER", "0"))
+    here, hot = 1 + float(os.environ.get("SLOWER", "0")), [*filter(None, [os.environ.get("HOT")])]
     return [{"key": key, "p50": 1e-4 * (here if number % 4 in (0, 3) else 1) * (1 + number % 3 / 1000), "launch": 0.0,
-             "anchors": {"compute": 1e-3}, "disturbances": [], "mode": "host", "process": number}
+             "anchors": {"compute": 1e-3}, "disturbances": hot, "mode": "host", "process": number}
             for number in range(processes) for key in modes]
 
 against_run.fresh_runs = fresh_runs

@@ -26,6 +26,8 @@ def test_this_version_against_itself_counts_alarms(both, pytester):
         ]
     )
     assert not (pytester.path / "baselines").exists()
+    said = "against self: 0 of 1 alarms in 16 runs on this machine; 1 could not be decided"
+    both("--attn-against=self", HOT="hot").stdout.fnmatch_lines([said])
     both("--attn-against=self", SLOWER="0.5").stdout.re_match_lines(
         [r"against self: 1 of 1 alarms in 32 runs on this machine"]
     )

@@ -56,6 +56,7 @@ _TURNS = "ABBA"
 #: how many times four; further processes for what was disturbed in some; and the fewest of a side that decide
 ROUNDS, _MORE, _FEWEST = 4, 8, 5
 _SECONDS = 3600
+_DIFFERENT = (Verdict.SLOWER, Verdict.FASTER)
 
 
 class AgainstOther(LatencyMode):
@@ -173,7 +174,7 @@ class BothSides(TimedAtEnd):
             return {}
         runs = self._timed(cases, placed)
         found = {one.key: self._decision(one, runs) for one in cases}
-        doubtful = [one for one in cases if _differs(found[one.key]) and self._policy(one).is_shared]
+        doubtful = [one for one in cases if found[one.key].verdict in _DIFFERENT and self._policy(one).is_shared]
         if doubtful:
             time.sleep(max(self._policy(one).pause for one in doubtful))
             later = self._timed(doubtful, placed)
@@ -217,11 +218,12 @@ class BothSides(TimedAtEnd):
 
     def _decision(self, one: TimedCase, runs: Runs, times: int = 1) -> Decision:
         """Decide over a case by the gate's rule, in both directions: what is faster would have been slower the other way."""
-        sides = _sides(runs)
+        sides = [[run for run in own if run["key"] == one.key] for own in _sides(runs)]
         ours, theirs = (undisturbed(own, one.key, times * ROUNDS * len(_TURNS) // 2) for own in sides)
         for own, used, name in zip(sides, (ours, theirs), ("this side", self._other.name), strict=True):
             if len(used) < _FEWEST:
-                return Decision(Verdict.INCONCLUSIVE, f"of {name}, {too_few(one, own, _FEWEST)}")
+                at_most = self._slower(one, *sides).detectable if all(sides) else None
+                return Decision(Verdict.INCONCLUSIVE, f"of {name}, {too_few(one, own, _FEWEST)}", detectable=at_most)
         decision = self._slower(one, ours, theirs)
         if decision.verdict == Verdict.REGRESSED:
             return replace(decision, verdict=Verdict.SLOWER)
@@ -236,7 +238,8 @@ class BothSides(TimedAtEnd):
         recorded = with_runs(one.baseline, those).fit()
         if self._other.is_foreign and not self._policy(one).is_shared:
             recorded = replace(recorded.as_timed(), anchor_centers={})  # of another torch, no controls
-        context = GateContext(recorded, shared_prior([recorded], one.device.type), self._policy(one), one.measurement.cases)
+        policy = replace(self._policy(one), runs=len(these))
+        context = GateContext(recorded, shared_prior([recorded], one.device.type), policy, one.measurement.cases)
         return decide([Run(run["p50"], run["anchors"], run["launch"]) for run in these], context)
 
     def _policy(self, one: TimedCase) -> Policy:
@@ -259,8 +262,11 @@ class BothSides(TimedAtEnd):
         self._session.results.replace(is_held, decided)
 
     def _say_alarms(self, found: Mapping[str, Decision]) -> None:
-        alarms = sum(_differs(one) for one in found.values())
-        self.say(f"against self: {alarms} of {len(found)} alarms in {self._processes} runs on this machine")
+        alarms, undecided = (
+            sum(one.verdict in among for one in found.values()) for among in (_DIFFERENT, (Verdict.INCONCLUSIVE,))
+        )
+        more = f"; {undecided} could not be decided" if undecided else ""
+        self.say(f"against self: {alarms} of {len(found)} alarms in {self._processes} runs on this machine{more}")
 
     def _fail_slower(self, cases: Sequence[TimedCase], found: Mapping[str, Decision]) -> bool:
         """Fail the tests of what is slower, and under --attn-latency=require of what is undecided; return whether none is."""
@@ -290,7 +296,3 @@ def _sides(runs: Runs) -> tuple[Runs, Runs]:
 
 def _is_here(number: int) -> bool:
     return _TURNS[number % len(_TURNS)] == "A"
-
-
-def _differs(decision: Decision) -> bool:
-    return decision.verdict in (Verdict.SLOWER, Verdict.FASTER)
