@@ -27,6 +27,7 @@ LAYERS = (
     "guests/promises",
     "guests/mutants",
     "guests/merging",
+    "guests/steady",
     "guests/against",
     "cases",
     "session",
@@ -180,10 +181,10 @@ def test_a_planted_circle_and_a_planted_upward_arrow_are_seen(tmp_path, text, ci
 
 #: what the house may have at most: rooms are the folders of the package, arrows and floors those between them
 MOST = {
-    "files": 292,
-    "rooms": 19,
+    "files": 297,
+    "rooms": 20,
     "floors": 9,
-    "arrows": 97,
+    "arrows": 104,
     "imports within functions": 150,
     "imports for type checkers": 150,
 }
@@ -413,7 +414,16 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
     (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
     loaded = loaded_after(f"import pytest\nassert pytest.main(['-q', '-p', 'no:cacheprovider', {str(tmp_path)!r}]) == 0")
     modules = [word.removeprefix("pytest_attn.") for word in loaded if word.startswith("pytest_attn") or word in HEAVY]
-    names = ("against", "judging", "merging", "models", "mutants", "promises", "ranks")  # of guests, which register themselves
+    names = (
+        "against",
+        "judging",
+        "merging",
+        "models",
+        "mutants",
+        "promises",
+        "ranks",
+        "steady",
+    )  # of guests, which register themselves
     assert modules == [
         *("guests", *(one for name in names for one in (f"guests.{name}", f"guests.{name}.{name}_guest"))),
         "hooks",

@@ -1,0 +1,143 @@
+"""Growth: what a kernel holds more of after each round of the same calls."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytest_attn.backends.machine import wait
+
+#: rounds after which is looked: each time as many again, as a list has spare places, and until what is bounded is full
+LOOKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+#: bytes, or calls of functions, that are the least growth of a round; and that since the last look, as a part of that before,
+#: which is 2 where each call adds as much, a little less for a list, and less where a bound was reached
+_LEAST, _FASTER = 8, 1.25
+#: what few calls show as well, as no bound is so large
+_LARGE = ("bytes of tensors", "bytes allocated", "bytes reserved")
+#: folders and files whose own objects are none of a kernel's
+_NOT_ITS_OWN = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), tracemalloc.__file__)
+#: Python keeps names that were looked up
+_CACHES_OF_PYTHON = [getattr(sys, name) for name in ("_clear_type_cache", "_clear_internal_caches") if hasattr(sys, name)]
+
+
+class Growth:
+    """What there is at each look, of what has grown since each look before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._series: dict[str, list[int]] = {}
+        self._looks = 0
+        self._calls = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the functions of Python that are called in the round within: host work that no other process disturbs."""
+        self._calls, before = 0, sys.getprofile()
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            self._calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def look(self) -> None:
+        """Take how much there is now. What was there in all looks before and did not grow is forgotten."""
+        wait(self._device)
+        for clear in _CACHES_OF_PYTHON:
+            clear()
+        gc.collect()
+        now = self._now()
+        if self._looks == 1:  # what was not there yet
+            self._series = {name: [0] for name in now} | self._series
+        if not self._looks:
+            self._series = {name: [value] for name, value in now.items()}
+        else:
+            least = _LEAST * (LOOKS[self._looks] - LOOKS[self._looks - 1])
+            kept = {name: [*was, now.get(name, 0)] for name, was in self._series.items()}
+            self._series = {name: of for name, of in kept.items() if of[-1] - of[-2] >= least and _goes_on(of)}
+        self._looks += 1
+
+    @property
+    def grown(self) -> bool:
+        """True where something has grown from each look to the next."""
+        return self._looks > 1 and bool(self._series)
+
+    def keep_large(self) -> None:
+        """Forget what many calls alone could show."""
+        self._series = {name: of for name, of in self._series.items() if name in _LARGE}
+
+    def words(self, calls: int) -> list[str]:
+        """Say what has grown, most first. calls: of a round."""
+        last = LOOKS[self._looks - 1]
+        ranked = sorted(self._series.items(), key=lambda one: one[1][0] - one[1][-1])
+        rates = [(of[-1] - of[0]) / calls / (last - LOOKS[0]) for _, of in ranked]
+        return [
+            f"{name}, {of[0]:,} after round {LOOKS[0]} and {of[-1]:,} after round {last}, {rate:,.4g} a call"
+            for (name, of), rate in zip(ranked, rates, strict=True)
+        ]
+
+    def _now(self) -> dict[str, int]:
+        found = {_LARGE[0]: _bytes_of_tensors(), "functions called in a round": self._calls}
+        if self._device.type == "cuda":
+            found[_LARGE[1]] = torch.cuda.memory_allocated(self._device)
+            found[_LARGE[2]] = torch.cuda.memory_reserved(self._device)
+        for one in tracemalloc.take_snapshot().statistics("lineno"):
+            place = one.traceback[0]
+            if not place.filename.startswith(_NOT_ITS_OWN):
+                found[f"bytes of objects made at {os.path.relpath(place.filename)}:{place.lineno}"] = one.size
+        return found
+
+
+def _goes_on(series: list[int]) -> bool:
+    """Return whether growth is not about to end, as of what has a bound."""
+    return len(series) < 3 or series[-1] - series[-2] >= _FASTER * (series[-2] - series[-3])
+
+
+@contextmanager
+def tracing() -> Iterator[Callable[[], None]]:
+    """Yield what begins to trace objects of Python; the collector then looks at new ones alone.
+
+    From then on pytest keeps neither what is logged nor warnings, which grow with each call.
+    """
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.callback(logging.disable, logging.root.manager.disable)
+            logging.disable()
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
+            if not tracemalloc.is_tracing():
+                tracemalloc.start()
+                stack.callback(tracemalloc.stop)
+
+        yield begin
+
+
+def _bytes_of_tensors() -> int:
+    """Return the bytes of tensors that Python made since it was begun, and that are still there."""
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return sum(dict(filter(None, map(_storage_of, tensors))).values())
+
+
+def _storage_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return where the memory of a tensor begins, and its bytes; None where it has none, as a compiler's."""
+    with suppress(NotImplementedError, RuntimeError):
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    return None

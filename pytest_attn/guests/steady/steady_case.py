@@ -1,0 +1,320 @@
+"""Judgment of a kernel in a running server: other lengths, batches and offsets, again and again.
+
+The first two rounds may compile. From the third on nothing may compile, hold more memory, or make the host wait.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from pytest_attn.backends.backend import Backend
+from pytest_attn.backends.contexts import unlimited_recompiles
+from pytest_attn.backends.gradients import gradients_of
+from pytest_attn.backends.subject import RefusedError, Subject
+from pytest_attn.cases.case import AttentionCase, context_of
+from pytest_attn.cases.conclude import conclude
+from pytest_attn.cases.context import CaseContext
+from pytest_attn.cases.evaluator import Evaluator
+from pytest_attn.cases.judgment import Judgment
+from pytest_attn.correctness.contract import check_contract
+from pytest_attn.correctness.reference import Reference
+from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.correctness.switches import KeptSwitches
+from pytest_attn.guests.steady.compilations import Watch, watching
+from pytest_attn.guests.steady.growth import LOOKS, Growth, tracing
+from pytest_attn.invariants.invariant import Probe, Tensors
+from pytest_attn.latency.work import PeakMemory, first_of
+from pytest_attn.reports.lines import labeled
+from pytest_attn.reports.verdict import Verdict
+from pytest_attn.workloads.fields import is_whole
+from pytest_attn.workloads.functions import describe
+from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.workload import Workload
+
+__tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
+
+#: lengths beside which kernels are specialized; those of a workload and parts of it are asked, too
+_LENGTHS = (17, 16)
+_BATCHES = (1, 2, 3, 5)
+#: calls of a shape in one round: what is captured in a graph is captured at the second
+_CALLS = 2
+#: calls in all of which something grows that does grow; seconds after which fewer are enough for tensors, and their rounds
+_ENOUGH_CALLS, _ENOUGH, _FEWER_ROUNDS = 4096, 30.0, 32
+_SHOWN = 6
+#: what CUDA calls where the host waits for a device, as the profiler names it
+_WAITS = ("DeviceSynchronize", "StreamSynchronize", "EventSynchronize", "CtxSynchronize")
+_CALL = "pytest_attn: a call"
+_ADVICE = "compile once for all lengths, as torch.compile(dynamic=True) does; or declare how many there are, variants="
+
+
+@dataclass(frozen=True)
+class Steadiness:
+    """The steady state of a kernel.
+
+    shapes: how many were called. calls: of them all. compiled: what was compiled after the warm-up, by shape. seconds: of the
+    first call.
+    """
+
+    shapes: int
+    calls: int
+    compiled: tuple[str, ...]
+    seconds: float
+
+
+def check_steady(
+    case: AttentionCase, fn: Callable[..., Any] | Backend | str, variants: int = 3, name: str | None = None
+) -> Steadiness:
+    """Call `fn` with other lengths, batches and offsets in rounds: nothing may compile, grow or wait once these are known.
+
+    fn: as for `attn.check`; a callable must take any shape up to that of the workload. variants: at how many shapes it may
+    compile after the first call. name: as for `attn.check`.
+
+    Returns what was seen. Raises AssertionError where it is not steady; the text names the first shape.
+    """
+    __tracebackhide__ = True
+    if not is_whole(variants, 0):
+        raise ValueError(f"attn.check_steady: variants must be a whole number >= 0, got {variants!r}")
+    if not (callable(fn) or isinstance(fn, Backend | str)):
+        raise TypeError(f"attn.check_steady takes a callable or a backend, got {describe(fn)}")
+    subject = case._subject(fn, name)
+    return conclude(context_of(case), SteadyEvaluator(subject, case._spec, variants))
+
+
+class UnsteadyError(Exception):
+    """A kernel is not steady; the text says what was seen first, and each of `lines` more of it."""
+
+    def __init__(self, words: str, *lines: tuple[str, str]) -> None:
+        super().__init__(words)
+        self.lines = lines
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One shape that is asked, in words. is_view: whether k and v are parts of a longer buffer."""
+
+    words: str
+    inputs: Inputs
+    is_view: bool = False
+
+
+def shapes(inputs: Inputs, takes_views: bool) -> Iterator[Shape]:
+    """Yield the workload's shape, one with another length and batch, then others that change one of them."""
+    w = inputs.workload
+    yield Shape(_words(w, w), inputs)
+    lengths = [w.kv_len - 1, w.kv_len * 3 // 4, w.kv_len // 2 + 1, w.kv_len // 2, *_LENGTHS]
+    lengths = list(dict.fromkeys(length for length in lengths if 1 < length < w.kv_len))
+    batches = list(dict.fromkeys(batch for batch in (w.batch - 1, *_BATCHES) if 0 < batch < w.batch))
+    wanted = [(w.batch, length) for length in lengths] + [(batch, w.kv_len) for batch in batches]
+    if lengths and batches:
+        wanted[0] = batches[0], lengths[0]
+    for batch, length in wanted:
+        part = _part(inputs, batch, length)
+        yield Shape(_words(part.workload, w), part)
+    if takes_views:
+        yield Shape(f"{_words(w, w)}, k and v from row 1 on of a longer buffer", inputs, is_view=True)
+
+
+def _part(inputs: Inputs, batch: int, kv_len: int) -> Inputs:
+    w = inputs.workload
+    q_len = kv_len if w.q_len == w.kv_len else min(w.q_len, kv_len)
+    changed = w.replace(batch=batch, q_len=q_len, kv_len=kv_len, name=None)
+    rows = {"q": q_len, "k": kv_len, "v": kv_len, "dout": q_len}
+    parts = {name: getattr(inputs, name)[:batch, :, :length].contiguous() for name, length in rows.items()}
+    if w.v_in_k:
+        parts["v"] = parts["k"][..., : w.v_head_dim]
+    return replace(inputs, workload=changed, **parts)
+
+
+def _words(w: Workload, whole: Workload) -> str:
+    length = f"q_len {w.q_len}" if w.q_len == w.kv_len else f"q_len {w.q_len}, kv_len {w.kv_len}"
+    return length if w.batch == whole.batch else f"{length}, batch {w.batch}"
+
+
+def _bound_because(w: Workload) -> str:
+    """Say why a workload's options belong to its very shape, "" where they do not."""
+    bound = {
+        "lengths": bool(w.kv_lens or w.q_lens or w.cached),
+        "pages": w.kv_pages is not None,
+        "bias": bool(w.bias) or w.alibi == "batch",
+        "mask": w.band is None,
+        "score_mod": w.score_mod is not None,
+        "descales": w.is_quantized,
+    }
+    return ", ".join(name for name, is_bound in bound.items() if is_bound)
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------------
+
+
+class Visit:
+    """One shape, with the tensors that each call of it is handed: the same."""
+
+    def __init__(self, probe: Probe, shape: Shape, watch: Watch) -> None:
+        self.words, self._probe, self._watch, self._is_known = shape.words, probe, watch, False
+        tensors = probe.handed()
+        if shape.is_view:
+            rows = 1 if probe.spec.layout == "bshd" else 2
+            tensors = replace(tensors, k=_view(tensors.k, rows), v=_view(tensors.v, rows))
+        self._tensors = tensors
+
+    def calls(self, named: bool = False) -> list[str]:
+        """Call the kernel; return what that has compiled. named: for a profiler."""
+        self._watch.taken()
+        for _ in range(_CALLS):
+            with record_function(_CALL) if named else nullcontext():
+                self._call(self._tensors)
+        return self._watch.taken()
+
+    def _call(self, given: Tensors) -> None:
+        probe, spec = self._probe, self._probe.spec
+        leaves = [getattr(given, name).detach() for name in "qkv"]
+        if spec.backward:
+            leaves = [leaf.requires_grad_(name in spec.leaves) for name, leaf in zip("qkv", leaves, strict=True)]
+        with probe.calling(), nullcontext() if spec.backward else torch.no_grad():
+            self._watch.renew()
+            result = probe.kernel(*leaves)
+            if not self._is_known:
+                known = Reference(probe.inputs, spec.profile)
+                check_contract(result, spec.results, known, probe.workload, spec.layout)
+                self._is_known = True
+            if spec.backward:
+                gradients_of([first_of(result)], [leaf for leaf in leaves if leaf.requires_grad], [given.dout])
+
+
+def _view(tensor: Tensor, rows: int) -> Tensor:
+    sizes = [size + (dim == rows) for dim, size in enumerate(tensor.shape)]
+    view = tensor.new_zeros(sizes).narrow(rows, 1, tensor.shape[rows])
+    return view.copy_(tensor)
+
+
+# -- the judgment ----------------------------------------------------------------------------------------------------------
+
+
+class SteadyEvaluator(Evaluator[Steadiness]):
+    """Calls a subject with many shapes, round after round, up to the first thing that is not steady."""
+
+    question, wrong = "steady", Verdict.BROKEN
+
+    def __init__(self, subject: Subject, spec: CheckSpec, variants: int) -> None:
+        self.subject: Subject = subject
+        self._spec, self._variants, self.workload = spec, variants, spec.workload
+        self.doing, self.on = f"calling {subject.name} in other shapes", spec.workload.id
+        self._compiled: list[str] = []
+
+    def judge(self, context: CaseContext) -> Judgment[Steadiness]:
+        __tracebackhide__ = True
+        if bound := _bound_because(self.workload):
+            return Judgment.refused(self.subject, f"{self.workload.id} has no other shapes: {bound} belong to this one")
+        with watching() as watch, unlimited_recompiles(), KeptSwitches(self._spec.device.type):
+            visits = self._visits(context, watch)
+            peak, start = PeakMemory(self._spec.device), time.perf_counter()
+            with peak:
+                made = visits[0].calls()
+            seconds = time.perf_counter() - start
+            facts: Any = {"fields": {"compile_seconds": seconds if made else None, "memory": peak.bytes}}
+            try:
+                rounds, said = self._rounds(visits)
+            except UnsteadyError as error:
+                lines = [f"not steady: {self.subject.name} ({self.workload.id})", *(labeled(*line) for line in error.lines)]
+                return Judgment(Verdict.BROKEN, reason=str(error), text="\n".join(lines), **facts)
+        found = Steadiness(len(visits), rounds * len(visits) * _CALLS, tuple(self._compiled), seconds)
+        return Judgment(Verdict.HELD, found, said, **facts)
+
+    def _visits(self, context: CaseContext, watch: Watch) -> list[Visit]:
+        """Return the shapes that the subject takes, the workload's first."""
+        spec = self._spec.for_subject(self.subject)
+        inputs = draw_inputs(self.workload, spec.inputs[0], spec.seed, spec.device)
+        found = []
+        for shape in shapes(inputs, takes_views=not (spec.declared.contiguous or self.workload.v_in_k)):
+            w = shape.inputs.workload
+            if self.subject.is_backend and self.subject.obstacle(w, context.machine, spec.backward):
+                continue
+            probe = Probe(self.subject, replace(spec, workload=w), shape.inputs, context.deadline(self.subject))
+            found.append(Visit(probe, shape, watch))
+        return found
+
+    def _rounds(self, visits: list[Visit]) -> tuple[int, str]:
+        """Call all in rounds, as many as it takes to tell; return how many, and what could not be told."""
+        growth, end = Growth(self._spec.device), time.monotonic() + _ENOUGH
+        with tracing() as begin:
+            for number in range(1, LOOKS[-1] + 1):
+                if number == LOOKS[0]:
+                    begin()
+                is_profiled = number == LOOKS[0] + 1 and self._spec.device.type == "cuda"
+                watched = waiting_for_nothing() if is_profiled else growth.counting() if number in LOOKS else nullcontext()
+                with watched:
+                    self._round(number, visits, is_profiled)
+                if number in LOOKS:
+                    growth.look()
+                calls, is_late = number * len(visits) * _CALLS, time.monotonic() > end and number >= LOOKS[1]
+                if is_late or (number in LOOKS[1:] and (calls >= _ENOUGH_CALLS or not growth.grown)):
+                    break
+        was_growing = growth.grown
+        if calls < _ENOUGH_CALLS:
+            growth.keep_large()
+        if growth.grown and (calls >= _ENOUGH_CALLS or number >= _FEWER_ROUNDS):
+            words = growth.words(calls=len(visits) * _CALLS)[:_SHOWN]
+            raise UnsteadyError(f"grows: {words[0]}", *(("grows", one) for one in words))
+        return number, f"whether it grows is not known after {_ENOUGH:g} s" if was_growing else ""
+
+    def _round(self, number: int, visits: list[Visit], is_profiled: bool) -> None:
+        """Call each shape. Those that a subject declines are left out, but for the workload's."""
+        for visit in list(visits):
+            self.on = f"{self.workload.id}, at {visit.words}"
+            try:
+                made = visit.calls(is_profiled)
+            except RefusedError:
+                if visit is visits[0]:
+                    raise
+                visits.remove(visit)
+                continue
+            if made:
+                self._note(number, visit.words, "; ".join(made))
+
+    def _note(self, number: int, words: str, made: str) -> None:
+        """Note that a shape was compiled for. Raises UnsteadyError where that is one too many, or has been compiled for."""
+        self._compiled.append(f"{words}, round {number}: {made}")
+        advice = ("instead", _ADVICE)
+        lines = [("compiled", one) for one in self._compiled[-_SHOWN:]]
+        if number > 2:
+            raise UnsteadyError(f"compiled again at {words}, in round {number}: {made}", *lines, advice)
+        if len(self._compiled) > self._variants:
+            allowed = ("allowed", f"variants={self._variants} after the first call; this is one more, and others may follow")
+            raise UnsteadyError(f"new kernel at {self._compiled[0]}", *lines, allowed, advice)
+
+
+@contextmanager
+def waiting_for_nothing() -> Iterator[None]:
+    """Raise UnsteadyError at the end where the host has waited for the device in a call within."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said, profile(activities=list(ProfilerActivity)) as seen:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    events = [one for one in seen.events() or () if one.device_type.name == "CPU"]
+    calls = [one.time_range for one in events if one.name == _CALL]
+    waits = [one for one in events if one.name.endswith(_WAITS)]
+    within = [one.name for one in waits if any(call.start <= one.time_range.start <= call.end for call in calls)]
+    lines = [f"{one.filename}:{one.lineno}" for one in said if "synchronizing CUDA operation" in str(one.message)]
+    if within or lines:
+        named = ", ".join(dict.fromkeys(within)) or "an operation"
+        often = f"{max(len(within), len(lines))} times in {len(calls)} calls"
+        where = [("at", one) for one in list(dict.fromkeys(lines))[:_SHOWN]]
+        advice = "keep on the device what decides (no .item(), .tolist(), .cpu(), torch.cuda.synchronize())"
+        words = f"the host waits for the device: {named}, {often}"
+        raise UnsteadyError(words, ("waits", words), *where, ("instead", advice))
