@@ -19,26 +19,19 @@ def options() -> Iterator[str]:
     """Every option: a table per group."""
     declared = {one.name: one for one in all_options()}
     for group in all_groups():
-        yield from (
-            "",
-            f"## {group.title.capitalize()}",
-            "",
-            "| option | ini value | default | what it does |",
-            "| --- | --- | --- | --- |",
-        )
+        yield from ("", f"## {group.title.capitalize()}", "", "| option | default | what it does |", "| --- | --- | --- |")
         for name in group.names:
             yield row(*_option_cells(declared[name]))
 
 
-def _option_cells(one: Option) -> tuple[str, str, str, str]:
+def _option_cells(one: Option) -> tuple[str, str, str]:
     text, _, default = one.help.partition(" (default")
     said = default.removeprefix(": ").removesuffix(")").lstrip() if default else ""
     flag = one.flag if one.is_switch else f"{one.flag} {one.metavar}"
-    ini = f"`{one.dest}`" if one.default is not None else ""
     if default and not default.startswith(":"):  # " (default there: ...)": a sentence of its own
         text, said = one.help, ""
-    flag = "" if one.is_ini_only else f"`{flag}`"
-    return flag, ini, said or (f"`{one.default}`" if one.default else ""), text
+    unset = "" if one.default is None else f"`{one.default}`" if one.default else "none"
+    return f"`{one.dest}`, ini value" if one.is_ini_only else f"`{flag}`", said or unset, text
 
 
 def workload() -> Iterator[str]:
