@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import count, duration, some, z_figure
 from pytest_attn.reports.markdown import as_code, as_row, as_text
-from pytest_attn.reports.records import Record, is_wrong, latency_of, read_records
+from pytest_attn.reports.records import Record, gathered, is_wrong, latency_of, read_records
 from pytest_attn.reports.verdict import Verdict
+from pytest_attn.workloads.functions import printable
 
 _WORDS = "Say what changed between two runs: verdicts, p50s, z, memory, compilation, kernels launched, refusals."
 _BISECT = (
@@ -30,9 +30,6 @@ _CANNOT_SAY = 125
 #: by what factor a compilation must differ to be named, and in seconds
 _COMPILE_RATIO, _COMPILE_MORE = 1.5, 1.0
 _LEVELS = ("z_element", "z_row", "z_head")
-_Key = tuple[str, str, str, str, str, int]
-#: a judgment of either run
-_Pair = tuple[Record, Record]
 
 
 def add_commands(commands: Any) -> None:
@@ -74,7 +71,7 @@ def _read(path: str, given: argparse.Namespace) -> list[Record]:
 
 def _lines(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
     for now, what, before, after in changes(base, head):
-        yield f"{what:13} {now['subject']} on {now['workload']}: {before} -> {after}"
+        yield printable(f"{what:13} {now['subject']} on {now['workload']}: {before} -> {after}", 0)
     yield from _closing(base, head)
 
 
@@ -86,7 +83,7 @@ def _page(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
             what, before, after = map(as_text, values)
             yield as_row(what, as_code(now["subject"]), as_code(now["workload"]), before, after, as_code(now["command"]))
         yield ""
-    yield from map(as_text, _closing(base, head))
+    yield from (f"- {as_text(one)}" for one in _closing(base, head))
 
 
 def changes(base: Sequence[Record], head: Sequence[Record]) -> Iterator[tuple[Record, str, str, str]]:
@@ -100,7 +97,7 @@ def changes(base: Sequence[Record], head: Sequence[Record]) -> Iterator[tuple[Re
 
 def _closing(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
     """Yield in sentences what was compared, and what could have been seen."""
-    pairs, (old, new) = _pairs(base, head), (_keyed(base).keys(), _keyed(head).keys())
+    pairs, (old, new) = _pairs(base, head), (_judged(base).keys(), _judged(head).keys())
     text = f"{count(len(pairs), 'judgment')} in both runs"
     for only, where in ((old - new, "before"), (new - old, "now")):
         text += f", {len(only)} only {where} ({some(sorted({key[0] for key in only}), 2)})" if only else ""
@@ -116,21 +113,14 @@ def _closing(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
             yield f"{text}; times are not compared" if what == "machine" else text
 
 
-def _keyed(records: Sequence[Record]) -> dict[_Key, Record]:
-    """Return records by what they judge, and which of several such judgments they are."""
-    seen: Counter[tuple[str, ...]] = Counter()
-    found: dict[_Key, Record] = {}
-    for r in records:
-        named = (r["test"], r["question"], r["subject"], r["workload"], r["direction"])
-        key = (*named, seen[named])
-        found[key] = r
-        seen[named] += 1
-    return found
+def _judged(records: Sequence[Record]) -> dict[tuple[str, ...], list[Record]]:
+    """Return records by what they judge."""
+    return gathered(((r["test"], r["question"], r["subject"], r["workload"], r["direction"]), r) for r in records)
 
 
-def _pairs(base: Sequence[Record], head: Sequence[Record]) -> list[_Pair]:
-    before = _keyed(base)
-    return [(before[key], now) for key, now in _keyed(head).items() if key in before]
+def _pairs(base: Sequence[Record], head: Sequence[Record]) -> list[tuple[Record, Record]]:
+    before, now = _judged(base), _judged(head)
+    return [pair for key in now if key in before for pair in zip(before[key], now[key], strict=False)]
 
 
 def _verdicts(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:
