@@ -83,6 +83,9 @@ class Moved:
     more: Mapping[str, str]
 
     def __call__(self, command: Command) -> Command:
+        folder = Path(self.path(str(command.folder)))
+        if not folder.is_dir():
+            raise OtherSideError(f"it has no folder {command.folder.relative_to(self.here)}; run pytest in one that both have")
         told = {**command.told, "tests": [self.path(str(one)) for one in command.told["tests"]]}  # type: ignore[attr-defined]
         return command._replace(
             arguments=[self.path(one) for one in command.arguments],
@@ -91,7 +94,7 @@ class Moved:
                 **self.more,
                 "PYTHONPATH": os.pathsep.join(self._imports(command.environment)),
             },
-            folder=Path(self.path(str(command.folder))),
+            folder=folder,
             told=told,
         )
 

@@ -17,7 +17,7 @@ import pytest_attn
 from pytest_attn.cases.latency import TimedCase
 from pytest_attn.guests.against import against_run, other_side
 from pytest_attn.guests.against.against_run import BothSides
-from pytest_attn.guests.against.other_side import Moved, OtherSide
+from pytest_attn.guests.against.other_side import Moved, OtherSide, OtherSideError
 from pytest_attn.latency.gate import POLICIES
 from pytest_attn.processes.fork_server import Command
 from pytest_attn.reports.files import ProcessFolder
@@ -116,21 +116,20 @@ def test_without_a_repository_and_with_the_plugin_in_it_there_is_no_revision(rep
 
 
 def test_a_command_is_moved_with_what_it_imports(monkeypatch, tmp_path):
-    link = tmp_path / "link"
+    link, there = tmp_path / "link", tmp_path / "t"
     link.symlink_to(MINE)
+    (there / "sub").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", ["/usr/lib", f"{link}/src", f"{sys.prefix}/lib", ""])
     told = {"tests": [f"{MINE}/t.py::a[x/y]", "t.py"], "number": 1}
     environment = {"PYTHONPATH": f"/else{os.pathsep}{MINE}", "HOME": f"{MINE}x"}
-    moved = Moved(MINE, Path("/tmp/t"), {"BUILT": "x"})(
-        Command([f"--rootdir={MINE}", "-q"], environment, MINE / "sub", Path("/out"), told)
-    )
-    assert (moved.arguments, moved.folder, moved.output) == (["--rootdir=/tmp/t", "-q"], Path("/tmp/t/sub"), Path("/out"))
-    assert moved.told == {"tests": ["/tmp/t/t.py::a[x/y]", "t.py"], "number": 1}
-    assert moved.environment == {
-        "PYTHONPATH": os.pathsep.join(["/tmp/t/src", "/else", "/tmp/t"]),
-        "HOME": f"{MINE}x",
-        "BUILT": "x",
-    }
+    command = Command([f"--rootdir={MINE}", "-q"], environment, MINE / "sub", Path("/out"), told)
+    moved = Moved(MINE, there, {"BUILT": "x"})(command)
+    assert (moved.arguments, moved.folder, moved.output) == ([f"--rootdir={there}", "-q"], there / "sub", Path("/out"))
+    assert moved.told == {"tests": [f"{there}/t.py::a[x/y]", "t.py"], "number": 1}
+    found = os.pathsep.join([f"{there}/src", "/else", str(there)])
+    assert moved.environment == {"PYTHONPATH": found, "HOME": f"{MINE}x", "BUILT": "x"}
+    with pytest.raises(OtherSideError, match=r"^it has no folder new; run pytest in one that both have$"):
+        Moved(MINE, there, {})(command._replace(folder=MINE / "new"))
 
 
 def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkeypatch, tmp_path):
