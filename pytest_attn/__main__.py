@@ -27,7 +27,8 @@ from pytest_attn.workloads.catalog import builtin_catalog
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the listing, or run a command; return 0, or 1 where torch is missing or broken. Unknown arguments exit with 2."""
     given = _parser().parse_args(arguments)
-    return int(given.run(given))
+    run = resolve_name(given.run) if isinstance(given.run, str) else given.run
+    return int(run(given))
 
 
 def _parser() -> argparse.ArgumentParser:

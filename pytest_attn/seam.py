@@ -90,7 +90,8 @@ class Guest:
         results: a function of records that yields, for pages, titles with the texts below.
         compares: what its mode compares with, and by which option, in words.
         mode: a class of `LatencyMode`, asked before those of the core whether a run is its own.
-        commands: of `python -m pytest_attn`: functions that take the subparsers, and add theirs.
+        commands: of `python -m pytest_attn`: functions that take the subparsers and add theirs, whose `run`
+            may be "module:function", loaded when it runs.
         faults: identities that its diagnoses give to faults, with what is wrong: a mapping.
     """
 

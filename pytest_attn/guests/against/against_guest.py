@@ -1,5 +1,6 @@
-"""The guest against: `pytest --attn-against=REV`."""
+"""The guest against: `pytest --attn-against=REV`, and the commands `compare` and `bisect`."""
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,11 @@ from pytest_attn.seam import Guest
 from pytest_attn.session.option_types import action
 
 _HERE = "pytest_attn.guests.against"
+_WORDS = "Say what changed between two runs: verdicts, p50s, z, memory, compilation, kernels launched, refusals."
+_BISECT = (
+    "For `git bisect run python -m pytest_attn bisect TEST`: exit with 1 where TEST is slower than in the oldest good"
+    " revision, 0 where it is not, and 125 where that cannot be said, as it is wrong, does not build, or is inconclusive."
+)
 
 
 def _other_side(text: str) -> Any:
@@ -31,9 +37,21 @@ class AgainstOptions:
     )
 
 
+def add_commands(commands: Any) -> None:
+    """Declare both commands of `python -m pytest_attn`."""
+    compare = commands.add_parser("compare", help=_WORDS, description=_WORDS)
+    compare.add_argument("base", metavar="BASE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote before")
+    compare.add_argument("head", metavar="HEAD.jsonl", help="and now")
+    compare.add_argument("--md", action="store_true", help="as a comment for a pull request")
+    compare.set_defaults(run=f"{_HERE}.compare_records:run_compare", error=compare.error)
+    bisect = commands.add_parser("bisect", help="TEST is slower than in a good revision: 1, 0 or 125", description=_BISECT)
+    bisect.add_argument("arguments", nargs=argparse.REMAINDER, metavar="TEST", help="a test, and further arguments of pytest")
+    bisect.set_defaults(run=f"{_HERE}.compare_records:run_bisect", error=bisect.error)
+
+
 GUEST = Guest(
     options=AgainstOptions,
     mode=f"{_HERE}.against_run:AgainstOther",
-    commands=(f"{_HERE}.compare_records:add_commands",),
+    commands=(f"{_HERE}.against_guest:add_commands",),
     compares="another revision, on this machine, here and now: --attn-against=REV",
 )

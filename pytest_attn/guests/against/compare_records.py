@@ -20,28 +20,11 @@ from pytest_attn.reports.records import Record, gathered, is_wrong, latency_of, 
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.workloads.functions import printable
 
-_WORDS = "Say what changed between two runs: verdicts, p50s, z, memory, compilation, kernels launched, refusals."
-_BISECT = (
-    "For `git bisect run python -m pytest_attn bisect TEST`: exit with 1 where TEST is slower than in the oldest good"
-    " revision, 0 where it is not, and 125 where that cannot be said, as it is wrong, does not build, or is inconclusive."
-)
 #: exit code by which git skips a revision
 _CANNOT_SAY = 125
 #: by what factor a compilation must differ to be named, and in seconds
 _COMPILE_RATIO, _COMPILE_MORE = 1.5, 1.0
 _LEVELS = ("z_element", "z_row", "z_head")
-
-
-def add_commands(commands: Any) -> None:
-    """Declare both commands."""
-    compare = commands.add_parser("compare", help=_WORDS, description=_WORDS)
-    compare.add_argument("base", metavar="BASE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote before")
-    compare.add_argument("head", metavar="HEAD.jsonl", help="and now")
-    compare.add_argument("--md", action="store_true", help="as a comment for a pull request")
-    compare.set_defaults(run=run_compare, error=compare.error)
-    bisect = commands.add_parser("bisect", help="TEST is slower than in a good revision: 1, 0 or 125", description=_BISECT)
-    bisect.add_argument("arguments", nargs=argparse.REMAINDER, metavar="TEST", help="a test, and further arguments of pytest")
-    bisect.set_defaults(run=run_bisect, error=bisect.error)
 
 
 # -- compare -------------------------------------------------------------------------------------------------------------
