@@ -27,6 +27,7 @@ from pytest_attn.session.kinds import (
     kind_of,
     parameter_of,
     register_kinds_of_guests,
+    selected_cases,
 )
 from pytest_attn.session.options import add_options, require_known
 from pytest_attn.session.pytest_versions import items_of
@@ -218,6 +219,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if attention.worker is not None:
         attention.worker.wait_at_gate()
     attention.collected.due = sum(map(is_case, items_of(session)))
+    if attention.collected.due and attention.worker is None and not attention.settings.list_only:
+        session.config.hook.pytest_attn_cases(cases=selected_cases(items_of(session)))
     return True if attention.settings.list_only else None
 
 

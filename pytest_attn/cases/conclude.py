@@ -33,6 +33,8 @@ def conclude(context: CaseContext, evaluator: Evaluator[Result]) -> Result:
     its text and the command that repeats it.
     """
     __tracebackhide__ = True
+    if context.session.kernels.judges_nothing:
+        evaluator = context.session.kernels.asking(evaluator)
     context.is_judged, context.question = True, evaluator.question
     if context.session.settings.isolated is not None:
         _require_contained(context, evaluator)

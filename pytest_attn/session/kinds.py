@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -37,6 +38,16 @@ class CaseParameter:
     def label(self) -> str:
         """The case in its id, without the backend."""
         return self.workload.id
+
+
+class SelectedCase(NamedTuple):
+    """One case that a run selected. test: the id of its item. backend, device: None where none is named."""
+
+    test: str
+    workload: Workload
+    backend: str | None
+    backward: bool
+    device: str | None
 
 
 #: the kind of a test that asks for no other
@@ -133,6 +144,14 @@ def parameter_of(item: pytest.Item) -> CaseParameter | None:
     """Return the case of an item; None where it has none, or only stands for a test without selected cases."""
     found: CaseParameter | None = item.callspec.params[PARAMETER] if is_case(item) else None  # type: ignore[attr-defined]
     return found
+
+
+def selected_cases(items: Iterable[pytest.Item]) -> list[SelectedCase]:
+    """Return the cases among items, in their order."""
+    found = ((item, case) for item in items if (case := parameter_of(item)))
+    return [
+        SelectedCase(item.nodeid, case.workload, case.backend, asks_gradients(item), device_of(item)) for item, case in found
+    ]
 
 
 # -- names ---------------------------------------------------------------------------------------------------------------

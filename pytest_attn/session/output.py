@@ -277,6 +277,8 @@ def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:
     divided says nothing of the whole.
     """
     records, collected = session.results.records, session.collected
+    if session.kernels.judges_nothing:
+        return f"nothing was judged: {session.kernels.judges_nothing}"
     if (lost := collected.due - collected.begun) > 0:
         return f"{lost} of {collected.due} cases never ran, and nothing stopped the run: they were taken out of pytest's list"
     is_part = config.getoption("splits", None) or (config.getoption("num_shards", None) or 1) > 1

@@ -49,6 +49,8 @@ class SelectedKernels:
 
     #: why nothing is timed, None where it is
     untimed_because: str | None = None
+    #: what a run does in place of judging, "" where it judges
+    judges_nothing = ""
     #: whether the kernels are those that the tests name, whose failures are kept and whose launches are asserted
     are_tested = True
     #: the title of what is printed at the end in place of the summary; "" for the summary
@@ -120,6 +122,10 @@ class SelectedKernels:
     def skipped_because(self, test: str, name: str) -> str | None:
         """Say why a case need not run any more, None where it must."""
         return None
+
+    def asking(self, evaluator: Any) -> Any:
+        """Return what asks in place of the evaluator of a judgment, in a run that judges nothing."""
+        return evaluator
 
     def settle(self, item: pytest.Item, report: pytest.TestReport, progress: Progress) -> None:
         """Turn the report of a case into what it means in this run."""

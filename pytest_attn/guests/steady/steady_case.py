@@ -24,7 +24,7 @@ from pytest_attn.cases.case import AttentionCase, context_of
 from pytest_attn.cases.conclude import conclude
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator
-from pytest_attn.cases.judgment import Judgment
+from pytest_attn.cases.judgment import FailureToSave, Judgment
 from pytest_attn.correctness.contract import check_contract
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
@@ -178,19 +178,27 @@ class Visit:
         return self._watch.taken()
 
     def _call(self, given: Tensors) -> None:
-        probe, spec = self._probe, self._probe.spec
-        leaves = [getattr(given, name).detach() for name in "qkv"]
+        probe = self._probe
+        result = called(probe, given, self._watch)
+        if not self._is_known:
+            known = Reference(probe.inputs, probe.spec.profile)
+            check_contract(result, probe.spec.results, known, probe.workload, probe.spec.layout)
+            self._is_known = True
+
+
+def called(probe: Probe, given: Tensors, watch: Watch) -> Any:
+    """Call a kernel, backward too where its spec says so; return what it returned."""
+    __tracebackhide__ = True
+    spec = probe.spec
+    leaves = [getattr(given, name).detach() for name in "qkv"]
+    if spec.backward:
+        leaves = [leaf.requires_grad_(name in spec.leaves) for name, leaf in zip("qkv", leaves, strict=True)]
+    with probe.calling(), nullcontext() if spec.backward else torch.no_grad():
+        watch.renew()
+        result = probe.kernel(*leaves)
         if spec.backward:
-            leaves = [leaf.requires_grad_(name in spec.leaves) for name, leaf in zip("qkv", leaves, strict=True)]
-        with probe.calling(), nullcontext() if spec.backward else torch.no_grad():
-            self._watch.renew()
-            result = probe.kernel(*leaves)
-            if not self._is_known:
-                known = Reference(probe.inputs, spec.profile)
-                check_contract(result, spec.results, known, probe.workload, spec.layout)
-                self._is_known = True
-            if spec.backward:
-                gradients_of([first_of(result)], [leaf for leaf in leaves if leaf.requires_grad], [given.dout])
+            gradients_of([first_of(result)], [leaf for leaf in leaves if leaf.requires_grad], [given.dout])
+    return result
 
 
 def _view(tensor: Tensor, rows: int) -> Tensor:
@@ -212,6 +220,10 @@ class SteadyEvaluator(Evaluator[Steadiness]):
         self._spec, self._variants, self.workload = spec, variants, spec.workload
         self.doing, self.on = f"calling {subject.name} in other shapes", spec.workload.id
         self._compiled: list[str] = []
+
+    @property
+    def evidence(self) -> FailureToSave:
+        return FailureToSave(self._spec, self.subject)
 
     def judge(self, context: CaseContext) -> Judgment[Steadiness]:
         __tracebackhide__ = True
