@@ -224,14 +224,12 @@ class BothSides(TimedAtEnd):
             if len(used) < _FEWEST:
                 at_most = self._slower(one, *sides).detectable if all(sides) else None
                 return Decision(Verdict.INCONCLUSIVE, f"of {name}, {too_few(one, own, _FEWEST)}", detectable=at_most)
-        decision = self._slower(one, ours, theirs)
+        decision = replace(self._slower(one, ours, theirs), is_faster=False)
         if decision.verdict == Verdict.REGRESSED:
             return replace(decision, verdict=Verdict.SLOWER)
         if self._slower(one, theirs, ours).verdict == Verdict.REGRESSED:
-            return replace(decision, verdict=Verdict.FASTER, reason="", is_faster=False)
-        return replace(
-            decision, verdict=Verdict.ALIKE if decision.verdict == Verdict.PASSED else decision.verdict, is_faster=False
-        )
+            return replace(decision, verdict=Verdict.FASTER, reason="")
+        return replace(decision, verdict=Verdict.ALIKE) if decision.verdict == Verdict.PASSED else decision
 
     def _slower(self, one: TimedCase, these: Runs, those: Runs) -> Decision:
         """Return what the gate says of these runs, had those been recorded."""

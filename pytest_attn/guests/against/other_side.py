@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,10 +178,12 @@ def _git(folder: Path, *words: str, **environment: str) -> str:
 
 
 def pytest_sessionfinish() -> None:
-    """Say which modules are not of the other side's tree."""
+    """Say which modules and libraries are not of the other side's tree."""
     worker = Worker.of_this_process()
     if worker is None:
         return
     here, there = Path(worker.told["here"]), Path(worker.told["there"])
     files = {str(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    with suppress(OSError):  # on other systems; libraries that no module stands for, as those of torch.ops
+        files.update(re.findall(r"/.*\.so$", Path("/proc/self/maps").read_text(), re.MULTILINE))
     worker.channel.send(strays=sorted(one for one in files if is_within(one, here) and not is_within(one, there)))

@@ -1,5 +1,6 @@
 """Two versions against each other: which is meant, where it stands, what is decided, and that nothing stays behind."""
 
+import mmap
 import os
 import random
 import signal
@@ -140,8 +141,10 @@ def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkey
     monkeypatch.setattr(other_side.Worker, "of_this_process", lambda: worker)
     for name, file in files.items():
         monkeypatch.setitem(sys.modules, f"stray_{name}", SimpleNamespace(__file__=file))
-    other_side.pytest_sessionfinish()
-    assert sent == [{"strays": [files["a"]]}]
+    (tmp_path / "kernel.so").write_bytes(b"x")
+    with (tmp_path / "kernel.so").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        other_side.pytest_sessionfinish()
+    assert sent == [{"strays": [str(tmp_path / "kernel.so"), files["a"]]}]
 
 
 # -- what is decided -----------------------------------------------------------------------------------------------------
