@@ -235,14 +235,15 @@ def test_a_block_that_does_not_run_says_why(capsys):
 
 
 def dead_links(page):
-    """Yield the relative links of a page that lead to no file, or to no heading of it."""
+    """Yield the relative links of a page that lead to no file, to no heading of it, or from the site to a page beside it."""
     prose = re.sub(r"^ *```.*?^ *```|(`+)[^`]*?\1", "", page.read_text(), flags=re.S | re.M)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         name, _, heading = target.partition("#")
         if re.match(r"[a-z]+:", target):
             continue
         there = page.parent / name if name else page
-        if not there.is_file() or (heading and heading not in anchors(there)):
+        is_beside = page in PAGES[1:] and there.suffix == ".md" and there.resolve() not in PAGES[1:]
+        if not there.is_file() or is_beside or (heading and heading not in anchors(there)):
             yield target
 
 
