@@ -217,10 +217,10 @@ def judge(
             ceilings_of(where, dtype)
     judging = _Judging(begun + budget_s, measure, feedback != "verdict")
     with in_own_process(fn_or_source, judging.end) if isolated else nullcontext(fn_or_source) as target:
-        subject = specs[0].subject(Registry(), target).name
-        unjudged, found = judging.all(target, specs)
+        subjects = [spec.subject(Registry(), target) for spec in specs]
+        unjudged, found = judging.all(subjects, specs)
     seconds = time.monotonic() - begun
-    return Judgment(subject, str(where), machine_of(where).name, number, seconds, found, unjudged)
+    return Judgment(subjects[0].name, str(where), machine_of(where).name, number, seconds, found, unjudged)
 
 
 class _Judging:
@@ -229,28 +229,27 @@ class _Judging:
     def __init__(self, end: float, measures: bool, explains: bool) -> None:
         self.end, self._measures, self._explains = end, measures, explains
 
-    def all(self, target: Any, specs: Sequence[CheckSpec]) -> tuple[str, tuple[WorkloadJudgment, ...]]:
-        """Judge a target on the workloads of specs; return why nothing could be judged, and the findings."""
-        if isinstance(target, IsolatedFunction):
+    def all(self, subjects: Sequence[Subject], specs: Sequence[CheckSpec]) -> tuple[str, tuple[WorkloadJudgment, ...]]:
+        """Judge a kernel as the subject of each spec; return why nothing could be judged, and the findings."""
+        if isinstance(function := subjects[0].named, IsolatedFunction):
             try:
-                target.start()
+                function.start()
             except RemoteRaisedError as error:
                 return str(error), ()
             except DeadlineError as error:
                 first = self._lost(specs[0].workload, error)
                 return (str(error), ()) if first.verdict == Verdict.SKIPPED else ("", (first,))
-        return "", tuple(self._on(target, spec) for spec in specs)
+        return "", tuple(map(self._on, subjects, specs))
 
     @property
     def _left(self) -> float:
         return self.end - time.monotonic()
 
-    def _on(self, target: Any, spec: CheckSpec) -> WorkloadJudgment:
-        """Judge a target on one workload."""
+    def _on(self, subject: Subject, spec: CheckSpec) -> WorkloadJudgment:
+        """Judge a kernel on one workload."""
         w = spec.workload
         if self._left <= 0:
             return _skipped(w, "no time is left of the budget")
-        subject = spec.subject(Registry(), target)
         try:
             return self._judged(subject, spec)
         except NotImplementedError as error:
