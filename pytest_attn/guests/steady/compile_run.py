@@ -84,7 +84,7 @@ class CallOnce(Evaluator[Any]):
     def judge(self, context: CaseContext) -> Judgment[Any]:
         __tracebackhide__ = True
         known, subject = self._evidence, self.subject
-        if not isinstance(known, FailureToSave) or not isinstance(subject, Subject) or context.executor.elsewhere:
+        if not isinstance(known, FailureToSave) or not isinstance(subject, Subject) or not _is_here(context, subject):
             is_first = all(test != context.item.nodeid for test, *_ in self._called_before)
             reason = f"not called: {COMPILE_ONLY} calls kernels that are handed to attn"
             return Judgment(Verdict.SKIPPED, reason=reason, is_recorded=is_first)
@@ -112,3 +112,8 @@ class CallOnce(Evaluator[Any]):
         reason = f"{_CALLED} in {seconds:.2f} s and not judged: {'; '.join(made) or 'nothing compiled'}"
         fields = {"compile_seconds": seconds if made else None, "memory": peak.bytes}
         return Judgment(Verdict.SKIPPED, reason=reason, fields=fields)
+
+
+def _is_here(context: CaseContext, subject: Subject) -> bool:
+    executor = context.executor.of(subject)
+    return not (executor.elsewhere or executor.is_expendable)

@@ -42,16 +42,19 @@ class Growth:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the functions of Python that are called in the round within: host work that no other process disturbs."""
-        self._calls, before = 0, sys.getprofile()
+        self._calls = 0
 
         def count(frame: Any, event: str, arg: Any) -> None:
             self._calls += event == "call"
 
-        sys.setprofile(count)
+        is_free = sys.getprofile() is None
+        if is_free:
+            sys.setprofile(count)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            if is_free:
+                sys.setprofile(None)
 
     def look(self) -> None:
         """Take how much there is now. What was there in all looks before and did not grow is forgotten."""

@@ -33,7 +33,7 @@ from pytest_attn.guests.steady.compilations import Watch, watching
 from pytest_attn.guests.steady.growth import LOOKS, Growth, tracing
 from pytest_attn.invariants.invariant import Probe, Tensors
 from pytest_attn.latency.work import PeakMemory, first_of
-from pytest_attn.reports.lines import labeled
+from pytest_attn.reports.lines import count, labeled
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.workloads.fields import is_whole
 from pytest_attn.workloads.functions import describe
@@ -50,9 +50,12 @@ _CALLS = 2
 #: calls in all of which something grows that does grow; seconds after which fewer are enough for tensors, and their rounds
 _ENOUGH_CALLS, _ENOUGH, _FEWER_ROUNDS = 4096, 30.0, 32
 _SHOWN = 6
+#: copies of a workload's tensors that a device must have room for
+_COPIES = 32
 #: what CUDA calls where the host waits for a device, as the profiler names it
 _WAITS = ("DeviceSynchronize", "StreamSynchronize", "EventSynchronize", "CtxSynchronize")
 _CALL = "pytest_attn: a call"
+_ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 _ADVICE = "compile once for all lengths, as torch.compile(dynamic=True) does; or declare how many there are, variants="
 
 
@@ -100,30 +103,17 @@ class UnsteadyError(Exception):
 # -- shapes ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One shape that is asked, in words. is_view: whether k and v are parts of a longer buffer."""
-
-    words: str
-    inputs: Inputs
-    is_view: bool = False
-
-
-def shapes(inputs: Inputs, takes_views: bool) -> Iterator[Shape]:
+def shapes(inputs: Inputs) -> Iterator[Inputs]:
     """Yield the workload's shape, one with another length and batch, then others that change one of them."""
     w = inputs.workload
-    yield Shape(_words(w, w), inputs)
+    yield inputs
     lengths = [w.kv_len - 1, w.kv_len * 3 // 4, w.kv_len // 2 + 1, w.kv_len // 2, *_LENGTHS]
     lengths = list(dict.fromkeys(length for length in lengths if 1 < length < w.kv_len))
     batches = list(dict.fromkeys(batch for batch in (w.batch - 1, *_BATCHES) if 0 < batch < w.batch))
     wanted = [(w.batch, length) for length in lengths] + [(batch, w.kv_len) for batch in batches]
     if lengths and batches:
         wanted[0] = batches[0], lengths[0]
-    for batch, length in wanted:
-        part = _part(inputs, batch, length)
-        yield Shape(_words(part.workload, w), part)
-    if takes_views:
-        yield Shape(f"{_words(w, w)}, k and v from row 1 on of a longer buffer", inputs, is_view=True)
+    yield from (_part(inputs, batch, length) for batch, length in wanted)
 
 
 def _part(inputs: Inputs, batch: int, kv_len: int) -> Inputs:
@@ -143,7 +133,7 @@ def _words(w: Workload, whole: Workload) -> str:
 
 
 def _bound_because(w: Workload) -> str:
-    """Say why a workload's options belong to its very shape, "" where they do not."""
+    """Say which options of a workload belong to its very shape, "" where none does."""
     bound = {
         "lengths": bool(w.kv_lens or w.q_lens or w.cached),
         "pages": w.kv_pages is not None,
@@ -159,31 +149,29 @@ def _bound_because(w: Workload) -> str:
 
 
 class Visit:
-    """One shape, with the tensors that each call of it is handed: the same."""
+    """One shape, with the tensors that each call of it is handed: the same. is_view: k and v are parts of a longer buffer."""
 
-    def __init__(self, probe: Probe, shape: Shape, watch: Watch) -> None:
-        self.words, self._probe, self._watch, self._is_known = shape.words, probe, watch, False
-        tensors = probe.handed()
-        if shape.is_view:
+    def __init__(self, probe: Probe, whole: Workload, watch: Watch, is_view: bool = False) -> None:
+        self._probe, self._watch, self._is_known = probe, watch, False
+        self.words = _words(probe.workload, whole) + (", k and v from row 1 on of a longer buffer" if is_view else "")
+        given = probe.handed()
+        if is_view:
             rows = 1 if probe.spec.layout == "bshd" else 2
-            tensors = replace(tensors, k=_view(tensors.k, rows), v=_view(tensors.v, rows))
-        self._tensors = tensors
+            given = replace(given, k=_view(given.k, rows), v=_view(given.v, rows))
+        self._given = given
 
     def calls(self, named: bool = False) -> list[str]:
         """Call the kernel; return what that has compiled. named: for a profiler."""
+        probe = self._probe
         self._watch.taken()
         for _ in range(_CALLS):
             with record_function(_CALL) if named else nullcontext():
-                self._call(self._tensors)
+                result = called(probe, self._given, self._watch)
+            if not self._is_known:
+                known = Reference(probe.inputs, probe.spec.profile)
+                check_contract(result, probe.spec.results, known, probe.workload, probe.spec.layout)
+                self._is_known = True
         return self._watch.taken()
-
-    def _call(self, given: Tensors) -> None:
-        probe = self._probe
-        result = called(probe, given, self._watch)
-        if not self._is_known:
-            known = Reference(probe.inputs, probe.spec.profile)
-            check_contract(result, probe.spec.results, known, probe.workload, probe.spec.layout)
-            self._is_known = True
 
 
 def called(probe: Probe, given: Tensors, watch: Watch) -> Any:
@@ -227,8 +215,17 @@ class SteadyEvaluator(Evaluator[Steadiness]):
 
     def judge(self, context: CaseContext) -> Judgment[Steadiness]:
         __tracebackhide__ = True
-        if bound := _bound_because(self.workload):
-            return Judgment.refused(self.subject, f"{self.workload.id} has no other shapes: {bound} belong to this one")
+        w, executor = self.workload, context.executor.of(self.subject)
+        if bound := _bound_because(w):
+            return Judgment.refused(self.subject, f"{w.id} has no other shapes: {bound} belong to this one")
+        if executor.elsewhere or executor.is_expendable:
+            return Judgment.refused(
+                self.subject, "what compiles is seen in this process only: leave out ranks, --attn-isolated"
+            )
+        if _COPIES * w.bytes("backward") > context.machine.memory:
+            return Judgment.refused(
+                self.subject, f"{_COPIES} shapes of {w.id} do not fit into the device's memory; name a smaller one"
+            )
         with watching() as watch, unlimited_recompiles(), KeptSwitches(self._spec.device.type):
             visits = self._visits(context, watch)
             peak, start = PeakMemory(self._spec.device), time.perf_counter()
@@ -248,13 +245,14 @@ class SteadyEvaluator(Evaluator[Steadiness]):
         """Return the shapes that the subject takes, the workload's first."""
         spec = self._spec.for_subject(self.subject)
         inputs = draw_inputs(self.workload, spec.inputs[0], spec.seed, spec.device)
-        found = []
-        for shape in shapes(inputs, takes_views=not (spec.declared.contiguous or self.workload.v_in_k)):
-            w = shape.inputs.workload
-            if self.subject.is_backend and self.subject.obstacle(w, context.machine, spec.backward):
-                continue
-            probe = Probe(self.subject, replace(spec, workload=w), shape.inputs, context.deadline(self.subject))
-            found.append(Visit(probe, shape, watch))
+        deadline, found = context.deadline(self.subject), []
+        for part in shapes(inputs):
+            obstacle = self.subject.is_backend and self.subject.obstacle(part.workload, context.machine, spec.backward)
+            if not obstacle:
+                probe = Probe(self.subject, replace(spec, workload=part.workload), part, deadline)
+                found.append(Visit(probe, self.workload, watch))
+        if not (spec.declared.contiguous or self.workload.v_in_k):
+            found.append(Visit(Probe(self.subject, spec, inputs, deadline), self.workload, watch, is_view=True))
         return found
 
     def _rounds(self, visits: list[Visit]) -> tuple[int, str]:
@@ -313,7 +311,7 @@ def waiting_for_nothing() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as said, profile(activities=list(ProfilerActivity)) as seen:
+        with warnings.catch_warnings(record=True) as said, profile(activities=_ACTIVITIES) as seen:
             warnings.simplefilter("always")
             yield
     finally:
@@ -325,7 +323,7 @@ def waiting_for_nothing() -> Iterator[None]:
     lines = [f"{one.filename}:{one.lineno}" for one in said if "synchronizing CUDA operation" in str(one.message)]
     if within or lines:
         named = ", ".join(dict.fromkeys(within)) or "an operation"
-        often = f"{max(len(within), len(lines))} times in {len(calls)} calls"
+        often = f"{count(max(len(within), len(lines)), 'time')} in {count(len(calls), 'call')}"
         where = [("at", one) for one in list(dict.fromkeys(lines))[:_SHOWN]]
         advice = "keep on the device what decides (no .item(), .tolist(), .cpu(), torch.cuda.synchronize())"
         words = f"the host waits for the device: {named}, {often}"

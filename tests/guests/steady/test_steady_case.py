@@ -5,18 +5,20 @@ import sys
 import types
 import warnings
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from logging import getLogger
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.profiler import ProfilerActivity, record_function
 
 from pytest_attn import Workload
 from pytest_attn.cases.case_records import RECORDS
 from pytest_attn.guests.steady import growth, steady_case
 from pytest_attn.guests.steady.compilations import watching
+from pytest_attn.guests.steady.steady_case import UnsteadyError, waiting_for_nothing
 
 W = Workload(8, batch=2, heads=2, head_dim=16, dtype="float32")
 DECODE = Workload(1, 100, batch=4, heads=4, kv_heads=2, head_dim=16)
@@ -172,17 +174,6 @@ def list_that_is_searched():
     return kernel
 
 
-def graph_that_is_kept():
-    losses = []
-
-    def kernel(q, k, v):
-        out = plain(q, k, v)
-        losses.append(out.sum())
-        return out
-
-    return kernel
-
-
 FIRST = "q_len 7, batch 1, round 1"
 MUTANTS = {
     plan_per_length: f"compiled   {FIRST}: torch.compile of <lambda>, tensor 'k' size mismatch at index 0",
@@ -191,7 +182,6 @@ MUTANTS = {
     leak_of_a_page: "grows      bytes of tensors",
     growing_list: "test_steady_case.py:",
     list_that_is_searched: "functions called in a round",
-    graph_that_is_kept: "grows      bytes of tensors",
 }
 
 
@@ -242,6 +232,21 @@ def test_what_is_recorded(attn):
     assert last_record(attn)["compile_seconds"] > 0
 
 
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_wait_within_a_call_is_found(monkeypatch, waits):
+    """The profiler of a GPU shows such events; here they are made."""
+    monkeypatch.setattr(steady_case, "_ACTIVITIES", [ProfilerActivity.CPU])
+    for name in ("get_sync_debug_mode", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *mode: 0)
+    alarm = pytest.raises(UnsteadyError, match="cudaDeviceSynchronize, 1 time in 3 calls") if waits else nullcontext()
+    with alarm, waiting_for_nothing():
+        for _ in range(2):
+            with record_function(steady_case._CALL):
+                torch.ones(1)
+        with record_function(steady_case._CALL) if waits else nullcontext(), record_function("cudaDeviceSynchronize"):
+            torch.ones(1)
+
+
 # -- other shapes ----------------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +290,9 @@ def test_bad_arguments(attn):
 
 
 def test_kernels_of_triton_are_told_with_what_is_new(monkeypatch):
-    runtime = types.SimpleNamespace(jit_post_compile_hook=None)
+    others = []
+    runtime = types.SimpleNamespace(jit_post_compile_hook=lambda **told: others.append(told))
+    before = runtime.jit_post_compile_hook
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(knobs=types.SimpleNamespace(runtime=runtime)))
     params = [types.SimpleNamespace(name=name) for name in ("q", "n", "BLOCK")]
     fn = types.SimpleNamespace(name="kernels._fwd", jit_function=types.SimpleNamespace(params=params))
@@ -308,17 +315,8 @@ def test_kernels_of_triton_are_told_with_what_is_new(monkeypatch):
         assert compile_for(32, (0,)) == ["Triton's _fwd, BLOCK is the constant 32, was the constant 64"]
         runtime.jit_post_compile_hook()  # a release that tells nothing
         assert watch.taken() == ["Triton's None, anew"]
-    assert runtime.jit_post_compile_hook is None
-
-
-def test_an_other_s_hook_of_triton_is_called_as_before(monkeypatch):
-    told = []
-    runtime = types.SimpleNamespace(jit_post_compile_hook=lambda **more: told.append(more))
-    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(knobs=types.SimpleNamespace(runtime=runtime)))
-    with watching() as watch:
-        watch.renew()
-        runtime.jit_post_compile_hook(fn="kernel")
-    assert told == [{"fn": "kernel"}]
+    assert runtime.jit_post_compile_hook is before
+    assert [told.get("fn") for told in others] == [fn, fn, fn, None]
 
 
 def test_other_makers_and_programs(monkeypatch):
