@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import field_tables
 
@@ -25,7 +25,7 @@ from pytest_attn.guests.judging.answers import ANSWER, REQUEST
 from pytest_attn.latency.baseline_file import FILE
 from pytest_attn.reports.records import fields as fields_of_records
 from pytest_attn.reports.records import gathered, line_description
-from pytest_attn.reports.runs import CLOSING_LINE, RunFacts
+from pytest_attn.reports.runs import CLOSING_LINE
 from pytest_attn.seam import guests
 from pytest_attn.session.kinds import register_kinds_of_guests
 from pytest_attn.session.marks import marker_help
@@ -156,13 +156,7 @@ def record() -> Iterator[str]:
     yield from table(("field", "type", "meaning"), rows)
 
 
-def run() -> Iterator[str]:
-    """Yield the fields of the closing line of a run, each with its meaning."""
-    hints = get_type_hints(RunFacts, include_extras=True)
-    yield from table(("field of `run`", "meaning"), ((f"`{name}`", get_args(hint)[1]) for name, hint in hints.items()))
-
-
-_OWN = (markers, fixtures, hook_functions, catalog, distributions, precisions, record, run)
+_OWN = (markers, fixtures, hook_functions, catalog, distributions, precisions, record)
 PARTS = {part.__name__: part for part in (*_OWN, field_tables.options, field_tables.workload)}
 
 
