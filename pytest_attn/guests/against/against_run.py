@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,16 +40,7 @@ from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import typed_name
 from pytest_attn.session.manifest import commit_of
 from pytest_attn.session.session import AttentionSession
-from pytest_attn.session.worker_pool import (
-    Runs,
-    WorkerPool,
-    are_forked,
-    fresh_runs,
-    has_left,
-    is_lacking,
-    undisturbed,
-    worker_command,
-)
+from pytest_attn.session.worker_pool import Runs, WorkerPool, are_forked, fresh_runs, is_lacking, undisturbed, worker_command
 from pytest_attn.workloads.functions import shell_word
 
 #: who is timed in which of four processes: whatever drifts is the same for both
@@ -142,7 +134,7 @@ class BothSides(TimedAtEnd):
                 f"it imports {some(strays, 2)} of this tree, so both would be the same; install nothing that points to the"
                 " tree, or name the interpreter of an environment that has the other version: --attn-against=PYTHON"
             )
-        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or has_left(done):
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not done.is_finished:
             raised = re.findall(r"^E +(\w.*)", done.output, re.MULTILINE)
             raise OtherSideError(f"it cannot run these tests: {raised[0] if raised else last_words(done.output)}")
         return read_records(path)
@@ -260,10 +252,9 @@ class BothSides(TimedAtEnd):
         self._session.results.replace(is_held, decided)
 
     def _say_alarms(self, found: Mapping[str, Decision]) -> None:
-        alarms, undecided = (
-            sum(one.verdict in among for one in found.values()) for among in (_DIFFERENT, (Verdict.INCONCLUSIVE,))
-        )
-        more = f"; {undecided} could not be decided" if undecided else ""
+        verdicts = Counter(one.verdict for one in found.values())
+        more = f"; {number} could not be decided" if (number := verdicts[Verdict.INCONCLUSIVE]) else ""
+        alarms = sum(map(verdicts.__getitem__, _DIFFERENT))
         self.say(f"against self: {alarms} of {len(found)} alarms in {self._processes} runs on this machine{more}")
 
     def _fail_slower(self, cases: Sequence[TimedCase], found: Mapping[str, Decision]) -> bool:
