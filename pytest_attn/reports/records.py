@@ -5,6 +5,7 @@ the strings "Infinity", "-Infinity" and "NaN" in the file, and numbers again whe
 """
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -261,12 +262,13 @@ def failures(records: Iterable[Record]) -> int:
 class RecordWriter:
     """Writes a .jsonl file of --attn-output. The file of an earlier run is replaced when the first record comes.
 
-    If it cannot be written, the run goes on: `problem` says why, "" where there is none.
+    If it cannot be written, the run goes on: `problem` says why, "" where there is none. written: the SHA-256 of the file.
     """
 
     def __init__(self, path: str, with_samples: bool = False) -> None:
         self.path, self.with_samples = path, with_samples
         self.problem = ""
+        self.written = hashlib.sha256()
         self._mode = "w"
 
     def write(self, records: Iterable[Record]) -> None:
@@ -277,9 +279,11 @@ class RecordWriter:
         """Append lines in the same way."""
         if self.problem:
             return
+        text = "".join(f"{line}\n" for line in lines).encode(errors=ESCAPED)
+        self.written.update(text)
         try:
-            with open(self.path, self._mode, encoding="utf-8", errors=ESCAPED, newline="\n") as file:
-                file.write("".join(f"{line}\n" for line in lines))
+            with open(self.path, f"{self._mode}b") as file:
+                file.write(text)
         except OSError as error:
             self.problem = f"--attn-output: cannot write {self.path}: {error}"
         self._mode = "a"

@@ -1,11 +1,15 @@
 """The runs in a .jsonl file: the lines of each, and the closing line that says which tests it collected, left out and ran."""
 
+from __future__ import annotations
+
+import hashlib
 import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, TypedDict, cast, get_args, get_type_hints
 
+from pytest_attn.reports.files import ESCAPED
 from pytest_attn.reports.records import OUR_SCHEMA, RUN, SCHEMA, Record, gathered, read_line, require_described
 from pytest_attn.reports.strict_json import TEXT, array_of, by_name, object_of, parse_json
 from pytest_attn.workloads.functions import printable
@@ -18,18 +22,29 @@ class RunFacts(TypedDict):
     choice: Annotated[str, "-k, -m and --deselect; --lf if it left out tests that did not fail before"]
     group: Annotated[str, "I/N where pytest-split divided the tests, else empty"]
     commit: Annotated[str, "of the repository, marked if there are uncommitted changes; empty without git"]
+    sources: Annotated[
+        dict[str, str],
+        "git's id of what each Python file held that the run has imported, by its place in the repository; of an installed"
+        " package as well, if the repository has it; not of files that git ignores",
+    ]
     options: Annotated[str, "the options of pytest-attn that differ from their defaults, without outputs and device"]
+    seed: Annotated[int, "of the inputs"]
     pytest_attn: Annotated[str, "its version"]
+    plugin: Annotated[str, "SHA-256 of its own files"]
     python: Annotated[str, "its version"]
     device: Annotated[str, "name of the GPU of tests that name no device, or cpu; empty without such tests"]
     records: Annotated[int, "how many lines before this one are its records"]
+    judged: Annotated[int, "how many of these are of a judgment that was not skipped"]
+    skipped: Annotated[int, "how many of these are of one that was"]
     uncollected: Annotated[int, "how many files could not be collected"]
     exit: Annotated[int, "pytest's exit code"]
     collected: Annotated[int, "how many tests were collected, before any was deselected: those of the next four fields"]
+    selected: Annotated[int, "how many were to run: those of the next two"]
     ran: Annotated[frozenset[str], "ids of tests that ran to their end, or that one skipped test stands for"]
     unfinished: Annotated[frozenset[str], "of tests that should have run, and did not"]
     left_out: Annotated[frozenset[str], "of tests that a plugin deselected, as pytest-split does"]
     unchosen: Annotated[frozenset[str], "of tests that -k, -m or --deselect leave out"]
+    digest: Annotated[str, "SHA-256 of all that the run wrote before it: records and what stands here above"]
 
 
 #: ends the choice of a run that collected what failed in an earlier one, and nothing else
@@ -37,17 +52,14 @@ LAST_FAILED = "--lf"
 #: the types of the fields, and their meanings
 _FIELDS = {name: get_args(hint) for name, hint in get_type_hints(RunFacts, include_extras=True).items()}
 #: those that hold ids of tests
-_IDS = [name for name, (kind, _) in _FIELDS.items() if kind not in (int, str)]
-_OF_TYPES = {str: TEXT, int: {"type": "integer"}}
+_IDS = [name for name, (kind, _) in _FIELDS.items() if kind == frozenset[str]]
+_OF_TYPES = {str: TEXT, int: {"type": "integer"}, dict[str, str]: by_name(TEXT), frozenset[str]: by_name(array_of(TEXT))}
+#: behind the digest, the last field
+_END = '"}}'
 CLOSING_LINE = object_of(
     {
         "schema": OUR_SCHEMA,
-        RUN: object_of(
-            {
-                name: {**_OF_TYPES.get(kind, by_name(array_of(TEXT))), "title": meaning}
-                for name, (kind, meaning) in _FIELDS.items()
-            }
-        ),
+        RUN: object_of({name: {**_OF_TYPES[kind], "title": meaning} for name, (kind, meaning) in _FIELDS.items()}),
     }
 )
 
@@ -110,10 +122,21 @@ def read_runs(path: str) -> list[Run]:
     return [run for run in runs if run.lines or run.damaged] or [Run(path)]
 
 
-def to_run_line(facts: RunFacts) -> str:
-    """Return the closing line of a run."""
+def to_run_line(facts: RunFacts, written: hashlib._Hash | None = None) -> str:
+    """Return the closing line of a run, with its digest. written: that of the lines before, where there are any."""
     ids = {name: grouped(facts[name]) for name in _IDS}  # type: ignore[literal-required]
-    return json.dumps({"schema": SCHEMA, RUN: {**facts, **ids}}, ensure_ascii=False, separators=(",", ":"))
+    closing = {"schema": SCHEMA, RUN: {**facts, **ids, "digest": ""}}
+    text = json.dumps(closing, ensure_ascii=False, separators=(",", ":")).removesuffix(_END)
+    whole = written.copy() if written else hashlib.sha256()
+    whole.update(text.encode(errors=ESCAPED))
+    return f"{text}{whole.hexdigest()}{_END}"
+
+
+def is_as_written(run: Run) -> bool:
+    """Return whether the lines of a run that is closed are those of which its closing line has the digest."""
+    text = "".join(run.lines).rstrip("\n")
+    end = f"{run.facts['digest']}{_END}" if run.facts else ""
+    return text.endswith(end) and hashlib.sha256(text.removesuffix(end).encode()).hexdigest() + _END == end
 
 
 def _facts_of(line: str, where: str) -> RunFacts:

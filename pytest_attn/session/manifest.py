@@ -6,19 +6,19 @@ them, so all are noted before that. Under xdist each worker notes what is collec
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import re
 import shlex
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_attn.reports.records import Record, RecordWriter, is_judged
 from pytest_attn.reports.runs import LAST_FAILED, RunFacts, stable_id, to_run_line
+from pytest_attn.reports.verdict import Verdict
+from pytest_attn.session.repository import commit_of, imported_of, own_digest, sources_of, top_of
 from pytest_attn.version import __version__
 
 if TYPE_CHECKING:
@@ -39,39 +39,49 @@ class Manifest:
     """A plugin of pytest that notes what becomes of each test."""
 
     def __init__(self, config: pytest.Config, settings: Settings, machines: Machines) -> None:
-        self._config, self._machines = config, machines
+        self._config, self._machines, self._seed = config, machines, settings.seed
         self._options = re.sub(r"--attn-device=\S+ ?", "", settings.as_options()).strip()
+        self._top = top_of(config.rootpath)
         self._commit = "" if hasattr(config, "workerinput") else commit_of(config.rootpath)
         self.collected: list[pytest.Item] = []  # all tests, before any is taken away
         self.absent: list[pytest.Item] = []  # tests that one skipped test stands for, as this machine lacks their backend
-        self._noted: dict[str, Any] = {"collected": 0, "device": "", "is_narrowed": False, **{name: [] for name in _FATES}}
+        self._noted: dict[str, Any] = {"collected": 0, "device": "", "is_narrowed": False, "imported": {}}
+        self._noted |= {name: [] for name in _FATES}
         self._ran: set[str] = set()
         self._uncollected: set[str] = set()
 
-    def closing_line(self, exit_code: int, records: int) -> str:
-        """Return what the run says of itself when it is over."""
+    def closing_line(self, exit_code: int, records: Sequence[Record], lines: RecordWriter) -> str:
+        """Return what the run says of itself when it is over. lines: what has written its records."""
         noted = self._noted
         ran = self._ran.union(noted["absent"])
+        skipped = sum(one["verdict"] == Verdict.SKIPPED for one in records)
         group, splits = (self._config.getoption(name, None) for name in ("group", "splits"))  # of pytest-split
         facts: RunFacts = {
             "command": shlex.join(["pytest", *map(str, self._config.invocation_params.args)]),
             "choice": self._choice(),
             "group": f"{group}/{splits}" if group and splits else "",
             "commit": self._commit,
+            "sources": sources_of(self._top, noted["imported"]) if self._top else {},
             "options": self._options,
+            "seed": self._seed,
             "pytest_attn": __version__,
+            "plugin": own_digest(),
             "python": platform.python_version(),
             "device": noted["device"],
-            "records": records,
+            "records": len(records),
+            "judged": sum(map(is_judged, records)) - skipped,
+            "skipped": skipped,
             "uncollected": len(self._uncollected),
             "exit": exit_code,
             "collected": noted["collected"],
+            "selected": len(ran.union(noted["selected"])),
             "ran": frozenset(ran),
             "unfinished": frozenset(noted["selected"]).difference(ran),
             "left_out": frozenset(noted["left_out"]),
             "unchosen": frozenset(noted["unchosen"]),
+            "digest": "",
         }
-        return to_run_line(facts)
+        return to_run_line(facts, lines.written)
 
     def _choice(self) -> str:
         option = self._config.option
@@ -107,10 +117,12 @@ class Manifest:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """Note the device, if a test has asked for it; hand over what a worker of xdist knows."""
+        """Note the device, if a test has asked for it, and what was imported; hand over what a worker of xdist knows."""
         if machine := self._machines.known_default:
             # the model of a hosted runner's CPU is another each time, and says nothing
             self._noted["device"] = machine.kind if machine.kind == "cpu" else machine.name
+        if self._top:
+            self._noted["imported"] |= imported_of(self._top)
         if (output := getattr(self._config, "workeroutput", None)) is not None:
             output[_NOTED] = self._noted
 
@@ -118,7 +130,8 @@ class Manifest:
     def pytest_testnodedown(self, node: Any) -> None:
         """Take over what a worker of xdist has noted; not every worker has asked for the device."""
         if noted := getattr(node, "workeroutput", {}).get(_NOTED):
-            self._noted = {**noted, "device": noted["device"] or self._noted["device"]}
+            imported = {**self._noted["imported"], **noted["imported"]}
+            self._noted = {**noted, "device": noted["device"] or self._noted["device"], "imported": imported}
 
 
 def left_in(config: pytest.Config, items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -136,19 +149,3 @@ def left_in(config: pytest.Config, items: Sequence[pytest.Item]) -> list[pytest.
     for name in _CHOOSERS:
         config.pluginmanager.get_plugin(name).pytest_collection_modifyitems(items=found, config=Asking())  # type: ignore[union-attr]
     return found
-
-
-def commit_of(folder: Path) -> str:
-    """Return the commit of a repository, and where files differ from it, a mark that says how; "" where git has none."""
-    commit = _git(folder, "rev-parse", "HEAD").decode().strip()
-    changes = _git(folder, "diff", "HEAD") if commit else b""
-    return f"{commit}+{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
-
-
-def _git(folder: Path, *words: str) -> bytes:
-    """Return what git prints, nothing where it fails or takes too long."""
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return b""
-    return b"" if done.returncode else done.stdout

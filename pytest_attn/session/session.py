@@ -176,7 +176,7 @@ class Results:
         if lines is not None:
             lines.write(self._held)
             if self.manifest is not None:
-                lines.write_lines([self.manifest.closing_line(exitstatus, len(self.records))])
+                lines.write_lines([self.manifest.closing_line(exitstatus, self.records, lines)])
         return lines
 
 

@@ -1,5 +1,6 @@
 """Files of the runs of one suite, as pytest --attn-output=FILE.jsonl writes them in groups, without running anything."""
 
+import hashlib
 import itertools
 
 from fakes.records import run_of
@@ -31,20 +32,28 @@ def lines_of_run(found, every, tests=(), **facts):
         "choice": "",
         "group": "",
         "commit": COMMIT,
+        "sources": {},
         "options": "",
+        "seed": 0,
         "pytest_attn": __version__,
+        "plugin": "",
         "python": "3.12.1",
         "device": "NVIDIA H200",
         "records": len(found),
+        "judged": len(found),
+        "skipped": 0,
         "uncollected": 0,
         "exit": 0,
         "collected": len(ran | set(every)),
+        "selected": len(ran),
         "ran": ran,
         "unfinished": (),
         "left_out": set(every) - ran,
         "unchosen": (),
     }
-    return [*map(to_line, found), to_run_line({**closing, **facts})]
+    lines = [*map(to_line, found)]
+    written = hashlib.sha256("".join(f"{line}\n" for line in lines).encode())
+    return [*lines, to_run_line({**closing, **facts}, written)]
 
 
 def write(folder, number, lines):

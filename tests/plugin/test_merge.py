@@ -7,7 +7,7 @@ import pytest
 
 from pytest_attn.__main__ import main
 from pytest_attn.reports.records import read_records
-from pytest_attn.session.manifest import commit_of
+from pytest_attn.session.repository import commit_of
 
 TESTS = """
 import pytest

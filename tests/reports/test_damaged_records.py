@@ -85,7 +85,7 @@ def test_a_wrong_part_of_a_record_is_named_with_file_and_line(changes, words):
     assert "\n" not in str(refused.value)
 
 
-VALUES_OF = {int: 0, str: "x", frozenset[str]: frozenset(("a[b]", "c"))}
+VALUES_OF = {int: 0, str: "x", frozenset[str]: frozenset(("a[b]", "c")), dict[str, str]: {"a.py": "0"}}
 FACTS = {name: VALUES_OF[kind] for name, kind in get_type_hints(RunFacts).items()}
 
 

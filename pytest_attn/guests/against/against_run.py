@@ -38,7 +38,7 @@ from pytest_attn.reports.lines import count, duration, labeled, some
 from pytest_attn.reports.records import Record, is_wrong, latency_of, read_records
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import typed_name
-from pytest_attn.session.manifest import commit_of
+from pytest_attn.session.repository import commit_of
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.session.worker_pool import Runs, WorkerPool, are_forked, fresh_runs, is_lacking, undisturbed, worker_command
 from pytest_attn.workloads.functions import shell_word

@@ -1,0 +1,29 @@
+"""The guest evidence: `python -m pytest_attn verify`."""
+
+from typing import Any
+
+from pytest_attn.seam import Guest
+
+_WORDS = (
+    "Say whether a run is of this tree and whole: 0 where it is; 1 where it is not, with what was found and expected; 2 where"
+    " that cannot be said. It is no signature."
+)
+
+
+def add_verify(commands: Any) -> None:
+    """Declare the command of `python -m pytest_attn`."""
+    command = commands.add_parser("verify", help="say whether a run is of this tree and whole", description=_WORDS)
+    command.add_argument("file", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote, or merge")
+    command.add_argument("--at", metavar="REV", help="the revision that it must be of (default: this tree, without changes)")
+    command.add_argument("--seed", type=int, help="the seed that it must have (default: any)")
+    command.add_argument(
+        "--args",
+        default="",
+        metavar="ARGUMENTS",
+        help='of pytest, which say what must have run: --args="tests/kernels --attn-backends=mine" (default: none)',
+    )
+    command.add_argument("--no-collect", action="store_true", help="do not ask pytest here which tests there are")
+    command.set_defaults(run="pytest_attn.guests.evidence.verify:run_verify", error=command.error)
+
+
+GUEST = Guest(commands=(f"{__name__}:add_verify",))
