@@ -6,7 +6,7 @@ from pytest_attn.seam import Guest
 
 _WORDS = (
     "Say whether a run is of this tree and whole: 0 where it is; 1 where it is not, with what was found and expected; 2 where"
-    " that cannot be said. It is no signature."
+    " that cannot be said. It is not a signature."
 )
 
 
