@@ -10,8 +10,6 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -73,11 +71,11 @@ def imported(name: str, file: str = "") -> Callable[..., Any]:
 
 
 def _from_file(module: str, file: str) -> ModuleType:
-    """Run a file as the module of this name."""
-    loader = SourceFileLoader(module, file)
-    found = sys.modules[module] = module_from_spec(ModuleSpec(module, loader, origin=file))
+    """Run a file as the module of this name: its text, as bytecode of a second ago may be of another."""
+    sys.dont_write_bytecode = True  # of what it imports beside it
+    found = sys.modules[module] = ModuleType(module)
     found.__file__ = file
-    loader.exec_module(found)
+    exec(compile(Path(file).read_bytes(), file, "exec"), vars(found))
     return found
 
 

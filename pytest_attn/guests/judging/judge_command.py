@@ -56,8 +56,8 @@ def _close_to_others() -> None:
     """
     here = os.getcwd()
     sys.path[:] = [one for one in sys.path if one not in ("", here)]
-    if hasattr(library := ctypes.CDLL(None), "prctl"):
-        library.prctl(_SET_DUMPABLE, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -169,3 +169,14 @@ def test_a_time_is_given_with_its_share_of_the_peak_or_not_at_all(judged, monkey
 def latency_of(direction, p50, decision=None):
     interval = Interval(p50, p50, 0.95)
     return Latency("", "", direction, p50, interval, (p50,), 1, "host", 1, "warm", 0.0, {}, decision=decision)
+
+
+def test_a_file_that_changes_within_a_second_is_judged_as_it_is(tmp_path):
+    path = tmp_path / "mine.py"
+    for factor, right in (("1.00", True), ("1.01", False)):
+        path.write_text(
+            "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
+            f"def attention(q, k, v):\n    return sdpa(q, k, v) * {factor}\n"
+        )
+        os.utime(path, (1e9, 1e9))
+        assert judge(str(path), SMALL, device="cpu", feedback="verdict").right is right
