@@ -118,18 +118,6 @@ def test_the_matrix_of_several_hosts_fits_its_schema_and_runs_every_part(tmp_pat
     assert job["env"] == {"PART": "${{ matrix.part }}", "PARTS": "${{ strategy.job-total }}"}
 
 
-def test_the_script_for_slurm_is_one_of_bash_and_its_array_has_as_many_tasks_as_there_are_groups(tmp_path):
-    text = sample("bash", "split.sbatch")
-    (tmp_path / "split.sbatch").write_text(text)
-    done = subprocess.run(["bash", "-n", tmp_path / "split.sbatch"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.M))
-    assert text.startswith("#!/bin/bash\n")
-    assert len(options) == text.count("#SBATCH")
-    assert options["array"] == f"1-{re.search('--splits ([0-9]+) ', text)[1]}"
-    assert options["ntasks"] == "1", "a batch script is one task, whose GPUs xdist divides"
-
-
 def test_the_matrix_has_every_python_and_the_oldest_torch():
     jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
     matrix = jobs["tests"]["strategy"]["matrix"]["include"]
