@@ -254,9 +254,11 @@ class _Judging:
             return self._judged(subject, spec)
         except NotImplementedError as error:
             return _skipped(w, str(error))
-        except (ContractError, StaleError) as error:
-            fault = getattr(error, "fault", "")
-            return WorkloadJudgment(w, Verdict.MISMATCH, str(error), faults=(fault,) if fault else ())
+        except ContractError as error:
+            return WorkloadJudgment(w, Verdict.MISMATCH, str(error), faults=(error.fault,) if error.fault else ())
+        except StaleError as error:
+            said = str(error).partition(" (")[0]  # what follows is how far it is off
+            return WorkloadJudgment(w, Verdict.MISMATCH, said, str(error))
         except (EndsTestError, RemoteRaisedError) as error:
             return WorkloadJudgment(w, Verdict.RAISED, str(error))
         except DeadlineError as error:

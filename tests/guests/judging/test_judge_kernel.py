@@ -15,6 +15,7 @@ from pytest_attn.guests.judging import judge_kernel
 from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
+from pytest_attn.latency.work import WrongResultError
 from pytest_attn.reports.verdict import Verdict
 
 SMALL = Workload(40, heads=2, head_dim=32, dtype="float32")
@@ -180,3 +181,13 @@ def test_a_file_that_changes_within_a_second_is_judged_as_it_is(tmp_path):
         )
         os.utime(path, (1e9, 1e9))
         assert judge(str(path), SMALL, device="cpu", feedback="verdict").right is right
+
+
+def test_nor_is_how_far_a_timed_result_is_off(judged, monkeypatch):
+    def timed(*given):
+        raise WrongResultError("timed: its result is not that of its data (out differs from exact attention by z 3.7)")
+
+    monkeypatch.setattr(judge_kernel, "timed", timed)
+    found, cause = judged("right", measure=True, feedback="cause")
+    assert (found.right, cause["workloads"][0]["said"]) == (False, "timed: its result is not that of its data")
+    assert "z 3.7" in found.as_dict("full")["workloads"][0]["text"]
