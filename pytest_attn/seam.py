@@ -77,7 +77,8 @@ class Guest:
             text in the help; read from `Settings.more`.
         contradiction: a function of the settings that says of options that do not go together what to type, a line that
             begins with one of them; "" where they do.
-        kernels: by the name of an option of its, a class of `SelectedKernels` that says whose kernels a run tests.
+        kernels: by the name of an option of its, a class of `SelectedKernels` that says whose kernels a run tests,
+            and what asks in place of judgments.
         methods: of `attn`, by their names: functions that take the `AttentionCase` first.
         attributes: of `attn`, by their names: functions of the `AttentionCase`.
         latency: by a field of `Latency.more`, what records say of it.

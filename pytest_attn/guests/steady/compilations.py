@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partialmethod
 from typing import Any
 
 #: module, what makes a kernel within it, and its name in words
@@ -78,7 +77,7 @@ class Watch:
         parent = getattr(sys.modules[module], owner, None) if owner else sys.modules[module]
         if (was := getattr(parent, name, None)) is not None:
             noted = _Noted(was, lambda: self._found.append(words))
-            setattr(parent, name, partialmethod(noted) if owner else noted)
+            setattr(parent, name, (lambda *args, **kwargs: noted(*args, **kwargs)) if owner else noted)
             self._replaced[module] = parent, name, was
 
     def _watch_triton(self) -> None:

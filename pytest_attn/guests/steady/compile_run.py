@@ -19,7 +19,7 @@ from pytest_attn.guests.steady.steady_guest import COMPILE_ONLY
 from pytest_attn.invariants.invariant import Probe
 from pytest_attn.latency.work import PeakMemory
 from pytest_attn.reports.lines import count, raised_words
-from pytest_attn.reports.records import Record
+from pytest_attn.reports.records import Record, is_wrong
 from pytest_attn.reports.terminal import Line
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.progress import Progress
@@ -47,16 +47,11 @@ class CompiledOnly(SelectedKernels):
     def summary(cls, records: Sequence[Record], verbose: bool) -> Iterator[Line]:
         made = [one for one in records if one["question"] == _QUESTION and one["reason"].startswith(_CALLED)]
         seconds = {one["test"]: one["compile_seconds"] for one in made if one["compile_seconds"] is not None}
-        cases, kernels = (
-            count(len({one["test"] for one in made}), "case"),
-            count(len({one["subject"] for one in made}), "kernel"),
-        )
-        yield f"{cases} of {kernels} called once, {len(seconds)} compiled; none was judged", {}
+        tests, kernels = ({one[key] for one in made} for key in ("test", "subject"))
+        words = f"{count(len(tests), 'case')} of {count(len(kernels), 'kernel')} called once"
+        yield f"{words}, {len(seconds)} compiled; none was judged", {}
         slowest = sorted(seconds, key=lambda test: -seconds[test])
         yield from ((f"{seconds[test]:7.2f} s  {test}", {}) for test in (slowest if verbose else slowest[:_SLOWEST]))
-        yield from (
-            (f"raised  {one['test']}: {one['reason']}", {"red": True}) for one in records if one["verdict"] == Verdict.RAISED
-        )
 
     def asking(self, evaluator: Evaluator[Any]) -> Evaluator[Any]:
         return evaluator if isinstance(evaluator, Refusal) else CallOnce(evaluator, self._called)
@@ -64,10 +59,11 @@ class CompiledOnly(SelectedKernels):
     def settle(self, item: pytest.Item, report: pytest.TestReport, progress: Progress) -> None:
         """Skip a test whose kernels were called, however it went on without their judgment."""
         made = [one for one in getattr(report, "attn", ()) if one["question"] == _QUESTION]
-        if report.when != "call" or not made or any(one["verdict"] == Verdict.RAISED for one in made):
+        if report.when != "call" or not made or any(map(is_wrong, made)):
             return
         path, line, _ = item.location
-        report.outcome, report.longrepr = "skipped", (path, (line or 0) + 1, f"Skipped: {made[-1]['reason']}")
+        telling = max(made, key=lambda one: one["compile_seconds"] or 0.0)
+        report.outcome, report.longrepr = "skipped", (path, (line or 0) + 1, f"Skipped: {telling['reason']}")
         report.attn = made  # type: ignore[attr-defined]
 
 
@@ -85,17 +81,14 @@ class CallOnce(Evaluator[Any]):
         __tracebackhide__ = True
         known, subject = self._evidence, self.subject
         if not isinstance(known, FailureToSave) or not isinstance(subject, Subject) or not _is_here(context, subject):
-            is_first = all(test != context.item.nodeid for test, *_ in self._called_before)
-            reason = f"not called: {COMPILE_ONLY} calls kernels that are handed to attn"
-            return Judgment(Verdict.SKIPPED, reason=reason, is_recorded=is_first)
+            return Judgment(Verdict.SKIPPED, reason=f"not called: {COMPILE_ONLY} calls kernels that are handed to attn")
         spec = known.spec.for_subject(subject)
         this = context.item.nodeid, subject.name, spec.backward
         if this in self._called_before:
             return Judgment(Verdict.SKIPPED, is_recorded=False)
         self._called_before.add(this)
-        probe = Probe(
-            subject, spec, draw_inputs(spec.workload, spec.inputs[0], spec.seed, spec.device), context.deadline(subject)
-        )
+        inputs = draw_inputs(spec.workload, spec.inputs[0], spec.seed, spec.device)
+        probe = Probe(subject, spec, inputs, context.deadline(subject))
         peak, start = PeakMemory(spec.device), time.perf_counter()
         with watching() as watch:
             given = probe.handed()

@@ -56,7 +56,7 @@ _COPIES = 32
 _WAITS = ("DeviceSynchronize", "StreamSynchronize", "EventSynchronize", "CtxSynchronize")
 _CALL = "pytest_attn: a call"
 _ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-_ADVICE = "compile once for all lengths, as torch.compile(dynamic=True) does; or declare how many there are, variants="
+_ADVICE = "compile once for all lengths, as torch.compile(dynamic=True) does; or declare all that there are, as variants=8"
 
 
 @dataclass(frozen=True)
@@ -296,13 +296,13 @@ class SteadyEvaluator(Evaluator[Steadiness]):
     def _note(self, number: int, words: str, made: str) -> None:
         """Note that a shape was compiled for. Raises UnsteadyError where that is one too many, or has been compiled for."""
         self._compiled.append(f"{words}, round {number}: {made}")
-        advice = ("instead", _ADVICE)
         lines = [("compiled", one) for one in self._compiled[-_SHOWN:]]
         if number > 2:
+            advice = ("instead", "keep what was compiled for each shape: this was compiled for before, and forgotten")
             raise UnsteadyError(f"compiled again at {words}, in round {number}: {made}", *lines, advice)
         if len(self._compiled) > self._variants:
             allowed = ("allowed", f"variants={self._variants} after the first call; this is one more, and others may follow")
-            raise UnsteadyError(f"new kernel at {self._compiled[0]}", *lines, allowed, advice)
+            raise UnsteadyError(f"new kernel at {self._compiled[0]}", *lines, allowed, ("instead", _ADVICE))
 
 
 @contextmanager

@@ -77,13 +77,17 @@ def test_a_kernel_that_raises_fails_and_one_that_declines_is_skipped(compile_onl
         attn.check(lambda q, k, v: q.nothing)
 
     @pytest.mark.attention(W, device="cpu")
+    def test_skips_itself(attn):
+        attn.check(lambda q, k, v: pytest.skip("I am fine"))
+
+    @pytest.mark.attention(W, device="cpu")
     def test_declines(attn):
         def none(q, k, v):
             raise NotImplementedError("takes nothing")
         attn.check(none)
     """)
-    result.assert_outcomes(failed=2, skipped=1)
-    result.stdout.fnmatch_lines(["raised  *test_raises*: AttributeError: *", "SKIPPED * takes nothing*"])
+    result.assert_outcomes(failed=3, skipped=1)
+    result.stdout.fnmatch_lines(["E *AttributeError: *", "SKIPPED * takes nothing*"])
 
 
 def test_gradients_and_fake_tensors(compile_only):

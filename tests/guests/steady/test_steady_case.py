@@ -327,12 +327,14 @@ def test_other_makers_and_programs(monkeypatch):
         def __getitem__(self, option):
             return self
 
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda self, pool: (self, pool))
     cute = types.SimpleNamespace(compile=Compile())
     monkeypatch.setitem(sys.modules, "cutlass.cute", cute)
     with watching() as watch:
         watch.renew()
         assert cute.compile(1) == cute.compile["-O3"](1) == 1
-        assert watch.taken() == ["CuTe DSL"]
+        assert torch.cuda.CUDAGraph.capture_begin("graph", pool=1) == ("graph", 1)
+        assert watch.taken() == ["CuTe DSL", "CUDA graph"]
         with suppress(OSError):
             subprocess.Popen(["/nowhere/nvcc", "a.cu"])
         with suppress(OSError):
