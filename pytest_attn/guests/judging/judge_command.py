@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import IO, Any
 
 from pytest_attn.guests.judging.answers import BUDGET, FEEDBACK, REQUEST, as_python, unjudged
@@ -16,6 +17,8 @@ from pytest_attn.reports.strict_json import first_fault, parse_json
 
 #: bytes of a request, which may have the text of a kernel
 _LONGEST = 4 << 20
+_JUDGE = "pytest_attn.guests.judging.judge_kernel:judge"
+_LAUNCHER = "pytest_attn.isolation.isolated_executor:launcher_of_process"
 _SET_DUMPABLE = 4  # PR_SET_DUMPABLE of prctl(2)
 _WORDS = "Judge a kernel in a process of its own: exit status 0 where it is right, 1 where it is wrong, 2 where nobody knows."
 
@@ -112,8 +115,6 @@ def _text(answer: dict[str, Any]) -> str:
 
 def _answered(asked: dict[str, Any], given: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Return the answer to a request, and the exit status that says it. Raises ValueError for one that asks nothing."""
-    from pytest_attn.guests.judging.judge_kernel import judge  # imports torch
-
     options = {name: getattr(given, name) for name in ("measure", "backward", "seed", "budget_s", "feedback")}
     options |= {"declared": parse_json(given.declared), **asked}
     if fault := first_fault(options, REQUEST):
@@ -127,6 +128,7 @@ def _answered(asked: dict[str, Any], given: argparse.Namespace) -> tuple[dict[st
     workloads, declared = options.pop("workloads"), options.pop("declared")
     seed = options["seed"]
     options["seed"] = int(seed) if isinstance(seed, str) and seed.isdecimal() else seed
+    judge = resolve_name(_JUDGE)  # loads torch
     found = judge(targets[0], workloads, isolated=True, device=given.device, **options, **as_python(declared))
     return found.as_dict(options["feedback"]), found.exit_code
 
@@ -136,6 +138,8 @@ def _answered(asked: dict[str, Any], given: argparse.Namespace) -> tuple[dict[st
 
 def _serve(given: argparse.Namespace, out: IO[str]) -> int:
     """Answer each line; return 0 where no more come."""
+    resolve_name(_LAUNCHER)()  # before the first line comes
+    resolve_name(_JUDGE)
     while line := sys.stdin.buffer.readline(_LONGEST + 1):
         if answer := _answer_to(line, given):
             print(_line(answer), file=out, flush=True)
