@@ -24,8 +24,8 @@ class RunFacts(TypedDict):
     commit: Annotated[str, "of the repository, marked if there are uncommitted changes; empty without git"]
     sources: Annotated[
         dict[str, str],
-        "git's id of what each Python file held that the run has imported, by its place in the repository; of an installed"
-        " package as well, if the repository has it; not of files that git ignores",
+        "git's id of what each Python file held that the run has imported, by its place in the repository: of an installed"
+        " package as well, if the repository has it; and of files of C, CUDA and the like that git lacks and does not ignore",
     ]
     options: Annotated[str, "the options of pytest-attn that differ from their defaults, without outputs and device"]
     seed: Annotated[int, "of the inputs"]

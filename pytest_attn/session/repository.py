@@ -11,6 +11,8 @@ from pathlib import Path
 
 #: folders of a repository in which its packages lie
 _HOMES = ("", "src", "python")
+#: endings of files that kernels are built of: they are read, and not imported
+_BUILT = (".cu", ".cuh", ".hip", ".metal", ".c", ".cc", ".cpp", ".h", ".hpp", ".ptx")
 #: seconds that git may take
 _SECONDS = 20
 
@@ -66,11 +68,20 @@ def _places(name: str, file: Path, top: Path) -> Iterator[str]:
 
 
 def sources_of(top: Path, imported: Mapping[str, str]) -> dict[str, str]:
-    """Return git's ids of what imported files hold, by their places; not of files that git ignores, as those of a build."""
-    listed = git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    places = [one for one in sorted({*os.fsdecode(listed).split("\0")} & imported.keys()) if os.path.isfile(imported[one])]
-    ids = git(top, "hash-object", "--stdin-paths", text=os.fsencode("".join(f"{imported[one]}\n" for one in places)))
+    """Return git's ids of what files hold, by their places: of those that were imported, and those to build that it lacks.
+
+    Not of files that git ignores, as those that a build writes.
+    """
+    kept, new = (_listed(top, *words) for words in (("--cached",), ("--others", "--exclude-standard")))
+    files = {place: str(top / place) for place in new if place.endswith(_BUILT)}
+    files |= {place: imported[place] for place in (kept | new) & imported.keys()}
+    places = [place for place in sorted(files) if os.path.isfile(files[place])]
+    ids = git(top, "hash-object", "--stdin-paths", text=os.fsencode("".join(f"{files[one]}\n" for one in places)))
     return dict(zip(places, ids.decode().split(), strict=False))
+
+
+def _listed(top: Path, *words: str) -> set[str]:
+    return {*os.fsdecode(git(top, "ls-files", "-z", *words)).split("\0")} - {""}
 
 
 def sources_at(top: Path, commit: str) -> dict[str, str]:

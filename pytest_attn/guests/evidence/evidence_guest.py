@@ -16,6 +16,7 @@ def add_verify(commands: Any) -> None:
     command.add_argument("file", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote, or merge")
     command.add_argument("--at", metavar="REV", help="the revision that it must be of (default: this tree, without changes)")
     command.add_argument("--seed", type=int, help="the seed that it must have (default: any)")
+    command.add_argument("--device", metavar="NAME", help='the GPU that it must have run on, as "NVIDIA H200" (default: any)')
     command.add_argument(
         "--args",
         default="",

@@ -67,6 +67,8 @@ def _refusals(runs: Sequence[Run], given: argparse.Namespace) -> Iterator[str]:
     for run, _ in closed:
         if not run.damaged and not is_as_written(run):
             yield f"{run.path}: its lines are not those of which its closing line has the digest: they were changed"
+    if closed and not any(facts["judged"] for _, facts in closed):
+        yield f"{given.file} has judged nothing, expected judgments; its device may be lacking: {closed[0][1]['command']}"
     top = top_of(Path.cwd())
     if top is None:
         raise CannotSayError(f"{Path.cwd()} is in no git repository; run it in that of the tests")
@@ -100,11 +102,13 @@ def _differences(facts: RunFacts, commit: str, sources: dict[str, str], given: a
     elif plus:
         yield f"is of {_short(name)} with uncommitted changes, expected none; commit, and run it again: {facts['command']}"
     elif others:
-        yield f"has imported other files than {_short(commit)} has: {some(others, _SHOWN)}; commit or install them, run again"
+        yield f"had other files than {_short(commit)} has: {some(others, _SHOWN)}; commit or install them, and run it again"
     elif not facts["sources"]:
         yield f"has imported nothing of {_short(commit)}, expected its tests or its kernels; name them: {facts['command']}"
     if given.seed not in (None, facts["seed"]):
         yield f"has seed {facts['seed']}, expected {given.seed}; run it with --attn-seed={given.seed}"
+    if given.device not in (None, facts["device"]):
+        yield f"ran on {facts['device'] or 'no device'}, expected {given.device}; run it there: {facts['command']}"
     if facts["pytest_attn"] != __version__:
         raise CannotSayError(f"it is by pytest-attn {facts['pytest_attn']}, this is {__version__}; install the same")
     if facts["plugin"] != (own := own_digest()):

@@ -139,6 +139,8 @@ TAMPERED = {
         " has: conftest.py; commit",
     ),
     "nothing of the tree": (lambda folder, lines: lines(sources={}), "run.jsonl has imported nothing of "),
+    "nothing judged": (lambda folder, lines: lines(judged=0), "run.jsonl has judged nothing, expected judgments; "),
+    "another GPU": (lambda folder, lines: lines(device="NVIDIA A100"), "run.jsonl ran on NVIDIA A100, expected NVIDIA H200; "),
     "another judge": (lambda folder, lines: lines(plugin="0" * 64), "other files than this one (0000000000, expected "),
     "another seed": (lambda folder, lines: lines(seed=5), "run.jsonl has seed 5, expected 0; "),
     "a test that did not run": (lambda folder, lines: lines(unfinished={"a::b"}, collected=4), "and not a::b; was it stopped"),
@@ -149,9 +151,10 @@ TAMPERED = {
 @pytest.mark.parametrize(("tamper", "said"), TAMPERED.values(), ids=TAMPERED)
 def test_what_is_not_the_run_of_this_tree_is_refused(repository, lines, verify, tamper, said):
     lines()
-    assert verify("--no-collect", "--seed=0")[0] == 0
+    asked = ("--no-collect", "--seed=0", "--device=NVIDIA H200")
+    assert verify(*asked)[0] == 0
     tamper(repository[0], lines)
-    code, found = verify("--no-collect", "--seed=0")
+    code, found = verify(*asked)
     assert code == 1
     assert any(said in one for one in found), found
 
@@ -209,6 +212,13 @@ def test_a_merged_file_is_accepted_and_a_part_of_it_is_not(repository, pytester,
     assert verify()[0] == 0
     (pytester.path / "part1.jsonl").replace("run.jsonl")
     assert verify("--no-collect")[0] == 1
+
+
+def test_what_git_lacks_is_told_if_a_kernel_may_be_built_of_it(repository):
+    folder, _ = repository
+    for name in ("mine.cu", "notes.txt", "other.py"):
+        (folder / name).touch()
+    assert sources_of(folder, {"mine.py": str(folder / "mine.py")}).keys() == {"mine.cu", "mine.py"}
 
 
 def test_an_installed_package_is_held_against_the_files_of_the_tree(repository, monkeypatch, tmp_path_factory):
