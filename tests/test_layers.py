@@ -28,8 +28,8 @@ LAYERS = (
     "guests/mutants",
     "guests/merging",
     "guests/steady",
-    "guests/against",
     "guests/evidence",
+    "guests/against",
     "cases",
     "session",
     "suite",
@@ -182,10 +182,10 @@ def test_a_planted_circle_and_a_planted_upward_arrow_are_seen(tmp_path, text, ci
 
 #: what the house may have at most: rooms are the folders of the package, arrows and floors those between them
 MOST = {
-    "files": 302,
+    "files": 303,
     "rooms": 21,
     "floors": 9,
-    "arrows": 107,
+    "arrows": 109,
     "imports within functions": 150,
     "imports for type checkers": 150,
 }

@@ -80,7 +80,7 @@ def changes(base: Sequence[Record], head: Sequence[Record]) -> Iterator[tuple[Re
 
 def _closing(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
     """Yield in sentences what was compared, and what could have been seen."""
-    pairs, (old, new) = _pairs(base, head), (_judged(base).keys(), _judged(head).keys())
+    pairs, (old, new) = _pairs(base, head), (judged(base).keys(), judged(head).keys())
     text = f"{count(len(pairs), 'judgment')} in both runs"
     for only, where in ((old - new, "before"), (new - old, "now")):
         text += f", {len(only)} only {where} ({some(sorted({key[0] for key in only}), 2)})" if only else ""
@@ -96,13 +96,13 @@ def _closing(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
             yield f"{text}; times are not compared" if what == "machine" else text
 
 
-def _judged(records: Sequence[Record]) -> dict[tuple[str, ...], list[Record]]:
+def judged(records: Sequence[Record]) -> dict[tuple[str, ...], list[Record]]:
     """Return records by what they judge."""
     return gathered(((r["test"], r["question"], r["subject"], r["workload"], r["direction"]), r) for r in records)
 
 
 def _pairs(base: Sequence[Record], head: Sequence[Record]) -> list[tuple[Record, Record]]:
-    before, now = _judged(base), _judged(head)
+    before, now = judged(base), judged(head)
     return [pair for key in now if key in before for pair in zip(before[key], now[key], strict=False)]
 
 

@@ -1,4 +1,4 @@
-"""The guest evidence: `python -m pytest_attn verify`."""
+"""The guest evidence: `python -m pytest_attn verify` and `history`."""
 
 from typing import Any
 
@@ -27,4 +27,15 @@ def add_verify(commands: Any) -> None:
     command.set_defaults(run="pytest_attn.guests.evidence.verify:run_verify", error=command.error)
 
 
-GUEST = Guest(commands=(f"{__name__}:add_verify",))
+def add_history(commands: Any) -> None:
+    """Declare the other one."""
+    words = "Write a page of several runs: p50s and what differs between neighbours, versions, verdicts, z."
+    command = commands.add_parser("history", help=words, description=words)
+    command.add_argument(
+        "files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote, one a run"
+    )
+    command.add_argument("-o", "--output", default="history.html", metavar="FILE.html", help="default: %(default)s")
+    command.set_defaults(run="pytest_attn.guests.evidence.history:run_history", error=command.error)
+
+
+GUEST = Guest(commands=(f"{__name__}:add_verify", f"{__name__}:add_history"))

@@ -47,12 +47,12 @@ def report_page(records: Sequence[Record], title: str = "pytest-attn report") ->
     from pytest_attn.reports.html.charts import charts
 
     records = mapped(records, lambda one: printable_lines(one) if isinstance(one, str) else one)
-    script = '"use strict";\n(() => {\n' + "\n".join(_asset(f"{name}.js") for name in _SCRIPTS) + "\n})();"
+    script = '"use strict";\n(() => {\n' + "\n".join(asset(f"{name}.js") for name in _SCRIPTS) + "\n})();"
     library = _library()
-    return Template(_asset("page.html")).substitute(
+    return Template(asset("page.html")).substitute(
         title=escape(title),
-        policy=_policy(script, library),
-        style=_asset("style.css"),
+        policy=policy(script, library),
+        style=asset("style.css"),
         header=_header(records),
         data=to_script(payload(records)),
         charts=to_script(charts()),
@@ -61,7 +61,8 @@ def report_page(records: Sequence[Record], title: str = "pytest-attn report") ->
     )
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return the text of a file beside this one."""
     return files("pytest_attn.reports.html").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -78,7 +79,7 @@ def _library() -> str:
     return f"(() => {{ {inert}\n }})();"
 
 
-def _policy(*scripts: str) -> str:
+def policy(*scripts: str) -> str:
     """Return a content security policy under which nothing is loaded, and no script runs but these.
 
     Vega writes style attributes, which have no hash.
