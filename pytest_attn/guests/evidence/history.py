@@ -1,7 +1,7 @@
 """`python -m pytest_attn history FILE.jsonl ... -o page.html`: one file per commit or night on one page, which opens offline.
 
-What differs between a case and the one before it is what `compare` says of the two, by the gate's rule. Nothing is said of
-where a change lies in the series.
+What differs between a case and the one before it is what `compare` finds in the two, by the gate's rule. No change point is
+looked for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pytest_attn.workloads.functions import printable
 #: pixels between two runs, and of the height of a chart
 _STEP, _HEIGHT = 72, 140
 _OF_MACHINE = ("name", "torch", "python", "pytest_attn")
-#: a condition of a time that says no more than Python's version does
+#: a condition of a time that adds nothing to Python's version
 _TOO_LONG = "interpreter"
 
 
@@ -83,7 +83,7 @@ def _night(path: str) -> Night:
 
 
 def series_of(nights: Sequence[Night]) -> Series:
-    """Hold each case against the last night that has it."""
+    """Compare each case with the last night that has it."""
     series = Series({}, {})
     for number, night in enumerate(nights):
         before = [of_case[max(of_case)] for of_case in series.cases.values()]
@@ -107,7 +107,7 @@ def history_page(nights: Sequence[Night], series: Series) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <title>{_text(title)}</title><style>{asset("style.css")}</style></head><body>
 <h1>{_text(title)}</h1>
-<p>A case is held against the last run before that has it, by the gate's rule, and what differs is marked.
+<p>A case is compared with the last run before that has it, by the gate's rule, and what differs is marked.
 No change point is looked for.</p>
 <h2>Runs</h2>{_table(("run", "cases", "failed", "what else changed"), _runs(nights))}
 <h2>What differs</h2>{_table(("run", "what", "kernel", "workload", "before", "then"), _differences(labels, series))}
