@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 #: module, what makes a kernel within it, and its name in words
@@ -25,9 +26,8 @@ _PROGRAMS = frozenset(("nvcc", "ptxas", "hipcc", "ninja", "c++", "g++", "gcc", "
 #: what stands around the reason that torch gives for compiling anew
 _NOT_THE_REASON = re.compile(r"^\d+/\d+: | +#.*", re.DOTALL)
 _DIVISIBLE = "divisible by 16"
-#: the watch to which this process tells what programs it starts
-_watching: list[Watch] = []
-_is_audited = False
+#: those that this process has started since a watch has looked
+_started: list[str] = []
 
 
 class Watch:
@@ -42,7 +42,9 @@ class Watch:
 
     def taken(self) -> list[str]:
         """Return what was compiled since, each once."""
-        found, self._found = [*self._compiled_by_torch(), *self._found], []
+        found = [*self._compiled_by_torch(), *self._found, *(f"{name} was started" for name in _started)]
+        self._found.clear()
+        _started.clear()
         return list(dict.fromkeys(found))
 
     def renew(self) -> None:
@@ -57,10 +59,6 @@ class Watch:
         """Put everything back."""
         for owner, name, was in self._replaced.values():
             setattr(owner, name, was)
-
-    def by_program(self, name: str) -> None:
-        """Note that a compiler was started."""
-        self._found.append(f"{name} was started")
 
     def _compiled_by_torch(self) -> Iterator[str]:
         """Yield the functions that torch has compiled since, and why anew."""
@@ -158,25 +156,24 @@ def _changed(name: str, was: str, now: str) -> str:
 @contextmanager
 def watching() -> Iterator[Watch]:
     """Watch compilers within the block."""
-    global _is_audited
     with suppress(ImportError):  # else a kernel that imports it later has compiled before it is watched
         importlib.import_module("triton")
-    if not _is_audited:  # an audit hook stays for the rest of the process
-        sys.addaudithook(_audit)
-        _is_audited = True
+    _note_programs()
     watch = Watch()
-    _watching.append(watch)
     try:
         yield watch
     finally:
-        _watching.remove(watch)
         watch.stop()
 
 
-def _audit(event: str, told: tuple[Any, ...]) -> None:
-    if event != "subprocess.Popen" or not _watching:
-        return
-    with suppress(Exception):
-        command = told[0] or told[1][0]
-        if (name := os.path.basename(os.fsdecode(command))) in _PROGRAMS:
-            _watching[-1].by_program(name)
+@cache
+def _note_programs() -> None:
+    """Have Python note the compilers that it starts, for the rest of the process: no audit hook can be taken away."""
+
+    def note(event: str, told: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen":
+            with suppress(Exception):
+                name = os.path.basename(os.fsdecode(told[0] or told[1][0]))
+                _started.extend({name} & _PROGRAMS)
+
+    sys.addaudithook(note)
