@@ -436,7 +436,7 @@ def test_a_run_without_attention_tests_loads_settings_and_session_only(tmp_path)
         "seam",
         "session",
         "session.benchmark_traces",
-        *(f"session.{name}" for name in ("devices", "kinds", "option_types", "options", "pytest_versions")),
+        *(f"session.{name}" for name in ("devices", "kinds", "lost_cuda", "option_types", "options", "pytest_versions")),
         *(f"session.{name}" for name in ("registrations", "session")),
     ]
 
