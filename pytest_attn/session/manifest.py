@@ -48,13 +48,14 @@ class Manifest:
         self._noted: dict[str, Any] = {"collected": 0, "device": "", "is_narrowed": False, "imported": {}}
         self._noted |= {name: [] for name in _FATES}
         self._ran: set[str] = set()
+        self._skipped: set[str] = set()
         self._uncollected: set[str] = set()
 
     def closing_line(self, exit_code: int, records: Sequence[Record], lines: RecordWriter) -> str:
         """Return what the run says of itself when it is over. lines: what has written its records."""
         noted = self._noted
         ran = self._ran.union(noted["absent"])
-        skipped = sum(one["verdict"] == Verdict.SKIPPED for one in records)
+        judged = {stable_id(one["test"]) for one in records if is_judged(one) and one["verdict"] != Verdict.SKIPPED}
         group, splits = (self._config.getoption(name, None) for name in ("group", "splits"))  # of pytest-split
         facts: RunFacts = {
             "command": shlex.join(["pytest", *map(str, self._config.invocation_params.args)]),
@@ -69,12 +70,12 @@ class Manifest:
             "python": platform.python_version(),
             "device": noted["device"],
             "records": len(records),
-            "judged": sum(map(is_judged, records)) - skipped,
-            "skipped": skipped,
             "uncollected": len(self._uncollected),
             "exit": exit_code,
             "collected": noted["collected"],
             "selected": len(ran.union(noted["selected"])),
+            "judged": len(judged),
+            "skipped": len(self._skipped.union(noted["absent"])),
             "ran": frozenset(ran),
             "unfinished": frozenset(noted["selected"]).difference(ran),
             "left_out": frozenset(noted["left_out"]),
@@ -106,9 +107,11 @@ class Manifest:
         }
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count tests that have run to their end, and those that ended their worker."""
+        """Count tests that have run to their end, those that ended their worker, and those that were skipped."""
         if report.when not in ("setup", "call"):
             self._ran.add(stable_id(report.nodeid))
+        elif report.skipped and not hasattr(report, "wasxfail"):
+            self._skipped.add(stable_id(report.nodeid))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Count what could not be collected: nobody knows its tests."""

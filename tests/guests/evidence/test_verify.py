@@ -23,6 +23,11 @@ def test_it(attn):
 
 def test_beside():
     pass
+
+@pytest.mark.skipif("True")
+@pytest.mark.attention("smoke-full", device="cpu")
+def test_elsewhere(attn):
+    attn.check(sdpa)
 """
 MINE = """
 def sdpa(q, k, v):
@@ -185,11 +190,11 @@ def test_an_honest_run_is_accepted_with_what_it_has_imported(repository, pyteste
     folder, commit = repository
     pytester.runpytest_inprocess("--attn-output=run.jsonl", *options)
     code, (line,) = verify()
-    counts = "3 tests, 2 judged, 0 skipped, 0 failed, seed 0, cpu"
+    counts = "4 tests, 2 judged, 1 skipped, 0 failed, seed 0, cpu"
     assert (code, line.partition(", pytest")[0]) == (0, f"run.jsonl is of {commit[:10]}, whole: {counts}")
     told = json.loads((folder / "run.jsonl").read_text().splitlines()[-1])["run"]
     assert told["sources"] == {name: one for name, one in sources_at(folder, commit).items() if name.endswith(".py")}
-    assert (told["selected"], told["judged"], told["skipped"]) == (3, 2, 0)
+    assert (told["selected"], told["judged"], told["skipped"]) == (4, 2, 1)
 
 
 @pytest.mark.slow("starts pytest five times")
@@ -197,7 +202,7 @@ def test_fewer_tests_and_other_options_than_asked_for_are_refused(repository, py
     pytester.runpytest_inprocess("--attn-output=run.jsonl", "-kfull", "--attn-limits=strict", "--attn-seed=3")
     code, (fewer, options) = verify()
     assert code == 1
-    assert "run.jsonl has 1 of 3 tests that pytest collects here, not test_it.py::test_beside, " in fewer
+    assert "run.jsonl has 2 of 4 tests that pytest collects here, not test_it.py::test_beside, " in fewer
     assert options.startswith("verify: run.jsonl has the options --attn-limits=strict, expected none; ")
     assert verify("--args=-k full --attn-limits=strict")[0] == 0
     assert "--nowhere" in verify("--args=--nowhere")[1][0]
