@@ -2,8 +2,8 @@
 
     python kernelbot_form.py SUBMISSION.py '{"batchsize": 4, "qseqlen": 1, "kvseqlen": 1024}' [cuda]
 
-The fields are those of a line of its task.yml. Of the caches, a submission is given "bf16" alone. One that reads the quantized
-ones raises KeyError, and is called wrong. The submission runs only in a process of its own.
+The fields are those of a line of its task.yml. Of the caches, a submission is given "bf16" alone; one that reads another is
+not judged (exit status 2). The submission runs only in a process of its own.
 """
 
 import json
@@ -21,10 +21,12 @@ import sys as _sys, types as _types
 _sys.modules["task"] = _types.SimpleNamespace(input_t=object, output_t=object)
 """
 AFTER = """
+class _Caches(dict):
+    def __missing__(self, name):
+        raise NotImplementedError(f"the cache {name} is not given")
 
 def attention(q, k, v):
     import torch
-
     batch, heads, rows, dim = q.shape
     keys, v_dim = k.shape[2], v.shape[3]
     config = {"batch_size": batch, "num_heads": heads, "num_kv_heads": 1, "q_seq_len": rows, "kv_seq_len": keys}
@@ -32,7 +34,7 @@ def attention(q, k, v):
     config["sm_scale"] = dim**-0.5
     offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     queries, cache = q.transpose(1, 2).reshape(-1, heads, dim), k.transpose(1, 2).reshape(-1, 1, dim)
-    out = custom_kernel((queries, {"bf16": cache}, offsets * rows, offsets * keys, config))
+    out = custom_kernel((queries, _Caches(bf16=cache), offsets * rows, offsets * keys, config))
     return out.view(batch, rows, heads, v_dim).transpose(1, 2)
 """
 
@@ -52,7 +54,7 @@ def judge(submission, workload, **options):
 
 
 if __name__ == "__main__":
-    device = sys.argv[3] if len(sys.argv) > 3 else "auto"
-    found = judge(Path(sys.argv[1]).read_text(), workload_of(json.loads(sys.argv[2])), measure=True, device=device)
+    path, test, device = [*sys.argv[1:], "auto"][:3]
+    found = judge(Path(path).read_text(), workload_of(json.loads(test)), measure=True, device=device)
     print(json.dumps(found.as_dict("cause")))
     sys.exit(found.exit_code)

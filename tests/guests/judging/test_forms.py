@@ -131,5 +131,9 @@ def test_a_custom_kernel_is_judged():
     w = example["workload_of"]({"batchsize": 2, "qseqlen": 1, "kvseqlen": 40, "seed": 1}, heads=4, dim=48, v_dim=32)
     for scale, right in (('config["sm_scale"]', True), ("0.125", False)):
         assert example["judge"](SUBMISSION.format(scale=scale), w, device="cpu").right is right
+    other = SUBMISSION.format(scale=1).replace('"bf16"', '"fp8"')
+    found = example["judge"](other, w, device="cpu")
+    assert "the cache fp8 is not given" in str(found)
+    assert found.exit_code == 2
     with pytest.raises(ValueError, match="qseqlen: found 2, expected 1"):
         example["workload_of"]({"batchsize": 2, "qseqlen": 2, "kvseqlen": 40})
