@@ -49,7 +49,7 @@ def compiled(**options):
 
 
 def with_bounded_caches():
-    plan, last = lru_cache(maxsize=64)(lambda *shape: torch.empty(shape)), deque(maxlen=1000)
+    plan, last = lru_cache(maxsize=64)(lambda *shape: torch.empty(shape)), deque(maxlen=5000)
 
     def kernel(q, k, v):
         plan(*k.shape)
