@@ -85,7 +85,7 @@ def mask_of_window(causal: object, window: Sequence[int | None] | None) -> Mask 
 
     What `bottom_right_window` makes of a mask, it reads back.
     """
-    left, right = (None if side is None or side < 0 else int(side) for side in (window or (-1, -1)))
+    left, right = (None if side is None or side < 0 else int(side) for side in ((-1, -1) if window is None else window))
     if causal:
         return Causal(bottom_right=True) if left is None else Window(left, 0)
     return None if left is None and right is None else Window(left, right)

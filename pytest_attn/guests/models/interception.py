@@ -260,15 +260,16 @@ def intercept_attention(
     model: torch.nn.Module | None = None,
     functions: Iterable[Named] = (),
     replaces: bool = False,
+    read: Iterable[AttentionFunction] = (),
 ) -> Iterator[Tracker]:
-    """Hand every attention call to a handler; yields who calls. functions: further ones, by name or as they are.
+    """Hand every attention call to a handler; yields who calls. functions, read: further ones, by name, and as they are read.
 
     Compiled parts of the model run eagerly meanwhile. replaces: models of transformers are switched to an implementation of
     ours, so that they build every mask in full. Raises ValueError for a function that cannot be read.
     """
     tracker = Tracker(model)
     interceptor = Interceptor(handler, tracker)
-    wrappers = wrappers_of(interceptor.wrap, functions)
+    wrappers = wrappers_of(interceptor.wrap, functions, read)
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(tracker.tracking())
@@ -283,11 +284,12 @@ def intercept_attention(
 def wrappers_of(
     wrap: Callable[[AttentionFunction, Callable[..., Any]], Callable[..., Any]],
     functions: Iterable[Named] = (),
+    read: Iterable[AttentionFunction] = (),
 ) -> dict[int, Callable[[Any], Any]]:
     """Return what wraps each function that is intercepted, by its identity. Raises ValueError for one that cannot be read."""
     import torch.nn.attention.flex_attention  # noqa: F401 - a part of torch that is loaded late
 
-    known = [(function, _held(function)) for function in (*imported_functions(), *user_functions(functions))]
+    known = [(function, _held(function)) for function in (*imported_functions(), *user_functions(functions), *read)]
     return {id(held): functools.partial(wrap, function) for function, held in known if held is not None}
 
 
@@ -637,7 +639,7 @@ def as_functions(functions: Iterable[Named] | Named) -> tuple[Named, ...]:
 
 def user_functions(functions: Iterable[Named] | Named) -> list[AttentionFunction]:
     """Return how each is read. Raises ValueError where one is not found, or is held by no name of its module."""
-    return [_user_function(*_place_of(function)) for function in as_functions(functions)]
+    return [user_function(*_place_of(function)) for function in as_functions(functions)]
 
 
 def _place_of(function: Named) -> tuple[str, str, Any]:
@@ -659,7 +661,8 @@ def _place_of(function: Named) -> tuple[str, str, Any]:
     return module, attribute, function
 
 
-def _user_function(module: str, attribute: str, function: Any) -> AttentionFunction:
+def user_function(module: str, attribute: str, function: Any) -> AttentionFunction:
+    """Return how a function of a user is read. Raises ValueError where it has no signature, or too few parameters."""
     parameters = parameters_of(function)
     if parameters is None:
         raise ValueError(f"functions: {attribute} has no signature; say a function of Python that calls it")
