@@ -59,8 +59,8 @@ def test_workflows_and_forms_fit_their_schema(pattern):
 
 def test_actions_are_pinned_to_commits():
     examples = ROOT.glob("docs/examples/*/.github/workflows/*.yml")
-    for path in [*ROOT.glob(".github/workflows/*.yml"), *examples, *ROOT.glob("docs/howto/*.md")]:
-        for action in re.findall(r"^ *- uses: (.+)", path.read_text(), re.MULTILINE):
+    for path in [ROOT / "action.yml", *ROOT.glob(".github/workflows/*.yml"), *examples, *ROOT.glob("docs/howto/*.md")]:
+        for action in re.findall(r"^ *(?:- )?uses: (?!OWNER/)(.+)", path.read_text(), re.MULTILINE):
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), f"{path.name}: {action}"
 
 
