@@ -10,7 +10,7 @@ import torch
 
 from pytest_attn.__main__ import main
 from pytest_attn.guests.audit import audit_run
-from pytest_attn.guests.audit.tolerances import Line, Tolerances
+from pytest_attn.guests.audit.tolerances import Tolerances
 from pytest_attn.guests.mutants.all_mutants import MUTANTS
 
 KERNEL = """
@@ -81,6 +81,10 @@ def test_unread():
 @pytest.mark.skip("no device")
 def test_skipped():
     kernel(*drawn())
+
+@pytest.mark.xfail(reason="known")
+def test_known():
+    assert_close(kernel(*drawn()), kernel(*drawn()) + 1)
 """
 NAMES = ("scale_dropped", "keys_of_first_batch_entry", "softcap_ignored", "lse_off_by_ln_2", "delta_missing", "causal_ignored")
 #: faults of every kind: of out, of lse, of gradients, of a mask, and of an option that no test asks for
@@ -97,6 +101,7 @@ def audit(tmp_path_factory):
         patched.syspath_prepend(str(folder))
         patched.setattr(audit_run, "MUTANTS", FEW)
         (folder / "audited_kernel.py").write_text(KERNEL)
+        (folder / "pytest.ini").write_text("[pytest]\naddopts = -n 2")  # of which nothing would be seen
 
         def run(name, text, *words, output="audit.json"):
             (folder / name).write_text(text)
@@ -124,6 +129,7 @@ def test_a_loose_tolerance_and_a_tight_one_are_told_apart(found):
     assert code == 0
     assert {"scale-dropped", "keys-of-first-batch-entry", "causal-ignored"} <= loose
     assert tight == set()
+    assert "softcap-ignored" not in json.dumps(tests), "no test has a softcap"
     assert {"scale-dropped", "keys-of-first-batch-entry"} <= set(tests["test_tight"]["found"])
 
 
@@ -148,13 +154,6 @@ def test_gradients_and_lse_are_looked_at_where_the_test_asks_for_them(found):
     }
 
 
-def test_faults_of_options_that_a_test_does_not_use_are_not_counted(found):
-    for name in ("test_loose", "test_tight"):
-        one = found[1][name]
-        assert "softcap-ignored" not in [*one["found"], *one["within_rounding"], *(o["name"] for o in one["passed"])]
-        assert one["not_asked"] > 0
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -163,6 +162,7 @@ def test_faults_of_options_that_a_test_does_not_use_are_not_counted(found):
         ("test_of_own_bits", "it fails with a fault-free kernel, too: "),
         ("test_unread", "its calls cannot be replaced: kernel: its argument tiles=3 is not read"),
         ("test_skipped", "it is skipped with its own kernel: no device"),
+        ("test_known", "it is skipped with its own kernel: expected to fail: known"),
     ],
 )
 def test_what_is_not_counted_is_said(found, name, said):
@@ -215,12 +215,6 @@ def test_two_functions_are_not_guessed_between(audit):
     assert "say by --replace which is the kernel" in tests["test_by_fixture"]["not_counted_because"]
 
 
-def test_where_no_test_is_audited_the_status_is_1(audit):
-    code, tests = audit("test_audited_none.py", "def test_nothing():\n    pass\n")
-    assert code == 1
-    assert "it calls no attention that is known" in tests["test_nothing"]["not_counted_because"]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -230,7 +224,9 @@ def test_where_no_test_is_audited_the_status_is_1(audit):
     ],
 )
 def test_a_wrong_argument_is_a_usage_error(audit, capsys, words, said):
-    audit("test_audited_none.py", "def test_nothing():\n    pass\n")
+    code, tests = audit("test_audited_none.py", "def test_nothing():\n    pass\n")
+    assert code == 1
+    assert "it calls no attention that is known" in tests["test_nothing"]["not_counted_because"]
     with pytest.raises(SystemExit) as ended:
         main(["audit", *words])
     assert ended.value.code == 2
@@ -273,8 +269,3 @@ def test_an_assertion_is_read_where_it_bounds_a_number(tmp_path, explanation, sh
     tolerances = Tolerances(tmp_path)
     tolerances.see_assertion("a < b", explanation)
     assert list(tolerances.used.values()) == ([] if share is None else [pytest.approx(share)])
-
-
-def test_a_share_of_a_tolerance_is_said_as_tolerances():
-    assert Line("", "", 0.1, 0.01).left_at(0.5) == "rtol=0.05, atol=0.005"
-    assert Line("", "assert a < b").left_at(0.25) == "0.25 of its bound"
