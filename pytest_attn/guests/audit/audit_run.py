@@ -34,6 +34,8 @@ HONEST: dict[str, Callable[[], Kernel]] = {
     "tiles of 32 by 128": lambda: Kernel(32, 128),
     "keys in two parts": SplitKernel,
 }
+#: parts of the time that is left, of which the next test has one where more tests follow
+_PARTS = 4
 #: how much of what pytest says is shown where it runs nothing
 _LONGEST = 2000
 
@@ -165,7 +167,8 @@ class Auditor:
         if name not in self.tests:
             self._say(name)
             left = {_test_of(one) for one in item.session.items}.difference(self.tests)
-            self._until = time.monotonic() + max(self._ends - time.monotonic(), 0.0) / len(left)
+            now = time.monotonic()  # most tests may call no attention, and take next to nothing
+            self._until = now + max(self._ends - now, 0.0) / min(len(left), _PARTS)
         test = self.tests.setdefault(name, AuditedTest(name))
         self._tolerances.test_file = item.path
         because = self._audit(item, test)
