@@ -8,12 +8,14 @@ import os
 import sys
 import tracemalloc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from pytest_attn.backends.machine import wait
 
@@ -24,8 +26,9 @@ LOOKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 _LEAST, _FASTER = 8, 1.25
 #: what few calls show as well, as no bound is so large
 _LARGE = ("bytes of tensors", "bytes allocated", "bytes reserved")
-#: folders and files whose own objects are none of a kernel's
-_NOT_ITS_OWN = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), tracemalloc.__file__)
+#: folders whose own objects are none of a kernel's; of Python's standard library, but not of what is installed within
+_NOT_ITS_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"
 #: Python keeps names that were looked up
 _CACHES_OF_PYTHON = [getattr(sys, name) for name in ("_clear_type_cache", "_clear_internal_caches") if hasattr(sys, name)]
 
@@ -38,6 +41,11 @@ class Growth:
         self._series: dict[str, list[int]] = {}
         self._looks = 0
         self._calls = 0
+        self._made_before: list[weakref.ref[Tensor]] = []
+
+    def begin(self) -> None:
+        """Begin to look: tensors that are there now may grow in place, too."""
+        self._made_before = [weakref.ref(one) for one in _tensors_of(gc.get_objects())]
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -93,15 +101,24 @@ class Growth:
         ]
 
     def _now(self) -> dict[str, int]:
-        found = {_LARGE[0]: _bytes_of_tensors(), "functions called in a round": self._calls}
+        tensors = [*_tensors_of(one() for one in self._made_before), *_tensors_of(gc.get_objects())]
+        found = {
+            _LARGE[0]: sum(dict(filter(None, map(_storage_of, tensors))).values()),
+            "functions called in a round": self._calls,
+        }
         if self._device.type == "cuda":
             found[_LARGE[1]] = torch.cuda.memory_allocated(self._device)
             found[_LARGE[2]] = torch.cuda.memory_reserved(self._device)
         for one in tracemalloc.take_snapshot().statistics("lineno"):
             place = one.traceback[0]
-            if not place.filename.startswith(_NOT_ITS_OWN):
+            if _is_of_others(place.filename):
                 found[f"bytes of objects made at {os.path.relpath(place.filename)}:{place.lineno}"] = one.size
         return found
+
+
+def _is_of_others(filename: str) -> bool:
+    is_standard = filename.startswith(_STANDARD) and "-packages" not in filename
+    return not (is_standard or filename.startswith(_NOT_ITS_OWN))
 
 
 def _goes_on(series: list[int]) -> bool:
@@ -113,11 +130,14 @@ def _goes_on(series: list[int]) -> bool:
 def tracing() -> Iterator[Callable[[], None]]:
     """Yield what begins to trace objects of Python; the collector then looks at new ones alone.
 
-    From then on pytest keeps neither what is logged nor warnings, which grow with each call.
+    From then on pytest keeps neither what is logged, printed nor warned, which grows with each call.
     """
     with ExitStack() as stack:
 
         def begin() -> None:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.callback(logging.disable, logging.root.manager.disable)
@@ -132,13 +152,11 @@ def tracing() -> Iterator[Callable[[], None]]:
         yield begin
 
 
-def _bytes_of_tensors() -> int:
-    """Return the bytes of tensors that Python made since it was begun, and that are still there."""
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    return sum(dict(filter(None, map(_storage_of, tensors))).values())
+def _tensors_of(objects: Iterable[object]) -> list[Tensor]:
+    return [cast(Tensor, one) for one in objects if issubclass(type(one), Tensor)]  # as a proxy's class may raise
 
 
-def _storage_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+def _storage_of(tensor: Tensor) -> tuple[int, int] | None:
     """Return where the memory of a tensor begins, and its bytes; None where it has none, as a compiler's."""
     with suppress(NotImplementedError, RuntimeError):
         storage = tensor.untyped_storage()

@@ -261,6 +261,7 @@ class SteadyEvaluator(Evaluator[Steadiness]):
         with tracing() as begin:
             for number in range(1, LOOKS[-1] + 1):
                 if number == LOOKS[0]:
+                    growth.begin()
                     begin()
                 is_profiled = number == LOOKS[0] + 1 and self._spec.device.type == "cuda"
                 watched = waiting_for_nothing() if is_profiled else growth.counting() if number in LOOKS else nullcontext()

@@ -73,6 +73,7 @@ def talking():
     def kernel(q, k, v):
         getLogger("kernel").warning("called with %s", [*q.shape])
         warnings.warn(f"deprecated for {q.shape}", DeprecationWarning, stacklevel=2)
+        print("called with", *q.shape)
         return plain(q, k, v)
 
     return kernel
@@ -91,8 +92,15 @@ def counting():
 @pytest.mark.filterwarnings("ignore:deprecated for")
 @pytest.mark.parametrize("make", [with_bounded_caches, into_a_pool, talking, counting])
 @on_w
+@pytest.mark.usefixtures("capsys")  # which keeps what is printed
 def test_steady_kernels(attn, make):
     assert attn.check_steady(make()).compiled == ()
+
+
+@on_w
+def test_what_torch_keeps_of_each_call_is_not_the_kernel_s(attn):
+    torch._dynamo.reset()
+    attn.check_steady(lambda q, k, v: torch.compile(plain, backend="eager", dynamic=True)(q, k, v))
 
 
 @pytest.mark.attention(DECODE, W.replace(mask="causal", q_len=3, kv_len=8), device="cpu")
@@ -153,6 +161,16 @@ def leak_of_a_page():
     return kernel
 
 
+def tensor_that_grows_in_place():
+    kept = torch.zeros(8)
+
+    def kernel(q, k, v):
+        kept.resize_(kept.numel() + 1024)
+        return plain(q, k, v)
+
+    return kernel
+
+
 def growing_list():
     kept = []
 
@@ -180,6 +198,7 @@ MUTANTS = {
     specialized_constant: f"{FIRST}: torch.compile of <lambda>, tile == 'tile of 8'",
     cache_of_one_entry: f"{FIRST}: torch.compile of plain",
     leak_of_a_page: "grows      bytes of tensors",
+    tensor_that_grows_in_place: "grows      bytes of tensors",
     growing_list: "test_steady_case.py:",
     list_that_is_searched: "functions called in a round",
 }
