@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pytest_attn.backends.declaration import Declaration, arguments_of
 from pytest_attn.guests.judging.flashinfer_trace import read_trace
 from pytest_attn.reports.strict_json import COUNT, NUMBER, TEXT, TRUTH, array_of, by_name, object_of, or_null, sealed
 from pytest_attn.reports.verdict import Verdict
@@ -78,7 +79,7 @@ REQUEST = sealed(
         seed={"type": ["integer", "string"]},
         budget_s={"type": "number"},
         feedback={"enum": [*FEEDBACK]},
-        declared={"type": "object"},
+        declared=sealed(object_of(**{one.name: {} for one in arguments_of(Declaration)})),
         id={},
     )
 )

@@ -66,7 +66,10 @@ _LONGEST = 1 << 26
 
 def read_trace(path: Path) -> list[Workload]:
     """Return the workloads of ROOT/workloads/OP_TYPE/NAME.jsonl. Raises ValueError, with file, line and field."""
-    root = path.resolve().parents[2]
+    path = path.parent.resolve() / path.name  # a file may be a link, as into the cache of huggingface_hub
+    if path.parts[-3:-2] != ("workloads",):
+        raise ValueError(f"{path}: expected ROOT/workloads/TYPE/NAME.jsonl, of flashinfer-trace")
+    root = path.parents[2]
     home = root / "definitions" / path.parent.name / f"{path.stem}.json"
     found, where = [], home.name
     try:

@@ -84,12 +84,20 @@ def _stdout_alone() -> Iterator[IO[str]]:
 def _judge_one(given: argparse.Namespace, out: IO[str]) -> int:
     is_json = given.workloads.lstrip().startswith(("{", "["))
     try:
-        workloads = parse_json(given.workloads) if is_json else given.workloads
+        workloads = _parsed("workloads", given) if is_json else given.workloads
         answer, code = _answered({"kernel": given.kernel, "workloads": workloads}, given)
     except Exception as error:  # status 1 says that the kernel is wrong
         answer, code = unjudged(_words_of(error)), 2
     print(_line(answer) if given.json else _text(answer), file=out)
     return code
+
+
+def _parsed(option: str, given: argparse.Namespace) -> Any:
+    """Return what an option says in JSON. Raises ValueError, which names it."""
+    try:
+        return parse_json(getattr(given, option))
+    except ValueError as error:
+        raise ValueError(f"--{option}: {error}") from None
 
 
 def _words_of(error: Exception) -> str:
@@ -116,7 +124,7 @@ def _text(answer: dict[str, Any]) -> str:
 def _answered(asked: dict[str, Any], given: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Return the answer to a request, and the exit status that says it. Raises ValueError for one that asks nothing."""
     options = {name: getattr(given, name) for name in ("measure", "backward", "seed", "budget_s", "feedback")}
-    options |= {"declared": parse_json(given.declared), **asked}
+    options |= {"declared": _parsed("declared", given), **asked}
     if fault := first_fault(options, REQUEST):
         raise ValueError(fault)
     options["feedback"] = min(options["feedback"], given.feedback, key=FEEDBACK.index)

@@ -73,6 +73,12 @@ def test_a_line_of_flashinfer_trace_is_a_workload(read, kind):
     assert found.name == f"{kind.split()[0]}_causal-a1b2c3d4"
 
 
+def test_a_file_is_where_it_is_named_and_not_where_a_link_leads(read, tmp_path):
+    found, path = read("mla_paged"), tmp_path / "workloads/mla_paged/one.jsonl"
+    path.symlink_to(path.rename(tmp_path / "blob"))  # as huggingface_hub keeps what it downloads
+    assert workloads_of(str(path)) == found
+
+
 UNKNOWN = {
     'op_type: found "moe", expected "gqa_paged" or': lambda d, w: d.update(op_type="moe"),
     "window: found a field that is unknown": lambda d, w: d.update(window=4),
