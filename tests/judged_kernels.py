@@ -20,9 +20,12 @@ def exits(q, k, v): sys.exit(0)
 def exits_at_once(q, k, v): os._exit(0)
 def aborts(q, k, v): os.abort()
 def raises(q, k, v): raise RuntimeError("no luck")
+def raises_much(q, k, v): raise RuntimeError(chr(233) * (3 << 20))  # 18 MB of JSON
 def declines(q, k, v): raise NotImplementedError("not today")
 def sleeps(q, k, v): time.sleep(1000)
 def other_shape(q, k, v): return v[:, :, :1]
+def on_meta(q, k, v): return v.to("meta")
+def sparse(q, k, v): return v.to_sparse()
 def printing(q, k, v):
     print('{"right": false}', flush=True)
     os.write(1, b'{"right": false}')

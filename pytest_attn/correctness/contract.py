@@ -212,9 +212,7 @@ def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs,
     if not _is_tensor(tensor):
         kind = f"a {type(tensor).__module__}.{type(tensor).__name__}" if hasattr(tensor, "shape") else describe(tensor)
         raise ContractError(f"{name} is {kind}; expected a torch.Tensor")
-    if tensor.layout != torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise ContractError(f"{name} is a {kind} tensor; expected a dense one, say .to_dense()")
+    require_dense(name, tensor)
     if tuple(tensor.shape) != shape:
         raise ContractError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}{hint}")
     own, wide = getattr(torch, inputs.workload.out_dtype), (torch.float32, torch.float64)
@@ -223,6 +221,13 @@ def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], inputs: Inputs,
         raise ContractError(f"{name} has dtype {tensor.dtype}; expected {dtypes[0]}")
     if tensor.device != inputs.q.device:
         raise ContractError(f"{name} is on {tensor.device}; expected {inputs.q.device}")
+
+
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Raise ContractError for a tensor that is sparse or nested, naming its layout."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ContractError(f"{name} is a {kind} tensor; expected a dense one, say .to_dense()")
 
 
 def elements(result: object) -> list[Any] | None:

@@ -26,10 +26,10 @@ from pytest_attn.backends.named import NamedFunction, UnimportableError, importe
 from pytest_attn.backends.raised import EndsTestError, declined_because
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.call import is_cuda_error
-from pytest_attn.correctness.contract import ContractError, elements, plain
+from pytest_attn.correctness.contract import ContractError, elements, plain, require_dense
 from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.isolation.timed_row import RowData, bytes_of, digest
-from pytest_attn.isolation.wire import FrameSocket, released, storage_of, taken, unpickled, write
+from pytest_attn.isolation.wire import MOST_TEXT, FrameSocket, released, storage_of, taken, unpickled, write
 from pytest_attn.latency.exact_results import AnyResult, Attention
 from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of, threads
@@ -87,7 +87,8 @@ class CallServer:
     # -- details -------------------------------------------------------------------------------------------------------
 
     def _answer(self, **answer: object) -> None:
-        self._frames.send(json.dumps(answer).encode())
+        cut = {name: one[:MOST_TEXT] if isinstance(one, str) else one for name, one in answer.items()}
+        self._frames.send(json.dumps(cut).encode())
 
     def _answer_of(self, frame: bytes) -> dict[str, Any]:
         """Return the answer to an order, or what went wrong. A device that is lost takes the process with it."""
@@ -244,7 +245,10 @@ def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> 
     if (several := elements(result)) is not None:
         return {"tuple" if isinstance(result, tuple) else "list": [_structure(one, found, given) for one in several]}
     result = plain("out", result)
-    if type(result) in (Tensor, torch.nn.Parameter) and result.layout == torch.strided and not result.is_nested:  # type: ignore[attr-defined]
+    if type(result) in (Tensor, torch.nn.Parameter):
+        require_dense("out", result)  # type: ignore[arg-type]
+        if result.is_meta:  # type: ignore[attr-defined]
+            raise ContractError("out is on meta; expected a device that holds its elements")
         for number, one in enumerate(given):
             if one is result and not one.requires_grad:
                 return {"given": number}

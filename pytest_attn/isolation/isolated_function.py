@@ -22,7 +22,7 @@ from pytest_attn.backends.named import OFFERED, NamedFunction, is_imported_from_
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError
 from pytest_attn.correctness.contract import ContractError, elements
 from pytest_attn.isolation.timed_row import WORD
-from pytest_attn.isolation.wire import FrameSocket, GarbageError, pickled, put, read_bytes, released, shared_memory
+from pytest_attn.isolation.wire import MOST_TEXT, FrameSocket, GarbageError, pickled, put, read_bytes, released, shared_memory
 from pytest_attn.latency.disturbance import thread_waited
 from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
@@ -41,8 +41,8 @@ SECONDS = 300.0
 _START_SECONDS, _IMPORT_SECONDS, _END_SECONDS = 300.0, 60.0, 5.0
 #: those that a measurement may pause, and take
 _PAUSE_SECONDS, _MEASURE_SECONDS = 60.0, 1800.0
-#: bytes of an answer, characters of a text in it, and tensors and dimensions in a result
-_LONGEST, _TEXT, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 24, 20_000, 64, 16
+#: bytes of an answer, and tensors and dimensions in a result
+_LONGEST, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 24, 64, 16
 #: bytes that a result may have: so many, and so many times those that were given
 _BYTES, _TIMES = 1 << 30, 32
 #: dtypes that a result may have, by their names
@@ -146,7 +146,9 @@ class IsolatedProcess:
     def give_up(self, what: str) -> NoReturn:
         """End it, and raise IsolatedLostError."""
         self._close()
-        printed = last_words(self._process.command.output.read_text(errors="replace")[-_TEXT:], silence="")
+        printed = ""
+        with suppress(OSError):  # it has opened none yet, or has removed it
+            printed = last_words(self._process.command.output.read_text(errors="replace")[-MOST_TEXT:], silence="")
         self._folder.cleanup()
         raise IsolatedLostError(f"{self.name}: {what}{printed and f'; its last words: {_text(printed)}'}")
 
@@ -184,7 +186,7 @@ class IsolatedProcess:
             frame = self._frames.receive(end, _LONGEST, self._has_ended)
         except TimeoutError:
             if end == self._until:
-                self.give_up(f"no time is left, {when}")
+                self.give_up(f"no time is left of the budget, {when}")
             self.give_up(f"no result after {seconds:g} s (--attn-timeout), {when}")
         except (GarbageError, OSError) as error:
             self.give_up(f"its process sent garbage, {when}: {error}")
@@ -514,7 +516,7 @@ def _list(value: Any, most: int) -> list[Any]:
 
 def _text(value: object) -> str:
     """Return text that a terminal can show."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in str(value)[:_TEXT])
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in str(value)[:MOST_TEXT])
 
 
 def _require_absent(name: str) -> None:

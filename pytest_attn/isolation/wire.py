@@ -23,6 +23,8 @@ _PART = 1 << 30
 _ALIGNMENT = 64
 #: seconds between two looks at whether a process has ended whose socket others may hold, too
 _LOOK_SECONDS = 0.5
+#: characters of a text in an answer
+MOST_TEXT = 20_000
 #: bytes of shared memory that are kept for the next call
 _KEPT = 1 << 28
 _LENGTH = struct.Struct("!Q")

@@ -234,11 +234,8 @@ class _Judging:
         if isinstance(function := subjects[0].named, IsolatedFunction):
             try:
                 function.start()
-            except RemoteRaisedError as error:
+            except (RemoteRaisedError, DeadlineError) as error:
                 return str(error), ()
-            except DeadlineError as error:
-                first = self._lost(specs[0].workload, error)
-                return (str(error), ()) if first.verdict == Verdict.SKIPPED else ("", (first,))
         return "", tuple(map(self._on, subjects, specs))
 
     @property

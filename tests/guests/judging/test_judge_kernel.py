@@ -39,12 +39,15 @@ ANSWERS = {
     "printing": (True, "passed", ""),
     "wrong": (False, "mismatch", "causal"),
     "other_shape": (False, "mismatch", "shape"),
+    "on_meta": (False, "mismatch", "out is on meta; expected a device that holds its elements"),
+    "sparse": (False, "mismatch", "out is a sparse_coo tensor; expected a dense one"),
     "same_buffer": (False, "mismatch", "changed the out of an earlier call"),
     "drifts": (False, "broken", "rerun 1 of 1"),
     "exits": (False, "raised", "SystemExit"),
     "exits_at_once": (False, "raised", "called os._exit(0)"),
     "aborts": (False, "no result", "was killed by SIGABRT"),
     "raises": (False, "raised", "no luck"),
+    "raises_much": (False, "raised", "raises_much raised RuntimeError: \xe9\xe9"),
     "declines": (None, "skipped", "not today"),
 }
 
@@ -75,9 +78,15 @@ def test_what_hangs_is_not_known_and_ends_with_the_budget(judged):
     assert time.monotonic() - begun < 4
     assert found.right is None
     assert [one["not_judged"][0]["why"].split(";")[0] for one in answer["workloads"]] == [
-        "by_hand:sleeps: no time is left, while it was called",
+        "by_hand:sleeps: no time is left of the budget, while it was called",
         "no time is left of the budget",
     ]
+
+
+def test_a_budget_that_ends_before_its_process_has_started_is_said(judged):
+    found, answer = judged("right", budget_s=1e-3)
+    assert (found.exit_code, answer["subject"]) == (2, "by_hand:right")
+    assert found.unjudged == "by_hand:right: no time is left of the budget, while it started"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +96,8 @@ def test_what_hangs_is_not_known_and_ends_with_the_budget(judged):
         ("import no_such_library\n", None, "No module named 'no_such_library'"),
         ("x = 1\n", None, "candidate has no attention"),
         ("while True:\n    pass\n", None, "no time is left"),
-        ("import os\nos._exit(0)\n", False, "has left the interpreter with exit code 0"),
+        ("import os\nos._exit(0)\n", None, "has left the interpreter with exit code 0 while its module was imported"),
+        ("import sys\nsys.exit(0)\n", None, "has left the interpreter with exit code 0 while its module was imported"),
     ],
 )
 def test_a_text_is_judged_too(text, right, said):
