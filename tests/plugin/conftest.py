@@ -213,8 +213,8 @@ CHANGED = (
 def _fresh_processes(request, pytester, monkeypatch):
     """Let the new processes of a story be runs in this one, which take a tenth of the time, unless it asks for real ones.
 
-    They are given the command line, the environment and the channel of a process, and what they import of the story is
-    imported anew.
+    They are given the command line, the environment, the folder and the channel of a process, and what they import of the
+    story is imported anew.
     """
     if "real_processes" in request.fixturenames:
         return
@@ -237,6 +237,7 @@ def _fresh_processes(request, pytester, monkeypatch):
                 patch.delenv(name)
             for name, value in command.environment.items():
                 patch.setenv(name, value)
+            patch.chdir(command.folder)
             done = pytester.runpytest_inprocess(*command.arguments)
         theirs.close()
         messages = [one for one in iter(mine.recv, None) if one != this_process.FINISHED]

@@ -120,3 +120,40 @@ def test_a_revision_is_judged_and_what_it_lacks_or_fails_is_said(both, pytester)
     broken = both("--attn-against=HEAD")
     broken.stdout.re_match_lines([r"against HEAD .*: nothing was compared: it cannot run these tests: .*gone.*"])
     assert broken.ret == pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.mark.parametrize(
+    ("folder", "names"),
+    [
+        (".", []),
+        (".", ["tests"]),
+        (".", ["--pyargs", "tests/test_mine.py::test_mine"]),
+        ("tests", ["test_mine.py"]),
+    ],
+)
+def test_a_test_in_a_new_folder_is_inconclusive_however_it_is_named(both, pytester, monkeypatch, folder, names):
+    (pytester.path / "test_mine.py").unlink()
+    pytester.makeini("[pytest]")
+    committed(pytester.path)
+    pytester.mkdir("tests").joinpath("test_mine.py").write_text(KERNEL)
+    monkeypatch.chdir(folder)
+    result = both("--attn-against=HEAD", *names)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.re_match_lines(["inconclusive .* on tiny: HEAD .* has no such test, or not with this workload"])
+
+
+def test_of_tests_that_are_named_those_that_both_sides_have_are_compared(both, pytester):
+    revision(pytester.path, KERNEL)
+    pytester.makepyfile(test_mine=KERNEL + OTHERS.format("new", "new", 1), test_other=KERNEL)
+    result = both("--attn-against=HEAD", "test_mine.py::test_mine", "test_mine.py::test_new", "test_other.py")
+    assert result.ret == pytest.ExitCode.OK
+    lacking = "inconclusive +2 cases: HEAD .* has no such test, or not with this workload"
+    result.stdout.re_match_lines([lacking, "latency: 1 without a difference, 2 inconclusive"])
+
+
+def test_a_file_that_cannot_be_imported_there_is_not_one_that_lacks_the_test(both, pytester):
+    revision(pytester.path, "import gone")
+    pytester.makepyfile(test_mine=KERNEL)
+    broken = both("--attn-against=HEAD", "test_mine.py::test_mine", "--tb=no", "--no-summary")
+    assert broken.ret == pytest.ExitCode.TESTS_FAILED
+    broken.stdout.re_match_lines([r"against HEAD .*: nothing was compared: it cannot run these tests: .*gone.*"])

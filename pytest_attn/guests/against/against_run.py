@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Run
 from pytest_attn.processes.fork_server import Command
 from pytest_attn.processes.last_words import last_words
+from pytest_attn.processes.launcher import Ended
 from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.reports.lines import count, duration, labeled, some
 from pytest_attn.reports.records import Record, is_wrong, latency_of, read_records
@@ -49,6 +51,10 @@ _TURNS = "ABBA"
 ROUNDS, _MORE, _FEWEST = 4, 8, 5
 _SECONDS = 3600
 _DIFFERENT = (Verdict.SLOWER, Verdict.FASTER)
+#: how a pytest ends that has judged what it has of the tests
+_JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+#: what a test or a file has raised, as pytest shows it
+_RAISED = re.compile(r"^E +(\w.*)", re.MULTILINE)
 
 
 class AgainstOther(LatencyMode):
@@ -118,7 +124,8 @@ class BothSides(TimedAtEnd):
         """Return the records of the whole run on the other side, where nothing is timed. Raises OtherSideError."""
         path = folder / "records.jsonl"
         command = worker_command(self._config, folder / "judged", self._config.args, {"judges": True})
-        options = {**command.told["options"], "attn_output": [str(path)], "attn_latency": "off"}  # type: ignore[dict-item]
+        own = {"attn_output": [str(path)], "attn_latency": "off", "tbstyle": "short", "no_summary": False}
+        options = {**command.told["options"], **own}  # type: ignore[dict-item]
         told = {**command.told, "options": options}
         arguments = command.arguments
         if isinstance(placed, Moved):
@@ -127,17 +134,25 @@ class BothSides(TimedAtEnd):
         environment = {name: text for name, text in command.environment.items() if not name.startswith("GITHUB_")}
         command = placed(command._replace(arguments=arguments, environment=environment, told=told))
         with self._session.progress.during(f"judging {self._other.name}", ""):
-            done = WorkerPool.of(self._config).run(command, _SECONDS, is_forked=False)
+            done = self._ran(command)
         strays = [one for message in done.messages for one in message.get("strays", ())]
         if strays:
             raise OtherSideError(
                 f"it imports {some(strays, 2)} of this tree, so both would be the same; install nothing that points to the"
                 " tree, or name the interpreter of an environment that has the other version: --attn-against=PYTHON"
             )
-        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not done.is_finished:
-            raised = re.findall(r"^E +(\w.*)", done.output, re.MULTILINE)
+        if done.returncode not in _JUDGED or not done.is_finished:
+            raised = _RAISED.findall(done.output)
             raise OtherSideError(f"it cannot run these tests: {raised[0] if raised else last_words(done.output)}")
         return read_records(path)
+
+    def _ran(self, command: Command) -> Ended:
+        """Run a command of the other side; of the tests that it names, those that are there."""
+        done, names = WorkerPool.of(self._config).run(command, _SECONDS, is_forked=False), command.told["tests"]
+        if done.returncode != pytest.ExitCode.USAGE_ERROR or _RAISED.search(done.output):
+            return done
+        there = [one for one in names if not _is_missing(one, command.folder, done.output)]  # type: ignore[attr-defined]
+        return done if there == names else self._ran(command._replace(told={**command.told, "tests": there}))
 
     def _not_comparable(self, cases: Sequence[TimedCase], theirs: Sequence[Record]) -> dict[str, Decision]:
         """Say which tests fail on one side only, and which on both; return why cases cannot be timed on the other side."""
@@ -275,6 +290,12 @@ class BothSides(TimedAtEnd):
             labeled("reproduce", again),
         ]
         return "\n".join(line for line in lines if line)
+
+
+def _is_missing(name: str, folder: Path, output: str) -> bool:
+    """Return whether pytest has not found a test, file or folder, by its name or its path; in any color."""
+    said = "|".join(map(re.escape, (name, os.path.abspath(folder / name))))
+    return re.search(rf"ERROR: .*\bnot found: ({said})(?![^\s\x1b])", output) is not None
 
 
 def _sides(runs: Runs) -> tuple[Runs, Runs]:

@@ -84,8 +84,7 @@ class Moved:
 
     def __call__(self, command: Command) -> Command:
         folder = Path(self.path(str(command.folder)))
-        if not folder.is_dir():
-            raise OtherSideError(f"it has no folder {command.folder.relative_to(self.here)}; run pytest in one that both have")
+        folder.mkdir(parents=True, exist_ok=True)
         told = {**command.told, "tests": [self.path(str(one)) for one in command.told["tests"]]}  # type: ignore[attr-defined]
         return command._replace(
             arguments=[self.path(one) for one in command.arguments],

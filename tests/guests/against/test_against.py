@@ -18,7 +18,7 @@ import pytest_attn
 from pytest_attn.cases.latency import TimedCase
 from pytest_attn.guests.against import against_run, other_side
 from pytest_attn.guests.against.against_run import BothSides
-from pytest_attn.guests.against.other_side import Moved, OtherSide, OtherSideError
+from pytest_attn.guests.against.other_side import Moved, OtherSide
 from pytest_attn.latency.gate import POLICIES
 from pytest_attn.processes.fork_server import Command
 from pytest_attn.reports.files import ProcessFolder
@@ -129,8 +129,7 @@ def test_a_command_is_moved_with_what_it_imports(monkeypatch, tmp_path):
     assert moved.told == {"tests": [f"{there}/t.py::a[x/y]", "t.py"], "number": 1}
     found = os.pathsep.join([f"{there}/src", "/else", str(there)])
     assert moved.environment == {"PYTHONPATH": found, "HOME": f"{MINE}x", "BUILT": "x"}
-    with pytest.raises(OtherSideError, match=r"^it has no folder new; run pytest in one that both have$"):
-        Moved(MINE, there, {})(command._replace(folder=MINE / "new"))
+    assert Moved(MINE, there, {})(command._replace(folder=MINE / "new")).folder.is_dir()
 
 
 def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkeypatch, tmp_path):
@@ -145,6 +144,21 @@ def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkey
     with (tmp_path / "kernel.so").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
         other_side.pytest_sessionfinish()
     assert sent == [{"strays": [str(tmp_path / "kernel.so"), files["a"]]}]
+
+
+@pytest.mark.parametrize(
+    ("said", "is_missing"),
+    [
+        ("ERROR: not found: /t/a.py::test[x]\n(no match in any of [<Module a.py>])", True),
+        ("\x1b[31mERROR: file or directory not found: a.py::test[x]\n\x1b[0m", True),
+        ("ERROR: module or package not found: a.py::test[x] (missing __init__.py?)", True),
+        ("ERROR: not found: /t/a.py::test[x][y]", False),
+        ("ERROR: not found: /t/b/a.py::test[x]", False),
+        ("a.py::test[x]", False),
+    ],
+)
+def test_what_pytest_has_not_found_is_read_from_what_it_says(said, is_missing):
+    assert against_run._is_missing("a.py::test[x]", Path("/t"), f"1 error\n{said}\n") is is_missing
 
 
 # -- what is decided -----------------------------------------------------------------------------------------------------
