@@ -156,6 +156,8 @@ def _become(folder, module, options, environment, signals, is_ordinary):
     os.dup2(output, 2)
     os.close(output)
     os.chdir(folder)
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
+        del os.environ[name]  # it is no worker of the run that tries it
     os.environ.update(environment)
     tempfile.tempdir = None
     if is_ordinary:  # root reads and writes what others may not
