@@ -359,10 +359,10 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put the records of a case on its report, on which they reach the controller under xdist."""
     report = yield
-    session = session_of(item.config)
     if is_case(item) or is_marked(item):
         from pytest_attn.cases.case_records import attach_records
 
+        session = session_of(item.config)
         attach_records(item, call, report)
         session.kernels.settle(item, report, session.progress)
     return report

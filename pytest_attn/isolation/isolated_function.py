@@ -251,7 +251,9 @@ class IsolatedFunction(NamedFunction):
             _require_absent(self.name)
             if self._process is not None:
                 self._process.close()
-            self._process = IsolatedProcess(self.name, self._seconds, self._launcher, True, self._file, self._end)
+            self._process = IsolatedProcess(
+                self.name, self._seconds, self._launcher, is_forked=True, file=self._file, until=self._end
+            )
         return self._process
 
     def close(self) -> None:

@@ -353,7 +353,9 @@ def require_described(line: Any, description: Mapping[str, Any], where: str) -> 
 
 
 _NUMBERS = array_of(NUMBER)
-_LEVELS = dict.fromkeys(("z_element", "z_row", "z_head"), or_null(NUMBER))
+#: the levels at which z has a limit
+LEVELS = ("z_element", "z_row", "z_head")
+OF_LEVELS = dict.fromkeys(LEVELS, or_null(NUMBER))
 _WORK = by_name({"type": "number"})
 _WORDS_OF_LAUNCHES = dict.fromkeys(("framework", "category", "architecture", "operation"), or_null(TEXT))
 #: what is within the fields that hold more than one value, as far as reports read it: a part of JSON Schema
@@ -374,7 +376,7 @@ _WITHIN: dict[str, dict[str, Any]] = {
             **dict.fromkeys(
                 ("absmax", "mean_abs", "mse", "relative_l2", "cosine", "found", "exact", "budget"), or_null(NUMBER)
             ),
-            **_LEVELS,
+            **OF_LEVELS,
             **dict.fromkeys(("z_slope", "slope"), or_null(NUMBER)),
             worst=or_null(array_of({"type": "integer"})),
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_attn.backends.contexts import RAN_EAGERLY
 from pytest_attn.reports.lines import aligned, count, duration, some, z_figure
-from pytest_attn.reports.records import RUN, Record, failures, gathered, is_judged, verdict_of
+from pytest_attn.reports.records import LEVELS, RUN, Record, failures, gathered, is_judged, verdict_of
 from pytest_attn.reports.verdict import LONG_SUMS, Cause, Tone, Verdict
 from pytest_attn.seam import each
 
@@ -102,7 +102,7 @@ def levels_of(judged: Mapping[str, Any]) -> tuple[str, ...]:
     """Write z at its three levels; where elements are NaN or infinite and should not be, that is what is wrong."""
     if any(tensor.get("wrong_positions") for tensor in judged.get("tensors", ())):
         return "not finite", "-", "-"
-    levels = (judged[name] for name in ("z_element", "z_row", "z_head"))
+    levels = (judged[name] for name in LEVELS)
     return tuple("-" if z is None else z_figure(z) for z in levels)
 
 

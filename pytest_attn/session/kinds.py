@@ -96,15 +96,16 @@ def register_kinds_of_guests() -> None:
 def kind_of(item: pytest.Item) -> Kind:
     """Return the kind of a test: its marker's, or that of the fixture that it takes."""
     for kind in KINDS.values():
-        is_meant = item.get_closest_marker(kind.marker) or kind.fixture in getattr(item, "fixturenames", ())
-        if is_meant and kind is not ATTENTION:
+        if kind is ATTENTION:
+            continue
+        if item.get_closest_marker(kind.marker) or kind.fixture in getattr(item, "fixturenames", ()):
             return kind
     return ATTENTION
 
 
 def is_marked(item: pytest.Item) -> bool:
     """Return whether a test has the marker of a kind."""
-    return any(map(item.get_closest_marker, KINDS))
+    return any(mark.name in KINDS for mark in item.iter_markers())  # asked often, of neighbours' tests as well
 
 
 def marker_of(item: pytest.Item) -> pytest.Mark | None:

@@ -16,7 +16,8 @@ from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.reports.latency_output import decided
 from pytest_attn.reports.lines import count, duration, some, z_figure
 from pytest_attn.reports.markdown import as_code, as_row, as_text
-from pytest_attn.reports.records import Record, gathered, is_wrong, latency_of, read_records
+from pytest_attn.reports.merging import usage_errors
+from pytest_attn.reports.records import LEVELS, Record, gathered, is_wrong, latency_of, read_records
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.workloads.functions import printable
 
@@ -24,7 +25,6 @@ from pytest_attn.workloads.functions import printable
 _CANNOT_SAY = 125
 #: by what factor a compilation must differ to be named, and in seconds
 _COMPILE_RATIO, _COMPILE_MORE = 1.5, 1.0
-_LEVELS = ("z_element", "z_row", "z_head")
 
 
 # -- compare -------------------------------------------------------------------------------------------------------------
@@ -41,12 +41,8 @@ def _read(path: str, given: argparse.Namespace) -> list[Record]:
     """Return the records of a file, of which there must be one."""
     if Path(path).is_dir():
         given.error(f"{path} is a folder; name the .jsonl file in it")
-    try:
+    with usage_errors(given):
         found = read_records(path)
-    except FileNotFoundError:
-        given.error(f"there is no {path}; pytest --attn-output={path} writes it")
-    except (OSError, ValueError) as error:
-        given.error(str(error))
     if not found:
         given.error(f"{path} has no records; was its run stopped before the first test? run it again")
     return found
@@ -143,7 +139,7 @@ def _runs(latency: dict[str, Any], kind: str) -> list[Run]:
 
 
 def _residuals(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:
-    for level in _LEVELS:
+    for level in LEVELS:
         then, here = (r.get(level) for r in (before, now))
         if (
             isinstance(then, float)

@@ -93,10 +93,8 @@ class KernelCalls:
         except (UnreadableError, DropoutError) as error:
             self.unread("", function.shown, str(error))
             return intercepted.compute()
-        number, is_backward = (
-            len(self.run.asked),
-            torch.is_grad_enabled() and any(t.requires_grad for t in intercepted.tensors),
-        )
+        number = len(self.run.asked)
+        is_backward = torch.is_grad_enabled() and any(t.requires_grad for t in intercepted.tensors)
         self.run.asked.append((inputs.workload, is_backward))
         if self.kernel is None:
             result = intercepted.compute()

@@ -8,6 +8,7 @@ from typing import Any
 
 from pytest_attn.backends.declaration import Declaration, arguments_of
 from pytest_attn.guests.judging.flashinfer_trace import read_trace
+from pytest_attn.reports.records import LEVELS
 from pytest_attn.reports.strict_json import COUNT, NUMBER, TEXT, TRUTH, array_of, by_name, object_of, or_null, sealed
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -23,7 +24,8 @@ FEEDBACK = ("verdict", "cause", "full")
 BUDGET = 60.0
 #: verdicts of a kernel that is wrong; with any other but `PASSED` nothing is known of it
 WRONG = (Verdict.MISMATCH, Verdict.BROKEN, Verdict.RAISED, Verdict.NO_RESULT)
-_LEVELS = ("z_element", "z_row", "z_head", "z_slope")
+#: those of z, in the order of a message
+Z_LEVELS = (*LEVELS, "z_slope")
 _SECONDS = {"type": "number", "minimum": 0}
 
 _TIME = object_of(
@@ -45,7 +47,7 @@ _ON_WORKLOAD = object_of(
     said=TEXT,
     faults=array_of(TEXT),
     outputs=array_of(
-        sealed(object_of({"name": TEXT, "distribution": TEXT, "passed": TRUTH}, **dict.fromkeys(_LEVELS, NUMBER)))
+        sealed(object_of({"name": TEXT, "distribution": TEXT, "passed": TRUTH}, **dict.fromkeys(Z_LEVELS, NUMBER)))
     ),
     invariants=by_name({"enum": ["passed", "broken"]}),
     text=TEXT,

@@ -22,7 +22,7 @@ from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.known_pair import JudgeChangedError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import Context, judged
-from pytest_attn.guests.judging.answers import BUDGET, SCHEMA, WRONG, require_feedback, workloads_of
+from pytest_attn.guests.judging.answers import BUDGET, SCHEMA, WRONG, Z_LEVELS, require_feedback, workloads_of
 from pytest_attn.guests.judging.candidate import isolated as in_own_process
 from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
@@ -100,7 +100,7 @@ class WorkloadJudgment:
         }
         if feedback == "verdict":
             return shown
-        levels = ("z_element", "z_row", "z_head", "z_slope") if feedback == "full" else ()
+        levels = Z_LEVELS if feedback == "full" else ()
         findings = self.invariants.applied if self.invariants else ()
         shown |= {
             "said": self.said,

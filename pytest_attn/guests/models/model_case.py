@@ -44,6 +44,7 @@ from pytest_attn.latency.baseline_file import case_key
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.timer import Mode
 from pytest_attn.latency.work import StaleError
+from pytest_attn.reports.records import LEVELS
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.kinds import CaseParameter
 from pytest_attn.workloads.functions import type_name
@@ -324,7 +325,7 @@ def _facts(call: CallComparison) -> dict[str, Any]:
         "passed": call.passed,
         "backward": call.has_gradients,
         "tensor": reported.name if reported else "",
-        **{name: getattr(reported, name) if reported else None for name in ("z_element", "z_row", "z_head", "z_slope")},
+        **{name: getattr(reported, name) if reported else None for name in (*LEVELS, "z_slope")},
         "reason": call.fault,
         "faults": call.comparison.faults if call.comparison else (),
     }

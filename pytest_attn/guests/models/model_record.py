@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypedDict
 
 from pytest_attn.reports.lines import count, duration
+from pytest_attn.reports.records import OF_LEVELS
 from pytest_attn.reports.strict_json import BY_NAME, COUNT, NUMBER, TEXT, TRUTH, array_of, object_of, or_null
 from pytest_attn.reports.terminal import RED, Line, in_table, levels_of
-
-_LEVELS = dict.fromkeys(("z_element", "z_row", "z_head"), or_null(NUMBER))
 
 
 class ModelFields(TypedDict):
@@ -19,7 +18,7 @@ class ModelFields(TypedDict):
         " backward, tensor, z_element, z_row, z_head, z_slope, reason, faults",
         array_of(
             object_of(
-                {"module": TEXT, "function": TEXT, "workload": TEXT, "passed": TRUTH, "tensor": TEXT, **_LEVELS},
+                {"module": TEXT, "function": TEXT, "workload": TEXT, "passed": TRUTH, "tensor": TEXT, **OF_LEVELS},
                 kernel=or_null(TEXT),
                 z_slope=or_null(NUMBER),
             )

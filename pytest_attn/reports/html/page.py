@@ -19,7 +19,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from pytest_attn.reports.lines import count
-from pytest_attn.reports.records import RUN, Record, gathered, is_judged, mapped, name_of, verdict_of
+from pytest_attn.reports.records import LEVELS, RUN, Record, gathered, is_judged, mapped, name_of, verdict_of
 from pytest_attn.reports.terminal import ending, inapplicable, untested
 from pytest_attn.reports.verdict import Tone, Verdict
 from pytest_attn.seam import each
@@ -217,7 +217,7 @@ def _tensor(tensor: Mapping[str, Any], texts: Interned) -> list[Any]:
 def _call(call: Mapping[str, Any], texts: Interned) -> list[Any]:
     """Return the judgment of one of several calls; without z where nothing could be compared."""
     words = [texts.number_of(str(call[word])) for word in ("module", "workload", "tensor")]
-    z = [short(call[level]) for level in ("z_element", "z_row", "z_head")]
+    z = [short(call[level]) for level in LEVELS]
     return [*words, int(call["passed"]), 0 if None in z else z]
 
 
