@@ -403,14 +403,13 @@ def checksum(tensors: Path, environment: Mapping[str, Any]) -> str:
 
 def _tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        import safetensors.torch
     except ImportError:
         raise ImportError(f"a saved failure is read with safetensors, which is not installed; {_INSTALL}") from None
     path = folder / TENSORS
     try:
-        return dict(load_file(path))
-    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        return dict(safetensors.torch.load_file(path))
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read: {printable(str(error), 0)}; {_ADVICE}") from None
 
 

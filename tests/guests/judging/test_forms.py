@@ -2,10 +2,11 @@
 
 import json
 import runpy
-import struct
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pytest_attn import Pages, Workload
 from pytest_attn.guests.judging.answers import workloads_of
@@ -52,12 +53,8 @@ def read(tmp_path):
         handed["sm_scale"] = {"type": "scalar", "value": 0.125}
         line = {"definition": "one", "workload": {"uuid": "a1b2c3d4-e5", "axes": {"len_indptr": 3}, "inputs": handed}}
         change(definition, line["workload"])
-        places = enumerate(LENGTHS)
-        header = {name: {"dtype": "I32", "data_offsets": [12 * at, 12 * at + 12]} for at, name in places}
-        data = b"".join(struct.pack("<3i", *numbers) for numbers in LENGTHS.values())
-        (tmp_path / "lengths.safetensors").write_bytes(
-            struct.pack("<Q", len(json.dumps(header))) + json.dumps(header).encode() + data
-        )
+        lengths = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in LENGTHS.items()}
+        save_file({**lengths, "halves": torch.ones(3) / 2}, tmp_path / "lengths.safetensors")
         for folder, name, content in (("definitions", "one.json", definition), ("workloads", "one.jsonl", line)):
             (tmp_path / folder / op_type).mkdir(parents=True)
             (tmp_path / folder / op_type / name).write_text(json.dumps(content))
@@ -79,6 +76,14 @@ def test_a_file_is_where_it_is_named_and_not_where_a_link_leads(read, tmp_path):
     assert workloads_of(str(path)) == found
 
 
+def test_a_file_of_lengths_that_was_cut_is_refused(read, tmp_path):
+    read("mla_paged")
+    file = tmp_path / "lengths.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"^one.jsonl, line 1: kv_indptr: ./lengths.safetensors cannot be read: "):
+        workloads_of(f"{tmp_path}/workloads/mla_paged/one.jsonl")
+
+
 UNKNOWN = {
     'op_type: found "moe", expected "gqa_paged" or': lambda d, w: d.update(op_type="moe"),
     "window: found a field that is unknown": lambda d, w: d.update(window=4),
@@ -93,6 +98,7 @@ UNKNOWN = {
     "sm_scale: found None, expected the number": lambda d, w: w["inputs"].pop("sm_scale"),
     "axes.len_indptr: found 4, expected 3": lambda d, w: w["axes"].update(len_indptr=4),
     "found no 'x'": lambda d, w: w["inputs"]["kv_indptr"].update(tensor_key="x"),
+    r"kv_indptr: found float32 \[3\], expected integers": lambda d, w: w["inputs"]["kv_indptr"].update(tensor_key="halves"),
 }
 
 
