@@ -79,6 +79,8 @@ def usage_errors(given: argparse.Namespace) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
+    except IsADirectoryError as error:
+        given.error(f"{error.filename} is a folder; name the .jsonl file in it")
     except (OSError, ValueError) as error:
         given.error(str(error))
 

@@ -50,6 +50,7 @@ def test_the_tables_are_those_of_attn_list(capsys, pytester):
         (["--bogus"], 2, "error: unrecognized arguments: --bogus"),
         (["flux"], 2, "invalid choice: 'flux' (choose from "),
         (["report"], 2, "error: the following arguments are required: FILE.jsonl"),
+        (["rank", "."], 2, "rank: error: . is a folder; name the .jsonl file in it"),
         (["rank", "nowhere.jsonl"], 2, "rank: error: there is no nowhere.jsonl; pytest --attn-output=nowhere.jsonl writes it"),
         (["summary", __file__], 2, "is not JSON"),
         (["--device", "tpu"], 2, "error: argument --device: unknown device 'tpu'; expected auto, cpu, cuda"),

@@ -39,8 +39,6 @@ def run_compare(given: argparse.Namespace) -> int:
 
 def _read(path: str, given: argparse.Namespace) -> list[Record]:
     """Return the records of a file, of which there must be one."""
-    if Path(path).is_dir():
-        given.error(f"{path} is a folder; name the .jsonl file in it")
     with usage_errors(given):
         found = read_records(path)
     if not found:
