@@ -63,6 +63,15 @@ def test_a_fault_of_the_kernel_to_a_gate_is_found(pytester, monkeypatch):
     result.assert_outcomes(failed=2, passed=1, skipped=1)
 
 
+@pytest.mark.parametrize(("gate", "failed"), [("torch.sigmoid(gate)", 0), ("torch.sigmoid(gate * 0.9)", 2)])
+def test_a_gate_on_the_output_is_judged(pytester, gate, failed):
+    text = (ROOT / "docs/examples/test_gated.py").read_text()
+    product = "scaled_dot_product_attention(q, k, v) * "
+    pytester.makepyfile(test_gated=text.replace(f"{product}torch.sigmoid(gate)", product + gate))
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-device=cpu")
+    result.assert_outcomes(passed=3 - failed, failed=failed)
+
+
 @pytest.mark.slow("times in many processes")
 def test_the_gate_of_a_kernel_holds_what_its_workflow_recorded(pytester, typed):
     shutil.copytree(ROOT / "docs/examples/triton_kernel", pytester.path / "mine")
