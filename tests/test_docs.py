@@ -19,6 +19,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -219,6 +220,8 @@ def test_the_blocks_of_a_page_run(page, pytester, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may be saved twice within a second
     monkeypatch.setitem(protocol.SECONDS, "cpu", 0.1)  # no page tells how well it timed
     monkeypatch.setattr(disturbance, "_MOST_LOST_SECONDS", 0.1)
+    for name in re.findall(r"\]\(\.\./examples/(\w+\.py)\)", page.read_text()):
+        shutil.copy(DOCS / "examples" / name, pytester.path)  # as a reader puts it beside what the page has
     reader = Reader(pytester)
     runnable = [block for block in BLOCKS[page] if block.runs]
     for block, following in itertools.pairwise([*runnable, None]):
