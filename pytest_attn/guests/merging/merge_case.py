@@ -6,7 +6,13 @@ judged. With weights w_i = exp(lse_i - lse) and the unit roundoff u of out's dty
     tau^2 = (n - 1) (u^2 out^2 + s^2 sum_i ((w_i o_i)^2 + (o_i - out)^2)) + eps^2 out^2 + sum_i (eps_i w_i (o_i - out))^2
 
 of the result, of weighted parts and of the differences by which some merges correct a sum, rounded each time that one of n
-parts is added, s being at least what a fast exp loses; eps is what float32 loses of an lse.
+parts is added, s being at least what a fast exp loses; eps is what float32 loses of an lse. Gradients are d o_i = w_i dout and
+d lse_i = w_i g_i, where g_i = dout . (o_i - out) + dlse, within
+
+    tau^2 = (n - 1) s^2 (2 w_i^2 + (1 - w_i)^2) dout^2 + (eps^2 + eps_i^2) (w_i dout)^2
+    tau^2 = (n - 1) s^2 (g_i^2 + 3 w_i^2 m) + w_i^2 ((eps^2 + eps_i^2) g_i^2 + sum_j (eps_j w_j g_j)^2)
+
+of weights, of gradients, and of the products and sums of dout . o, m being the largest of those of a part, squared.
 """
 
 from __future__ import annotations
@@ -14,13 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pytest_attn.backends.declaration import Declaration, turned
+from pytest_attn.backends.declaration import Declaration, one_of, turned
+from pytest_attn.backends.gradients import gradients_of, nodes_behind
 from pytest_attn.backends.precision import FLOOR, LSE_UNIT, SHARED, UNIT
 from pytest_attn.backends.raised import declined_because
 from pytest_attn.backends.subject import RefusedError
@@ -61,6 +68,10 @@ FAULTS_OF_MERGES = {
     "merge-lse-of-largest": "lse is the largest of the parts', and not their sum",
     "merge-nan-without-keys": "rows in which a part, or each, has no keys are NaN",
     "merge-overflow": "exp(lse) overflows, as no maximum is subtracted before",
+    "merge-gradient-missing": "a part's out or lse has no gradient",
+    "merge-gradient-weight": "the gradient of a part's out has another weight",
+    "merge-gradient-sum": "the gradient of lse lacks a term",
+    "merge-gradient-base": "the gradient of lse has the factor of another base",
 }
 #: relative error of the exp of GPUs that is fast
 _FAST_EXP = 2.0**-22
@@ -68,6 +79,8 @@ _FAST_EXP = 2.0**-22
 _FAR = 200.0
 #: scores that are computed at once, and of a workload at most
 _CHUNK, _MOST = 1 << 22, 1 << 32
+#: by how much a factor may differ from that between bases
+_OF_BASE = 0.01
 _ORDINALS = ("first", "second", "third", "fourth")
 
 
@@ -81,6 +94,8 @@ def check_merge(
     empty_parts: whether a part may have no keys, for all rows or some; where no caller hands over such a part, as in a ring
     that begins with its own keys, False leaves them out.
 
+    Where the marker says backward=True, and out requires grad, gradients of each part's out and lse are judged as well.
+
     Returns the comparison. Raises AssertionError where the merge is wrong, naming the arrangement.
     """
     __tracebackhide__ = True
@@ -88,6 +103,7 @@ def check_merge(
         raise ValueError(f"attn.check_merge: parts must be a whole number >= 2, got {parts!r}")
     if not callable(fn):
         raise TypeError(f"attn.check_merge takes a callable, got {describe(fn)}")
+    one_of(True, False)("attn.check_merge: empty_parts", empty_parts)
     context = context_of(case)
     subject = context.subject(fn, name, case._spec).name
     return conclude(context, MergeEvaluator(fn, parts, subject, case._spec, empty_parts))
@@ -109,6 +125,25 @@ class Parts(NamedTuple):
         lse = self.lses.logsumexp(0)
         weights = (self.lses - lse).exp().nan_to_num(0.0).unsqueeze(-1)
         return (weights * self.outs).sum(0), lse, weights
+
+    def named(self) -> tuple[list[str], list[str]]:
+        """Return what a merge calls the outs and the lses of parts."""
+        if len(self.outs) == 2:
+            return ["out_a", "out_b"], ["lse_a", "lse_b"]
+        first, second = ([f"{of}[{n}]" for n in range(len(self.outs))] for of in ("outs", "lses"))
+        return first, second
+
+
+class Arriving(NamedTuple):
+    """Gradients in float64 that arrive at out, (batch, heads, rows, dim), and at natural lse, (batch, heads, rows, 1)."""
+
+    dout: Tensor
+    dlse: Tensor
+
+    def at_parts(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        """Return what arrives at the weighted outs, and at the weights of parts, less dout . out: g_i / w_i."""
+        of_parts, of_out = ((self.dout * x).sum(-1, keepdim=True) for x in (parts.outs, parts.merged()[0]))
+        return self.dout.expand_as(parts.outs), of_parts - of_out + self.dlse
 
 
 # -- arrangements ----------------------------------------------------------------------------------------------------------
@@ -208,16 +243,18 @@ class MergeEvaluator(Evaluator[Comparison]):
             return Judgment.refused(self.subject, f"parts of {w.id} take more than {_MOST:,} scores; merge shorter ones")
         distribution = self._spec.inputs[0]
         drawn = context.session.references.reference_of(self._spec, distribution)
+        of_results, of_gradients = limits_named(self._spec.limits)  # of gradients of lse an element is a row
+        limits = of_results, replace(of_gradients.without_slope, row=of_gradients.element)
         comparison = Comparison(w.id, str(self.subject), ())
         for exact in arrangements(drawn.inputs, self._parts, not declared.contiguous, self._may_be_empty):
             given = Handed(exact, w, declared)
             with context.session.deadline.around(f"{self.subject} on {w.id}, {context.item.nodeid}"):
-                results = given.results_of(self._fn, drawn.inputs)
+                results = given.results_of(self._fn, drawn.inputs, self._spec.backward)
             reference = Reference(drawn.inputs, self._spec.profile, given.expected())
             returned = Returned(f"{distribution}, {exact.words}", reference, results)
-            limits = limits_named(self._spec.limits)
             rows = compare_all(returned.distribution, results, reference, w, limits)
-            comparison = replace(comparison, tensors=(*comparison.tensors, *rows))
+            unjudged = (f"gradients of a merge: {given.unjudged}",) if given.unjudged else ()
+            comparison = replace(comparison, tensors=(*comparison.tensors, *rows), unjudged=unjudged)
             if wrong := [row for row in rows if not row.passed]:
                 mismatch = mismatch_of(wrong[0], Evidence(w, returned, (returned,), limits))
                 comparison = replace(comparison, mismatch=replace(mismatch, hints=given.hints(mismatch), evidence=None))
@@ -232,7 +269,8 @@ class MergeEvaluator(Evaluator[Comparison]):
 class Handed:
     """Parts as a merge gets them: rounded, in the layouts and the base of a declaration.
 
-    parts: of the rounded values, in float64.
+    parts: of the rounded values, in float64. arriving: gradients that a merge was given, None where it has no backward pass,
+    or none was asked for. unjudged: why gradients that were asked for are not judged.
     """
 
     def __init__(self, exact: Parts, w: Workload, declared: Declaration) -> None:
@@ -241,10 +279,61 @@ class Handed:
         self._unit = math.log(2) if declared.lse_base == 2 else 1.0
         self._outs, self._lses = exact.outs.to(getattr(torch, w.out_dtype)), (exact.lses / self._unit).float()
         self.parts = exact._replace(outs=self._outs.double(), lses=self._lses.double() * self._unit)
+        self.arriving: Arriving | None = None
+        self.unjudged = ""
 
-    def results_of(self, fn: Callable[..., Any], inputs: Inputs) -> dict[str, Tensor]:
-        """Call a merge; return its results by name, in native layout. Raises ContractError for what cannot be compared."""
+    def results_of(self, fn: Callable[..., Any], inputs: Inputs, backward: bool = False) -> dict[str, Tensor]:
+        """Call a merge; return its results by name, in native layout, with the gradients that it has.
+
+        Raises ContractError for what cannot be compared.
+        """
+        __tracebackhide__ = True
         outs, lses = ([self._laid_out(name, one) for one in of] for name, of in (("out", self._outs), ("lse", self._lses)))
+        if not backward:
+            returned = self._called(fn, outs, lses, inputs)
+        else:
+            given = [leaf.requires_grad_().clone() for leaf in (*outs, *lses)]  # which a merge may write over
+            returned = self._called(fn, given[: len(outs)], given[len(outs) :], inputs)
+        results = {name: self._native_result(name, tensor.detach()) for name, tensor in returned.items()}
+        return results | self._gradients(returned, outs, lses, inputs) if backward else results
+
+    def _gradients(
+        self, returned: dict[str, Tensor], outs: list[Tensor], lses: list[Tensor], inputs: Inputs
+    ) -> dict[str, Tensor]:
+        """Return the gradients of each part by the names of what fn takes, in native layout; none where there are none."""
+        __tracebackhide__ = True
+        reached = {id(getattr(node, "variable", None)) for node in nodes_behind(returned["out"])}
+        if not returned["out"].requires_grad:
+            self.unjudged = "what it returns does not require grad"
+        elif sum(id(leaf) in reached for leaf in outs) == 1 and not any(id(leaf) in reached for leaf in lses):
+            self.unjudged = "it writes over a part without autograd"
+        if self.unjudged:
+            return {}
+        dout = heads_first(inputs.dout, self._workload)
+        ends = [name for name, tensor in returned.items() if tensor.requires_grad]
+        self.arriving = Arriving(dout.double(), dout[..., :1].double() * ("lse" in ends))
+        arriving = {"out": dout, "lse": dout[..., 0].double() * self._unit}
+        given = [self._laid_out(name, arriving[name]).to(returned[name].dtype) for name in ends]
+        found = gradients_of([returned[name] for name in ends], [*outs, *lses], given)
+        gradients = {}
+        named = zip(chain(*self.parts.named()), chain(outs, lses), found, self._left_out(), strict=True)
+        for name, leaf, gradient, left_out in named:
+            gradient = torch.zeros_like(leaf) if gradient is None else gradient
+            kind = name[:3]
+            seen = turned(gradient, self._declared.letters(kind, self._workload.is_packed)[1], self._native[kind == "lse"][0])
+            seen = seen.double().unsqueeze(-1) / self._unit if kind == "lse" else seen
+            gradients[f"d{name}"] = turned(seen.masked_fill(left_out, 0.0), *self._native[0])
+        return gradients
+
+    def _left_out(self) -> Iterator[Tensor]:
+        """Yield in which rows no gradient of each out and lse is judged: no part has keys, or the one whose lse it is."""
+        no_keys = self.parts.lses.logsumexp(0) == -math.inf
+        yield from (no_keys.unsqueeze(-1) for _ in self.parts.outs)
+        yield from (lse.unsqueeze(-1) == -math.inf for lse in self.parts.lses)
+
+    def _called(self, fn: Callable[..., Any], outs: list[Tensor], lses: list[Tensor], inputs: Inputs) -> dict[str, Tensor]:
+        """Return what a merge returns, by name."""
+        __tracebackhide__ = True
         shapes = [tuple(outs[0].shape), tuple(lses[0].shape)]
         try:
             result = fn(outs[0], lses[0], outs[1], lses[1]) if len(outs) == 2 else fn(outs, lses)
@@ -263,7 +352,7 @@ class Handed:
             tensor = plain(name, value)
             is_wide = name == "out" and getattr(tensor, "dtype", None) == torch.float32
             check_tensor(name, tensor.to(self._outs.dtype) if is_wide else tensor, shape, inputs)
-            results[name] = self._native_result(name, tensor.detach())
+            results[name] = tensor
         return results
 
     def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
@@ -289,17 +378,30 @@ class Handed:
         return turned(kept, *self._native[name == "lse"])
 
     def expected(self) -> dict[str, Expected]:
-        """Return the exact merge, with the budget of out."""
+        """Return the exact merge, with the budget of out; with its gradients, where any arrive."""
         out, lse, weights = self.parts.merged()
         dtype, outs = self._workload.out_dtype, self.parts.outs
+        step, floor = max(UNIT[dtype], _FAST_EXP) ** 2 * (len(outs) - 1), FLOOR[dtype] ** 2 * (len(outs) - 1)
         steps = (weights * outs).square().sum(0) + (outs - out).square().sum(0)
-        rounded = out.square() * UNIT[dtype] ** 2 + steps * max(UNIT[dtype], _FAST_EXP) ** 2 + FLOOR[dtype] ** 2
+        rounded = out.square() * UNIT[dtype] ** 2 * (len(outs) - 1) + steps * step + floor
         eps, eps_of_parts = (
             (x.where(x.isfinite(), 0.0).abs() + 4).mul(SHARED * LSE_UNIT).unsqueeze(-1) for x in (lse, self.parts.lses)
         )
         drift = (eps * out).square() + (eps_of_parts * weights * (outs - out)).square().sum(0)
-        tau = (rounded * (len(outs) - 1) + drift).sqrt().masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
-        return {"out": Expected(out, tau.float()), "lse": Expected(lse, torch.zeros_like(lse).float())}
+        tau = (rounded + drift).sqrt().masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
+        found = {"out": Expected(out, tau.float()), "lse": Expected(lse, torch.zeros_like(lse).float())}
+        if self.arriving is None:
+            return found
+        dout, g = self.arriving.at_parts(self.parts)
+        largest = ((dout * outs).square().sum(-1, keepdim=True) + (dout * outs).sum(-1, keepdim=True).square()).amax(0)
+        apart, shares = eps**2 + eps_of_parts**2, weights.square()
+        of_outs = (step * (2 * shares + (1 - weights).square()) + apart * shares) * dout.square() + floor
+        of_sums = apart * g.square() + (eps_of_parts * weights * g).square().sum(0)
+        of_lses = step * (g.square() + 3 * shares * largest) + shares * of_sums
+        of_both = chain(*self.parts.named()), (*(weights * dout), *(weights * g)), (*of_outs, *of_lses)
+        for name, value, variance, left_out in zip(*of_both, self._left_out(), strict=True):
+            found[f"d{name}"] = Expected(value.masked_fill(left_out, 0.0), variance.sqrt().masked_fill(left_out, 0.0).float())
+        return found
 
     def hints(self, mismatch: Mismatch) -> tuple[Hint, ...]:
         """Return what explains a mismatch, most telling first."""
@@ -314,13 +416,22 @@ class Handed:
             got, value, tau = (x.unsqueeze(-1) for x in (got, value, LSE_TOLERANCE * (1 + value.abs())))
         seen = Seen(View(got, value, tau, (got.double() - value).abs().gt(tau).any(-1)))
         found = []
-        for fault, words, other in _other_lses(self.parts) if name == "lse" else _other_outs(self.parts, got):
+        for fault, words, other in self._others(name, got, value):
             value = other.unsqueeze(-1) if name == "lse" else other
             std = tau + value.abs() * UNIT[self._workload.out_dtype] * (name == "out")
             hypothesis = FaultHypothesis(fault, words, _predicts(value, std), OF_STEPS)
             if fit := explains(hypothesis, seen):
                 found.append((fit.rank, Hint(fault, words)))
         return tuple(hint for _, hint in sorted(found, key=lambda one: one[0])[:1])
+
+    def _others(self, name: str, got: Tensor, exact: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+        """Return the faults that a result may have, each with words and what it would be with them."""
+        if name == "lse":
+            return _other_lses(self.parts)
+        if name == "out":
+            return _other_outs(self.parts, got)
+        assert self.arriving is not None
+        return _other_gradients(self.parts, self.arriving, name, got, exact)
 
     def _about_numbers(self, got: Tensor) -> Iterator[Hint]:
         """Explain NaN and infinities where exact results have none."""
@@ -402,3 +513,30 @@ def _other_lses(parts: Parts) -> Iterator[tuple[str, str, Tensor]]:
         yield "merge-base", f"lse is returned in base {base}, and given in base {given}", lse / factor
         summed = (lses * factor).logsumexp(0) / factor
         yield "merge-base", f"lse is added up as if it were in base {base}, and given in base {given}", summed
+
+
+def _other_gradients(
+    parts: Parts, arriving: Arriving, name: str, got: Tensor, exact: Tensor
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield identities of faults, words, and what the gradient of a part would be with them."""
+    is_of_out = name[1:] in parts.named()[0]
+    part = parts.named()[not is_of_out].index(name[1:])
+    if not bool(got.any()):
+        words = f"{name} is 0: are weights detached, or is it not handed back?"
+        yield "merge-gradient-missing", words, torch.zeros_like(exact)
+        return
+    _, _, weights = parts.merged()
+    dout, g = arriving.at_parts(parts)
+    for other in range(len(weights)):
+        if other != part:
+            words = f"{name} has the weight of the {_ordinal(other)} part"
+            yield "merge-gradient-weight", words, weights[other] * (dout if is_of_out else g)[part]
+    yield "merge-gradient-weight", f"{name} has no weight", (dout if is_of_out else g)[part]
+    if not is_of_out:
+        of_out = (arriving.dout * parts.merged()[0]).sum(-1, keepdim=True)
+        yield "merge-gradient-sum", f"{name} lacks - dout . out, as lse moves with each part's", exact + weights[part] * of_out
+        yield "merge-gradient-sum", f"{name} lacks what arrives at lse", exact - weights[part] * arriving.dlse
+    factor = float((got.double() * exact).sum() / exact.square().sum())
+    is_of_base = not is_of_out and min(abs(factor - base) for base in (math.log(2), 1 / math.log(2))) < _OF_BASE
+    fault, said = ("merge-gradient-base", ", as of another base") if is_of_base else ("merge-gradient-weight", "")
+    yield fault, f"{name} is multiplied by {factor:.3g}{said}", factor * exact

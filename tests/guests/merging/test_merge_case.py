@@ -17,7 +17,7 @@ WORKLOADS = (
     Workload(q_lens=(5, 1, 30), kv_lens=(70, 3, 0), heads=4, kv_heads=2, head_dim=32),
     Workload(1, 1, heads=2, head_dim=32),
 )
-on_all = pytest.mark.attention(*WORKLOADS, device="cpu", returns_lse=True)
+on_all = pytest.mark.attention(*WORKLOADS, device="cpu", returns_lse=True, backward=True)
 
 
 def merged(outs, lses, exp=torch.exp, log=torch.log):
@@ -67,13 +67,62 @@ def folded(outs, lses):
     return outs[0], lses[0]
 
 
+def in_dtype(out_a, lse_a, out_b, lse_b):
+    """Have the weights in the dtype of the parts, so that autograd multiplies and sums gradients in it."""
+    lses, outs = torch.stack([lse_a, lse_b]), torch.stack([out_a, out_b])
+    weights = lses.softmax(0).nan_to_num(0.0).to(outs.dtype)
+    return combined(outs, weights, lses.logsumexp(0), out_a)
+
+
+class Formula(torch.autograd.Function):
+    """A kernel with a backward pass of its own, which knows out as it was rounded; `fault` spoils that."""
+
+    @staticmethod
+    def forward(ctx, fault, a, x, b, y):
+        out, lse = of_two(a, x, b, y)
+        ctx.fault = fault
+        ctx.save_for_backward(a, x, b, y, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        a, x, b, y, out, lse = ctx.saved_tensors
+        as_out = (lambda t: t.mT) if out.dim() == 3 else lambda t: t
+        shares = {"a": (x - lse).exp(), "b": (y - lse).exp()}
+        of_out = as_out((dout.float() * out).sum(-1))
+        found = []
+        for name, part in (("a", a), ("b", b)):
+            w, g = shares[name], as_out((dout.float() * part).sum(-1)) - of_out + dlse
+            w, g = ctx.fault(name, w, g, shares, of_out, dlse) if ctx.fault else (w, g)
+            found += [(as_out(w).unsqueeze(-1) * dout).to(part.dtype), w * g]
+        return None, *found
+
+
+def by_formula(*parts, fault=None):
+    return Formula.apply(fault, *parts)
+
+
 @on_all
-@pytest.mark.parametrize("fn", [of_two, in_place, by_logaddexp])
+@pytest.mark.parametrize("fn", [of_two, in_place, by_logaddexp, in_dtype, by_formula])
 def test_honest_merges_of_two(attn, fn):
-    assert {row.name for row in attn.check_merge(fn).tensors} == {"out", "lse"}
+    names = {row.name for row in attn.check_merge(fn).tensors}
+    assert names == {"out", "lse", "dout_a", "dlse_a", "dout_b", "dlse_b"}
 
 
-@pytest.mark.attention(*WORKLOADS, device="cpu", empty_rows="any")
+@pytest.mark.attention(W, W.replace(dtype="float32"), device="cpu", backward=True)
+def test_a_merge_without_autograd_has_no_gradients(attn):
+    def by_pointer(a, x, b, y):
+        """Write out over the first part, as a kernel does of which autograd knows nothing."""
+        a.data.copy_(of_two(a, x, b, y)[0].detach())
+        return a
+
+    for fn, why in ((torch.no_grad()(of_two), "does not require grad"), (by_pointer, "writes over a part without autograd")):
+        found = attn.check_merge(fn)
+        assert why in found.unjudged[0]
+        assert {row.name for row in found.tensors} <= {"out", "lse"}
+
+
+@pytest.mark.attention(*WORKLOADS, device="cpu", empty_rows="any", backward=True)
 def test_what_the_sigmoid_leaves_where_no_part_has_keys_is_the_caller_s(attn):
     attn.check_merge(by_sigmoid)
     attn.check_merge(lambda a, lse_a, b, lse_b: by_sigmoid(a.float(), lse_a, b.float(), lse_b))
@@ -102,7 +151,7 @@ def test_honest_merges_of_more(attn, parts):
 LAID_OUT = {"layout": "bshd", "lse_layout": "bsh", "lse_base": 2, "returns_lse": True}
 
 
-@pytest.mark.attention(*WORKLOADS[:4], device="cpu", **LAID_OUT)
+@pytest.mark.attention(*WORKLOADS[:4], device="cpu", backward=True, **LAID_OUT)
 def test_honest_merges_in_base_2_and_another_layout(attn):
     attn.check_merge(lambda a, lse_a, b, lse_b: of_lists([a, b], [lse_a, lse_b], exp=torch.exp2, log=torch.log2))
 
@@ -169,6 +218,53 @@ def test_a_fault_is_found_in_its_arrangement_and_named(attn, fn, arrangement, ca
         attn.check_merge(fn)
 
 
+def detached(a, x, b, y):
+    return of_two(a, x.detach(), b, y.detach())
+
+
+#: a fault of the backward pass, and its cause
+OF_GRADIENTS = {
+    "detached weights": (detached, "dlse_a is 0: are weights detached"),
+    "one lse detached": (lambda a, x, b, y: of_two(a, x, b, y.detach()), "dlse_b is 0"),
+    "one out detached": (lambda a, x, b, y: of_two(a.detach(), x, b, y), "dout_a is 0"),
+    "weights swapped": (
+        lambda name, w, g, shares, *_: (shares["b" if name == "a" else "a"], g),
+        "dout_a has the weight of the second part",
+    ),
+    "no weight": (lambda name, w, g, *_: (torch.ones_like(w), w * g), "dout_a has no weight"),
+    "a factor": (lambda name, w, g, *_: (w * 0.75, g / 0.75), r"dout_a is multiplied by 0\.75"),
+    "no sum": (lambda name, w, g, shares, of_out, dlse: (w, g + of_out), "dlse_a lacks - dout . out"),
+    "lse's own": (lambda name, w, g, shares, of_out, dlse: (w, g - dlse), "dlse_a lacks what arrives at lse"),
+    "base": (lambda name, w, g, *_: (w, g * math.log(2)), r"dlse_a is multiplied by 0\.69\d?, as of another base"),
+    "sign": (lambda name, w, g, *_: (w, -g), "dlse_a is multiplied by -1"),
+}
+
+
+@pytest.mark.attention(*WORKLOADS[:3], device="cpu", returns_lse=True, backward=True)
+@pytest.mark.parametrize(("fault", "cause"), OF_GRADIENTS.values(), ids=OF_GRADIENTS)
+def test_a_wrong_gradient_is_found_and_named(attn, fault, cause):
+    fn = fault if "detached" in cause or cause.endswith("is 0") else partial(by_formula, fault=fault)
+    with pytest.raises(AssertionError, match=f"(?s)mismatch.*suggests +{cause}"):
+        attn.check_merge(fn)
+
+
+@pytest.mark.attention(W, device="cpu", backward=True)
+def test_gradients_of_three_parts(attn):
+    with pytest.raises(AssertionError, match=r"(?s)dlses\[2\] of .*suggests +dlses\[2\] is 0"):
+        attn.check_merge(lambda outs, lses: of_lists(outs, [*lses[:2], lses[2].detach()]), 3)
+
+
+@pytest.mark.attention(W, device="cpu", backward=True)
+def test_nan_in_the_gradient_of_a_part_without_keys_is_found(attn):
+    def fn(a, x, b, y):
+        share = ((y - x).exp() + 1).reciprocal()  # of exp's inf it is right, and its gradient 0 * inf
+        return share.unsqueeze(-1) * a + (1 - share).unsqueeze(-1) * b
+
+    attn.check_merge(fn, empty_parts=False)
+    with pytest.raises(AssertionError, match=r"(?s)the first part has no keys\).*one part has no keys: "):
+        attn.check_merge(fn)
+
+
 @pytest.mark.attention(*WORKLOADS[:2], device="cpu")
 def test_faults_of_three_parts(attn):
     faults = {
@@ -198,6 +294,8 @@ def test_what_cannot_be_compared_is_told(attn):
         attn.check_merge(lambda a, lse_a, b, lse_b: (a, lse_a.mT))
     with pytest.raises(ValueError, match="parts must be a whole number >= 2, got 1"):
         attn.check_merge(of_two, parts=1)
+    with pytest.raises(ValueError, match="empty_parts must be one of True, False, got 'yes'"):
+        attn.check_merge(of_two, empty_parts="yes")
     with pytest.raises(TypeError, match="takes a callable, got"):
         attn.check_merge("flash2")
 
