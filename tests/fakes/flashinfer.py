@@ -43,8 +43,8 @@ class _Wrapper:
                 )
         assert (q.shape[1], k.shape[-2]) == self._heads
 
-    def _sequences(self, q, keys_of):
-        outs, at = [], 0
+    def _sequences(self, q, keys_of, return_lse):
+        found, at = [], 0
         for b, keys in enumerate(self._lens_kv):
             rows = q[None, self._ends_q[b] : self._ends_q[b + 1]]
             visible = None
@@ -53,8 +53,9 @@ class _Wrapper:
                 visible = self._mask[at : at + entries].view(rows.shape[1], keys)
                 at += entries
             k, v = keys_of(b)
-            outs.append(attention(rows, k[None], v[None], visible=visible, **self._options)[0][0])
-        return torch.cat(outs)
+            found.append(_returned(*attention(rows, k[None], v[None], visible=visible, **self._options), True))
+        out, lse = (torch.cat(part) for part in zip(*found, strict=True))
+        return (out, lse) if return_lse else out
 
 
 def _plan_ragged(
@@ -87,6 +88,10 @@ def _single(q, k, v, causal, kv_layout, sm_scale, window_left, logits_soft_cap, 
     assert kv_layout == "NHD", "the fake knows no other"
     causal, window, softcap = "bottom-right" if causal else None, (window_left, -1), logits_soft_cap or 0.0
     out, lse = attention(q[None], k[None], v[None], scale=sm_scale, causal=causal, window=window, softcap=softcap)
+    return _returned(out, lse, return_lse)
+
+
+def _returned(out, lse, return_lse):
     return (out[0], lse[0].T / math.log(2)) if return_lse else out[0]
 
 
@@ -100,7 +105,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         self._check(q, k)
         assert (q.shape[-1], v.shape[-1]) == self._dims
         starts = self._ends_kv
-        return self._sequences(q, lambda b: (k[starts[b] : starts[b + 1]], v[starts[b] : starts[b + 1]]))
+        return self._sequences(q, lambda b: (k[starts[b] : starts[b + 1]], v[starts[b] : starts[b + 1]]), return_lse)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -116,4 +121,4 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             used = self._pages[self._starts[b] : self._starts[b + 1]]
             return tuple(cache[used].flatten(0, 1)[: self._lens_kv[b]] for cache in (k_cache, v_cache))
 
-        return self._sequences(q, keys_of)
+        return self._sequences(q, keys_of, return_lse)

@@ -7,11 +7,31 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fakes import planted, put
 from fakes.timed import CLOCK, TURNS, committed
 
 ROOT = Path(__file__).parents[2]
 #: of each example, how many tests pass and how many are skipped on a CPU: declined, or not timed
 EXAMPLES = {"compare_revisions": (0, 2), "model": (3, 0), "torch_extension": (3, 0), "triton_kernel": (2, 2)}
+#: of each example for another project: the fake of its library, and how many cases pass
+FOR_OTHERS = {"flash_attention_cute": ("flash4", 3), "flashinfer": ("flashinfer", 2)}
+#: faults of these fakes, each with the case that finds it, as -k names it
+FAULTS = [
+    ("flash_attention_cute", '"softcap": softcap', '"softcap": 0.0', "softcap"),
+    ("flash_attention_cute", '"scale": softmax_scale', '"scale": None', "scale"),
+    ("flash_attention_cute", '"window": window_size', '"window": (window_size[0] + 1, window_size[1])', "window"),
+    ("flash_attention_cute", '"sink": learnable_sink', '"sink": None', "sinks"),
+    ("flash_attention_cute", "attention(*tensors, ", "attention(tensors[0], tensors[1].detach(), tensors[2], ", "softcap"),
+    ("flash_attention_cute", "out, lse if return_lse", "out, lse / 0.6931 if return_lse", "softcap"),
+    ("flash_attention_cute", "packed(q, k, v, cu_seqlens_q, ", "packed(q, k.flip(1), v.flip(1), cu_seqlens_q, ", "packed"),
+    ("flash_attention_cute", '"bottom-right" if causal', '"top-left" if causal', "packed"),
+    ("flashinfer", '"bottom-right" if causal', '"top-left" if causal', "causal"),
+    ("flashinfer", "sm_scale is None", "sm_scale", "causal"),
+    ("flashinfer", "lse[0].T / math.log(2)", "lse[0].T", "causal"),
+    ("flashinfer", "(window_left, -1),\n            ", "(window_left - 1, -1),\n            ", "window"),
+    ("flashinfer", '"softcap": soft_cap or 0.0', '"softcap": 0.0', "softcap"),
+    ("flashinfer", "v[starts[b] : starts[b + 1]]", "v[starts[b] : starts[b + 1]].flip(1)", "causal"),
+]
 
 
 def steps(example, workflow, job):
@@ -52,6 +72,35 @@ def test_it_runs_where_it_is_copied_to(example, pytester, monkeypatch):
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-device=cpu", "--attn-latency=off", "-rs")
     result.assert_outcomes(passed=passed, skipped=skipped)
     result.stdout.fnmatch_lines(["*right*"])
+
+
+@pytest.fixture
+def in_their_tree(pytester, monkeypatch):
+    """Return a function that runs the tests of an example for another project beside a fake of its library."""
+
+    def run(example, *arguments, **changed):
+        shutil.copytree(ROOT / "docs/examples" / example, pytester.path / example)
+        put(monkeypatch, pytester.mkdir("site"), FOR_OTHERS[example][0], **changed)
+        monkeypatch.chdir(pytester.path / example)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "--attn-device=cpu", *arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("example", FOR_OTHERS)
+def test_another_project_adds_one_short_file_and_one_line(example, in_their_tree):
+    in_their_tree(example).assert_outcomes(passed=FOR_OTHERS[example][1])
+    (file,) = Path("tests").rglob("*.py")
+    assert len(file.read_text().splitlines()) <= 20
+    (line,) = re.findall(r"^\+(?!\+)(.*)", Path("requirements.patch").read_text(), re.M)
+    assert line.strip(' ",') == "pytest-attn"
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(("example", "right", "wrong", "case"), FAULTS)
+def test_a_fault_of_another_projects_kernel_is_found(example, right, wrong, case, in_their_tree):
+    result = in_their_tree(example, "-k", case, **planted(f"{FOR_OTHERS[example][0]}.py", right, wrong))
+    result.assert_outcomes(failed=1, deselected=FOR_OTHERS[example][1] - 1)
 
 
 def test_a_fault_of_the_kernel_to_a_gate_is_found(pytester, monkeypatch):

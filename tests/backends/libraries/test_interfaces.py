@@ -231,7 +231,7 @@ FAULTS += [
         ("(window_left, -1)", "(window_left - 1, -1)", INFERRED.replace(mask=Window(9, 0))),
         ("logits_soft_cap, custom_mask)", "logits_soft_cap, custom_mask.flip(0))", INFERRED.replace(mask="causal")),
         (": self._lens_kv[b]]", ": self._lens_kv[0]]", STEPS),
-        ("return self._sequences(q, keys_of)", "return self._sequences(q, lambda b: keys_of(0))", STEPS),
+        ("self._sequences(q, keys_of, ", "self._sequences(q, lambda b: keys_of(0), ", STEPS),
     )
 ]
 REFUSED += [
