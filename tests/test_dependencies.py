@@ -89,7 +89,7 @@ def files_of(place):
     return [
         file
         for file in (ROOT / place).rglob("*.py")
-        if "examples" not in file.parts and not any(file.is_relative_to(one) for one in beneath)
+        if "examples" not in file.relative_to(ROOT).parts and not any(file.is_relative_to(one) for one in beneath)
     ]
 
 
