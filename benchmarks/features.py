@@ -20,7 +20,6 @@ from functools import cache, partial
 from itertools import combinations, islice
 from typing import Any, TypeAlias
 
-from pytest_attn.backends.all_libraries import BUILTIN
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.registry import Registry
 from pytest_attn.workloads.catalog import (
@@ -183,7 +182,9 @@ def _laid_out(of: Mapping[str, str], q_len: int, kv_len: int) -> Fields:
 @cache
 def kernels() -> dict[str, Kernel]:
     """Return which workloads each takes, by name."""
-    backends = {name: partial(_takes, Registry()[name].capabilities) for name in BUILTIN}
+    registry = Registry()
+    everywhere = (name for name in registry.names if not registry.argument_of(name))
+    backends = {name: partial(_takes, registry[name].capabilities) for name in everywhere}
     return {**backends, "emulated": lambda w: not (w.is_quantized or w.dropout)}
 
 

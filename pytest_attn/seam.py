@@ -72,7 +72,10 @@ class Guest:
         kinds: kinds of tests: marker, fixture, items and case of each.
         items: by an argument of the marker `attention`, a class of `Items` for the tests that give it: its `mark` reads the
             argument, its cases say what makes them.
-        backends: by such an argument, backends by their names that are for the tests that give it, and for no others.
+        backends: by such an argument, backends by their names that are for the tests that give it, and for no others; by "",
+            backends for tests without any. "LIBRARY:PART" stands for all names that begin so: its class takes what is behind
+            the colon, and says in `stands_for` what that makes.
+        aliases: of backends, with the names that they stand for.
         options: a dataclass of options, declared as those of `Settings` are, with `group` and `short`, their place and their
             text in the help; read from `Settings.more`.
         contradiction: a function of the settings that says of options that do not go together what to type, a line that
@@ -99,6 +102,7 @@ class Guest:
     kinds: tuple[Kind, ...] = ()
     items: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     options: type | None = None
     contradiction: str = ""
     kernels: Mapping[str, str] = field(default_factory=dict)

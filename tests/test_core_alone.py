@@ -60,7 +60,16 @@ OF_THE_REPOSITORY = (
 )
 #: what else of the repository tests read
 PAGES = ("README", "CONTRIBUTING", "CHANGELOG", "AGENTS")
-READ = ("conftest.py", "docs", "baselines", "benchmarks", "Makefile", "pyproject.toml", *(f"{one}.md" for one in PAGES))
+READ = (
+    "action.yml",
+    "conftest.py",
+    "docs",
+    "baselines",
+    "benchmarks",
+    "Makefile",
+    "pyproject.toml",
+    *(f"{one}.md" for one in PAGES),
+)
 
 
 @pytest.mark.slow("some minutes on two cores")

@@ -173,14 +173,6 @@ CUTLASS_SHARED_HEAD = KnownDefect(
 )
 
 
-#: GQA, which xformers' adapter expands so, in the other shapes that are asked about
-CUTLASS_SHARED_GROUP = replace(
-    CUTLASS_SHARED_HEAD,
-    applies=lambda workload, machine: workload.mask is not None or workload.bias is not None,
-    invariants=("shapes",),
-)
-
-
 CUTLASS_OFFSETS = KnownDefect(
     issue=_OF_CUTLASS,
     summary="rows or heads more than 2^31 elements apart: an illegal memory access, which ends the process's CUDA context",
@@ -194,18 +186,4 @@ SDPA_LARGE_SCORES = KnownDefect(
     summary="-65504 in place of -inf: keys that may not be seen, and score that much more, are",
     applies=lambda w, machine: machine.capability == (9, 0) and needs_dense_mask(w) and not w.bias and not w.alibi,
     invariants=("magnitude",),
-)
-
-#: relative L2 of a float16 dq that was rounded to bfloat16: 0.0036 was seen
-_BFLOAT16_L2 = 0.006
-#: its z of an element: 16.5 was seen, and 5.7 of a row
-_BFLOAT16_Z = 24.0
-BFLOAT16_DQ = KnownDefect(
-    issue="seen in the source of ring-flash-attn 0.1.8 and yunchang 0.6.4, no report found",
-    summary="the plain ring rounds dq to bfloat16, whatever the dtype",
-    applies=lambda workload, machine: workload.dtype == "float16",
-    tensors=("dq",),
-    shows=lambda comparison, workload: (
-        comparison.relative_l2 < _BFLOAT16_L2 and comparison.z_element < _BFLOAT16_Z and comparison.z_row < _BFLOAT16_Z / 3
-    ),
 )

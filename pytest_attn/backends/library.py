@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.contexts import environment, quiet
 from pytest_attn.backends.machine import installed_version
 
@@ -79,6 +80,15 @@ class Library:
 
     def _installed(self) -> str | None:
         return next(filter(_version_of, self.distributions), None)
+
+
+#: those whose kernels torch can call in place of its own: the two generations of flash-attn 3, and flash-attn 4
+_INSTALL = "build it from the folder hopper of Dao-AILab/flash-attention"
+FLASH3 = (
+    Library(("flash-attn-3",), "flash_attn_3.flash_attn_interface", _INSTALL),
+    Library(("flash-attn-3",), "flash_attn_interface", _INSTALL),
+)
+FLASH4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4", keeping_flash4)
 
 
 @functools.cache

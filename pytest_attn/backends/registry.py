@@ -1,15 +1,14 @@
-"""Backends by name: the built-in ones, loaded when first asked for, those that users add, and their variants; as tables."""
+"""Backends by name: torch's and guests', loaded when first asked for, those that users add, and their variants; as tables."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from importlib import import_module
+from operator import itemgetter
 from pkgutil import resolve_name
 from typing import Any
 
-from pytest_attn.backends.all_libraries import ALIASES, BUILTIN, FAMILIES
 from pytest_attn.backends.backend import Backend, FunctionBackend, LibraryBackend
 from pytest_attn.backends.capabilities import COLUMNS
 from pytest_attn.backends.compilers import compilers_of
@@ -21,13 +20,32 @@ from pytest_attn.backends.named import NamedFunction, is_name
 from pytest_attn.backends.precision import DEFAULT, Precision, precision_named
 from pytest_attn.backends.subject import CallableSubject, Dequantizer, Subject
 from pytest_attn.backends.variants import Compiled, Graphed
-from pytest_attn.seam import added
+from pytest_attn.seam import added, guests
 from pytest_attn.workloads.catalog import Catalog
 from pytest_attn.workloads.fields import did_you_mean
 from pytest_attn.workloads.functions import describe, parameters_of, printable
 from pytest_attn.workloads.workload import Workload
 
 VARIANTS = ("compile", "max_autotune", "graph")
+_HERE = "pytest_attn.backends"
+#: torch's own; in tables and in "all" those of guests follow
+TORCH = {
+    "math": f"{_HERE}.sdpa:Math",
+    "eager": f"{_HERE}.eager:Eager",
+    "sdpa": f"{_HERE}.sdpa:Automatic",
+    "sdpa_flash": f"{_HERE}.sdpa:Flash",
+    "sdpa_efficient": f"{_HERE}.sdpa:Efficient",
+    "sdpa_cudnn": f"{_HERE}.sdpa:Cudnn",
+    "sdpa_fa3": f"{_HERE}.sdpa:SdpaFa3",
+    "sdpa_fa4": f"{_HERE}.sdpa:SdpaFa4",
+    "varlen": f"{_HERE}.sdpa:Varlen",
+    "kv_cache": f"{_HERE}.sdpa:KvCache",
+    "flex": f"{_HERE}.flex:Flex",
+    "flex_flash": f"{_HERE}.flex:FlexFlash",
+    "flex_decode": f"{_HERE}.flex:FlexDecode",
+}
+#: and after those
+APPROXIMATE = {"int8_dynamic": f"{_HERE}.eager:Int8Dynamic"}
 
 
 class Registry:
@@ -37,33 +55,38 @@ class Registry:
         self.function_named = cache(named)
         self._loaders: dict[str, Callable[[], Backend]] = {}
         self._loaded: dict[str, Backend] = {}
-        for name, (module, cls) in BUILTIN.items():
-            self._loaders[name] = _loader(module, cls)
-        #: by the names of backends that guests bring, the argument of the marker attention whose tests take them
-        self._of_guests: dict[str, str] = {}
-        for argument, backends in added("backends").items():
-            self._of_guests |= dict.fromkeys(backends, argument)
-            self._loaders |= {name: partial(_made, cls) for name, cls in backends.items()}
+        self._aliases = added("aliases")
+        #: by the names of backends that nobody added, the argument of the marker attention whose tests take them, or ""
+        self._arguments: dict[str, str] = {}
+        #: by what stands before the colon, the whole name as it is shown ("hub:REPO"), and the class
+        self._families: dict[str, tuple[str, str]] = {}
+        of_guests = (one for guest in guests() for one in guest.backends.items())
+        for argument, backends in sorted([("", TORCH), *of_guests, ("", APPROXIMATE)], key=itemgetter(0)):
+            for name, cls in backends.items():
+                if ":" in name:
+                    self._families[name.partition(":")[0]] = name, cls
+                else:
+                    self._require_free(name)
+                    self._arguments[name], self._loaders[name] = argument, partial(_made, cls)
 
     def argument_of(self, name: str) -> str:
         """Return the argument of the marker attention whose tests take a backend, "" for tests without any of a guest's.
 
-        Loads none of the built-in ones.
+        Loads only those that users added.
         """
         base = split(self.canonical(name))[0].partition("+")[0]
-        if base in BUILTIN or base in self._of_guests or base not in self._loaders:
-            return self._of_guests.get(base, "")
-        return self[base].argument
+        is_added = base in self._loaders and base not in self._arguments
+        return self[base].argument if is_added else self._arguments.get(base, "")
 
     def is_own(self, name: str) -> bool:
-        """Return whether a backend is a user's, and of none of the libraries that this package knows."""
+        """Return whether a backend is a user's, and neither torch's nor a guest's."""
         base = split(self.canonical(name))[0].partition("+")[0]
-        return base not in (*BUILTIN, *self._of_guests) and (base in self._loaders or self._names_function(base))
+        return base not in self._arguments and (base in self._loaders or self._names_function(base))
 
     @property
     def families(self) -> list[tuple[str, str]]:
         """Names with a part that users fill in, as they are shown ("hub:REPO"), and what they stand for."""
-        return [(f"{prefix}:{part}", about) for prefix, (_, _, part, about) in FAMILIES.items()]
+        return [(shown, resolve_name(cls).stands_for) for shown, cls in self._families.values()]
 
     @property
     def names(self) -> list[str]:
@@ -120,8 +143,8 @@ class Registry:
             raise ValueError(f"backend name {name!r} must consist of letters, digits, underscores and dots")
         if name in self._loaders:
             raise ValueError(f"two backends are named {name!r}; rename one")
-        if name in ALIASES:
-            raise ValueError(f"backend name {name!r} is an alias of {ALIASES[name]!r}; rename yours")
+        if name in self._aliases:
+            raise ValueError(f"backend name {name!r} is an alias of {self._aliases[name]!r}; rename yours")
 
     def __getitem__(self, name: str) -> Backend:
         """Return a backend, by its name or an alias, or a variant ("sdpa+compile"); raise ValueError for an unknown one."""
@@ -176,7 +199,7 @@ class Registry:
 
     def _names_function(self, target: object) -> bool:
         """Return whether a text is "module:function", and no backend of a family."""
-        return isinstance(target, str) and is_name(target) and target.partition(":")[0] not in FAMILIES
+        return isinstance(target, str) and is_name(target) and target.partition(":")[0] not in self._families
 
     def canonical(self, name: str) -> str:
         """Return the name that an alias stands for; other names as they are."""
@@ -184,19 +207,19 @@ class Registry:
         plain, label = split(base)
         if plain in self._loaders:
             return name
-        return "".join((ALIASES.get(plain, plain), f"@{label}" if label else "", plus, variant))
+        return "".join((self._aliases.get(plain, plain), f"@{label}" if label else "", plus, variant))
 
     def require(self, name: str) -> None:
         """Raise ValueError unless `name` is registered, without loading it."""
         base, plus, variant = self.canonical(name).partition("+")
         base, label = split(base)
         prefix, colon, rest = base.partition(":")
-        is_of_family = prefix in FAMILIES and rest and printable(rest) == rest
+        is_of_family = prefix in self._families and rest and printable(rest) == rest
         if base not in self._loaders and not is_of_family and not self._names_function(base):
-            if colon and prefix in FAMILIES and not rest:
-                raise ValueError(f"backend {base!r} names nothing after the colon; expected {prefix}:{FAMILIES[prefix][2]}")
+            if colon and prefix in self._families and not rest:
+                raise ValueError(f"backend {base!r} names nothing after the colon; expected {self._families[prefix][0]}")
             meant = did_you_mean(base, self._loaders)
-            known = ", ".join([*self._loaders, *dict(self.families)])
+            known = ", ".join([*self._loaders, *(shown for shown, _ in self._families.values())])
             raise ValueError(f"unknown backend {base!r};{meant} known: {known}")
         if plus and variant not in VARIANTS:
             raise ValueError(f"unknown variant {variant!r} of backend {base!r}; known: {', '.join(VARIANTS)}")
@@ -233,8 +256,7 @@ class Registry:
         if self._names_function(base):
             return FunctionBackend(base, self.function_named(base))
         prefix, _, rest = base.partition(":")
-        module, cls, *_ = FAMILIES[prefix]
-        return _loader(module, cls, rest)()
+        return _made(self._families[prefix][1], rest)
 
 
 def _configured(backend: Backend, options: Options) -> Backend:
@@ -254,18 +276,9 @@ def _has_configurations(backend: Backend) -> bool:
     return backend.tunable is None or bool(backend.tunable)
 
 
-def _made(name: str) -> Backend:
-    """Return a backend of a guest. name: "module:class"."""
-    backend: Backend = resolve_name(name)()
+def _made(cls: str, *arguments: str) -> Backend:
+    backend: Backend = resolve_name(cls)(*arguments)
     return backend
-
-
-def _loader(module: str, cls: str, *arguments: str) -> Callable[[], Backend]:
-    def load() -> Backend:
-        backend: Backend = getattr(import_module(f"pytest_attn.backends.libraries.{module}"), cls)(*arguments)
-        return backend
-
-    return load
 
 
 Row = tuple[str, ...]

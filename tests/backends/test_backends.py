@@ -12,7 +12,7 @@ from fakes.judged import H200, HOST
 
 from pytest_attn import Backend, Document, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends import machine as machines
-from pytest_attn.backends.libraries import sdpa
+from pytest_attn.backends import sdpa
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
@@ -118,7 +118,7 @@ def test_sdpa_gets_exactly_one_kernel_and_the_choice_is_restored():
 
 @pytest.mark.parametrize("takes_groups", [True, False])
 def test_the_cpu_kernel_of_sdpa_refuses_gqa_where_torch_does(monkeypatch, takes_groups):
-    monkeypatch.setattr("pytest_attn.backends.libraries.sdpa._cpu_kernel_takes_groups", lambda: takes_groups)
+    monkeypatch.setattr("pytest_attn.backends.sdpa._cpu_kernel_takes_groups", lambda: takes_groups)
     machine = dataclasses.replace(CPU, torch_version="2.6.0+cpu")
     said = Registry()["sdpa_flash"].unsupported_because(Workload(8, heads=4, kv_heads=2), machine)
     reason = "does not support grouped-query attention (GQA) on a CPU in torch 2.6.0+cpu"

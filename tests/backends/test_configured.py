@@ -162,7 +162,7 @@ def test_flex_declares_tiles_for_gpus():
 
 
 def test_flex_hands_its_options_to_torch(monkeypatch):
-    from pytest_attn.backends.libraries import flex
+    from pytest_attn.backends import flex
 
     given = []
     monkeypatch.setattr(torch, "__version__", "2.10.0")

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from pytest_attn import Workload
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.libraries.flex import Packing, score_mod_of
+from pytest_attn.backends.flex import Packing, score_mod_of
 from pytest_attn.backends.precision import uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
 from pytest_attn.guests.models.calls.flex_calls import FLEX

@@ -266,7 +266,7 @@ def test_invariants_are_asked_on_the_saved_inputs(tmp_path):
 
 
 def test_a_backend_that_quantizes_is_held_against_its_own_values(tmp_path, monkeypatch):
-    from pytest_attn.backends.libraries.eager import Int8Dynamic
+    from pytest_attn.backends.eager import Int8Dynamic
 
     honest = Int8Dynamic.prepare
     with monkeypatch.context() as patch:

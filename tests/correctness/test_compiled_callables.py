@@ -7,8 +7,8 @@ from judging import asked, attention, judged
 from pytest_attn import Workload, check_model
 from pytest_attn.backends import contexts
 from pytest_attn.backends.contexts import eager_because
-from pytest_attn.backends.libraries.sdpa import Math
 from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.sdpa import Math
 from pytest_attn.backends.variants import Compilation
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache

@@ -6,10 +6,10 @@ from judging import asked
 
 from pytest_attn import Backend, Workload
 from pytest_attn.backends.defects import KnownDefect
-from pytest_attn.backends.libraries.flash_attention import Flash3
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals
 from pytest_attn.correctness.spec import CheckSpec
+from pytest_attn.guests.libraries.flash_attention import Flash3
 from pytest_attn.guests.mutants.kernel import HONEST_NAME, Kernel, KernelBackend
 from pytest_attn.invariants import all_invariants
 from pytest_attn.invariants.all_invariants import INVARIANTS

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_attn.backends.registry import Registry
 from pytest_attn.reports.records import read_records
 from pytest_attn.seam import guests
 from pytest_attn.session.kinds import ATTENTION, KINDS, register_kinds_of_guests
@@ -76,6 +77,39 @@ def test_an_entry_point_that_names_something_else_is_told(guest, pytester):
     (pytester.path / "rms_norm-1.0.dist-info" / "entry_points.txt").write_text("[pytest_attn]\nrms_norm = rms_norm:KIND\n")
     with pytest.raises(TypeError, match="the entry point rms_norm:KIND of pytest_attn must name a Guest, got Kind"):
         guests()
+
+
+THEIRS = """
+from pytest_attn import Backend
+from pytest_attn.seam import Guest
+
+class Theirs(Backend):
+    name, prepare = "theirs", None
+
+class Chosen(Theirs):
+    stands_for = "one of several"
+
+    def __init__(self, name):
+        self.name = f"chosen:{name}"
+
+GUEST = Guest(backends={"": {"theirs": "rms_norm:Theirs", "chosen:NAME": "rms_norm:Chosen"}}, aliases={"their_own": "theirs"})
+"""
+
+
+def test_a_guest_adds_backends_a_family_of_them_and_an_alias(guest, pytester):
+    (pytester.path / "rms_norm.py").write_text(THEIRS)
+    registry = Registry()
+    assert registry["their_own"] is registry["theirs"]
+    assert registry["chosen:one"].name == "chosen:one"
+    assert ("chosen:NAME", "one of several") in registry.families
+    assert [one for one in registry.names if one in ("math", "theirs", "int8_dynamic")] == ["math", "theirs", "int8_dynamic"]
+    assert not registry.is_own("theirs")
+
+
+def test_two_guests_cannot_name_one_backend(guest, pytester):
+    (pytester.path / "rms_norm.py").write_text(THEIRS.replace('"theirs"', '"sdpa"'))
+    with pytest.raises(ValueError, match="two backends are named 'sdpa'; rename one"):
+        Registry()
 
 
 #: what else a guest may bring, behind the example

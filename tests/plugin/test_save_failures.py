@@ -24,7 +24,7 @@ def mine(q, k, v):
     return sdpa(q, k, v, is_causal=True)
 """
 OWN_BACKEND = """
-from pytest_attn.backends.libraries.eager import Int8Dynamic
+from pytest_attn.backends.eager import Int8Dynamic
 
 class Own(Int8Dynamic):
     name = "own8"
@@ -197,7 +197,7 @@ def test_a_backend_of_a_conftest_is_judged_again_by_repro(pytester, kernel_test,
 
 
 def test_a_built_in_backend_is_judged_again_by_its_name(pytester, kernel_test, saved, monkeypatch):
-    from pytest_attn.backends.libraries.sdpa import Math
+    from pytest_attn.backends.sdpa import Math
 
     kernel_test('attn.check("math")')
     with monkeypatch.context() as patch:

@@ -1,6 +1,6 @@
 """A call of a library's attention function, read back: its arguments in one layout, and which functions are read so.
 
-A backend puts a workload into a library's arguments (backends/libraries/); `FUNCTIONS` of a file of calls/ take those apart
+A backend puts a workload into a library's arguments (guests/libraries/); `FUNCTIONS` of a file of calls/ take those apart
 again of a call that a model makes.
 """
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pytest_attn.backends.dense import alibi_bias, boolean_mask
-from pytest_attn.backends.libraries.eager import probabilities
+from pytest_attn.backends.eager import probabilities
 from pytest_attn.backends.precision import Precision
 from pytest_attn.correctness.arithmetic import (
     Block,

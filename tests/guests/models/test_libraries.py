@@ -1,6 +1,6 @@
 """Libraries in a model: flash-attention's functions, plain, packed and through caches; FlashInfer; Transformer Engine.
 
-How each library's arguments are read: tests/backends/libraries/test_round_trip.py.
+How each library's arguments are read: tests/guests/libraries/test_round_trip.py.
 """
 
 import importlib

@@ -8,10 +8,10 @@ import torch
 from fakes import install, uninstall
 
 from pytest_attn import Machine, Window, Workload
-from pytest_attn.backends.all_libraries import BUILTIN
 from pytest_attn.backends.contexts import within
 from pytest_attn.backends.library import Library
-from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.registry import TORCH, Registry
+from pytest_attn.guests.libraries import libraries_guest
 from pytest_attn.guests.ranks.libraries import ring_flash
 from pytest_attn.guests.ranks.over_ranks import Place
 from pytest_attn.guests.ranks.ranks_guest import BACKENDS
@@ -119,7 +119,7 @@ def test_one_process_is_not_enough_and_what_is_missing_is_said():
         assert registry.argument_of(name) == "ranks"
         with pytest.raises(ValueError, match=f"{name} computes over several ranks"):
             registry[name].prepare(None)
-    assert not any(map(registry.argument_of, [*BUILTIN, "diffusers:native", "sdpa+compile"]))
+    assert not any(map(registry.argument_of, [*TORCH, *libraries_guest.BACKENDS, "diffusers:native", "sdpa+compile"]))
     assert registry["torch_cp"].unavailable_because(CPU) == "needs a CUDA device"
     assert "needs torch 2.10" in registry["torch_cp_flex"].unavailable_because(dataclasses.replace(CPU, torch_version="2.9.1"))
 

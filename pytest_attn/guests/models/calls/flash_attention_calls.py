@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pytest_attn.backends.layouts import BOUNDARIES, mask_of_window
-from pytest_attn.backends.libraries.flash_attention import FLASH3
+from pytest_attn.backends.library import FLASH3
 from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pytest_attn.backends.dense import visible_and_bias
-from pytest_attn.backends.libraries.transformers import BOUNDARIES
+from pytest_attn.guests.libraries.transformers import BOUNDARIES
 from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,

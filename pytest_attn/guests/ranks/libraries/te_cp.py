@@ -9,7 +9,10 @@ import torch
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import KnownDefect, is_half_tile
 from pytest_attn.backends.layouts import in_bshd
-from pytest_attn.backends.libraries.transformer_engine import (
+from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.precision import Precision
+from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.guests.libraries.transformer_engine import (
     TRANSFORMER_ENGINE,
     call_options,
     goes_in_sequence,
@@ -18,9 +21,6 @@ from pytest_attn.backends.libraries.transformer_engine import (
     module_of,
     selected,
 )
-from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.precision import Precision
-from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.guests.ranks.over_ranks import CUDNN_NAN_OF_A_RANK, Place, RankBackend, has_half_tile, heads_refusals
 from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.workloads.inputs import Inputs

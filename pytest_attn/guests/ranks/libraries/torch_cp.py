@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pytest_attn.backends.capabilities import ANY_SIZE
 from pytest_attn.backends.contexts import within
 from pytest_attn.backends.defects import KnownDefect
-from pytest_attn.backends.libraries.flex import BLOCK, block_mask_of
-from pytest_attn.backends.libraries.sdpa import Flash
+from pytest_attn.backends.flex import BLOCK, block_mask_of
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
+from pytest_attn.backends.sdpa import Flash
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.guests.ranks.over_ranks import (
     BALANCED_RING_OF_CUTLASS,

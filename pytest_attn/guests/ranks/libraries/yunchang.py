@@ -5,13 +5,12 @@ from types import MappingProxyType
 from typing import Any
 
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.defects import BFLOAT16_DQ
 from pytest_attn.backends.layouts import in_bshd
-from pytest_attn.backends.libraries.flash_attention import options_of
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.guests.ranks.libraries.ring_flash import OverFlash2
+from pytest_attn.guests.libraries.flash_attention import options_of
+from pytest_attn.guests.ranks.libraries.ring_flash import BFLOAT16_DQ, OverFlash2
 from pytest_attn.guests.ranks.over_ranks import Place, heads_refusals
 from pytest_attn.guests.ranks.sharding import Sharding
 from pytest_attn.workloads.inputs import Inputs

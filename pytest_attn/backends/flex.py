@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from pytest_attn.backends.backend import Backend, needs_cuda
-from pytest_attn.backends.capabilities import ANY_SIZE, FEATURES, Capabilities, refusals_without
+from pytest_attn.backends.capabilities import ANY_SIZE, FEATURES, Capabilities, refusals_of, refusals_without
 from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
-from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_head_dims
+from pytest_attn.backends.library import FLASH4
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.backends.variants import compilation_of, compile_kernel
@@ -251,6 +251,26 @@ class FlexFlash(Flex):
         """Name the kernel; from sm100 on it works on two tiles of rows at a time, and so do its blocks."""
         on_blackwell = inputs.device.type == "cuda" and torch.cuda.get_device_capability(inputs.device) >= (10, 0)
         return self._compiled(inputs, "FLASH", 2 * BLOCK if on_blackwell else BLOCK)
+
+
+def family_of(machine: Machine) -> int:
+    """Return an architecture family: 8 for sm80 to sm89."""
+    return machine.capability[0] if machine.capability else 9
+
+
+def refused_head_dims(w: Workload, machine: Machine, backward: bool) -> list[str]:
+    """Say for which head dimensions flash-attn 4 has no kernel there."""
+    family, pair, dims = family_of(machine), (w.head_dim, w.v_head_dim), f"head_dim {w.head_dim}, v_head_dim {w.v_head_dim}"
+    differ_on_hopper = backward and family == 9 and w.head_dim != w.v_head_dim
+    is_beyond = family in (10, 11) and max(pair) > 128 and pair not in ((192, 128), (256, 256))
+    no_kernel = f"has no backward kernel on sm90 for v_head_dim {w.v_head_dim}, not a multiple of 32"
+    return refusals_of(
+        {
+            f"takes up to 128, 192 with 128, or 256 on sm{family}0, not {dims}": is_beyond,
+            f"GQA backward needs equal dims, not {dims}": differ_on_hopper and w.group > 1,
+            no_kernel: differ_on_hopper and w.v_head_dim % 32,
+        }
+    )
 
 
 def _kernel_named(name: str, inputs: Inputs) -> dict[str, Any]:

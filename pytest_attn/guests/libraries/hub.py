@@ -38,6 +38,7 @@ class HubKernel(LibraryBackend):
     LOCAL_KERNELS="ORG/REPO=/path" replaces the download by a folder.
     """
 
+    stands_for = "a kernel of the Hugging Face Hub"
     source = Library(("kernels",), "kernels", "pip install kernels")
     variants = ("compile", "max_autotune")
     full_graph = False

@@ -8,11 +8,11 @@ import torch
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.dense import additive_or_boolean_mask, is_plain_causal
 from pytest_attn.backends.layouts import bottom_right_window, in_bshd, is_key
-from pytest_attn.backends.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
 from pytest_attn.backends.library import Library, describe_error
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision, uncompiled_flex_precision
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.guests.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -57,6 +57,7 @@ class DiffusersDispatch(Dispatcher):
     The dispatcher gets what its signature can say, and decides by itself. Its decision is judged.
     """
 
+    stands_for = "what diffusers' dispatcher makes of one of its names"
     source = Library(("diffusers",), "diffusers.models.attention_dispatch", "pip install diffusers")
     judged, noun, others = _NAMES, "attention backend", "quantizes or is for another device"
 

@@ -20,11 +20,12 @@ from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.contexts import environment
 from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import boolean_mask
+from pytest_attn.backends.flex import refused_head_dims
 from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
-from pytest_attn.backends.libraries.flash_attention import FLASH4, refused_by_compiler, refused_head_dims
-from pytest_attn.backends.library import Library, refusals_of_trial
+from pytest_attn.backends.library import FLASH4, Library, refusals_of_trial
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
+from pytest_attn.guests.libraries.flash_attention import refused_by_compiler
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload

@@ -4,9 +4,9 @@ from fakes import planted
 from fakes.judged import B200, H200, judged
 
 from pytest_attn import Workload
-from pytest_attn.backends.libraries import sage
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.mismatch_text import describe
+from pytest_attn.guests.libraries import sage
 from pytest_attn.workloads.inputs import draw_inputs
 
 W = Workload(130, 192, batch=2, heads=4, kv_heads=2)

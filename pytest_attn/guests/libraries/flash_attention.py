@@ -13,9 +13,9 @@ import torch
 
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities, refusals_of
-from pytest_attn.backends.compilers import keeping_flash4
 from pytest_attn.backends.configured import Options
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
+from pytest_attn.backends.flex import family_of, refused_head_dims
 from pytest_attn.backends.layouts import (
     BOUNDARIES,
     as_packed,
@@ -27,7 +27,7 @@ from pytest_attn.backends.layouts import (
     sequence_boundaries,
     without_padding,
 )
-from pytest_attn.backends.library import Library, refusals_of_trial
+from pytest_attn.backends.library import FLASH3, FLASH4, Library, refusals_of_trial
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
@@ -38,8 +38,6 @@ from pytest_attn.workloads.workload import Workload
 
 #: what flash2 runs on, and libraries around it
 FLASH2 = Library(("flash-attn",), "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation")
-#: what flash4, flex_flash and, where it is installed, te_flash run on
-FLASH4 = Library(("flash-attn-4",), "flash_attn.cute", "pip install --pre flash-attn-4", keeping_flash4)
 
 
 class FlashAttention(LibraryBackend):
@@ -189,11 +187,6 @@ class Flash2KvCache(Flash2):
 # -- flash-attn 3 ------------------------------------------------------------------------------------------------------------
 
 
-_INSTALL = "build it from the folder hopper of Dao-AILab/flash-attention"
-FLASH3 = (
-    Library(("flash-attn-3",), "flash_attn_3.flash_attn_interface", _INSTALL),
-    Library(("flash-attn-3",), "flash_attn_interface", _INSTALL),
-)
 #: what a build says where it was made without a feature or a head dimension
 _BUILD_WORDS = ("build does not support", "only supports head dimension")
 
@@ -329,7 +322,7 @@ class Flash4(FlashAttention):
 
     def native_refusals(self, workload: Workload, machine: Machine, backward: bool) -> list[str]:
         """State what its asserts would say for this architecture."""
-        w, family, dims = workload, _family_of(machine), f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
+        w, family, dims = workload, family_of(machine), f"head_dim {workload.head_dim}, v_head_dim {workload.v_head_dim}"
         is_ampere_kernel, has_softcap = family in (8, 12), w.softcap is not None
         is_irregular, is_largest = bool(w.head_dim % 16 or w.v_head_dim % 16), family in (10, 11) and w.head_dim == 256
         reasons = {
@@ -349,23 +342,3 @@ class Flash4(FlashAttention):
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
         return {**super().options(inputs), "learnable_sink": inputs.sinks}
-
-
-def _family_of(machine: Machine) -> int:
-    """Return an architecture family: 8 for sm80 to sm89."""
-    return machine.capability[0] if machine.capability else 9
-
-
-def refused_head_dims(w: Workload, machine: Machine, backward: bool) -> list[str]:
-    """Say for which head dimensions flash-attn 4 has no kernel there."""
-    family, pair, dims = _family_of(machine), (w.head_dim, w.v_head_dim), f"head_dim {w.head_dim}, v_head_dim {w.v_head_dim}"
-    differ_on_hopper = backward and family == 9 and w.head_dim != w.v_head_dim
-    is_beyond = family in (10, 11) and max(pair) > 128 and pair not in ((192, 128), (256, 256))
-    no_kernel = f"has no backward kernel on sm90 for v_head_dim {w.v_head_dim}, not a multiple of 32"
-    return refusals_of(
-        {
-            f"takes up to 128, 192 with 128, or 256 on sm{family}0, not {dims}": is_beyond,
-            f"GQA backward needs equal dims, not {dims}": differ_on_hopper and w.group > 1,
-            no_kernel: differ_on_hopper and w.v_head_dim % 32,
-        }
-    )

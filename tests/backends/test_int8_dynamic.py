@@ -6,7 +6,7 @@ from fakes.judged import judged
 
 import pytest_attn
 from pytest_attn import Machine, Window, Workload
-from pytest_attn.backends.libraries import eager
+from pytest_attn.backends import eager
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.mismatch_text import describe
 from pytest_attn.workloads.inputs import draw_inputs

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities, refusals_of
-from pytest_attn.backends.defects import CUTLASS_OFFSETS, CUTLASS_SHARED_GROUP, CUTLASS_SHARED_HEAD, KnownDefect, sees_nothing
+from pytest_attn.backends.defects import CUTLASS_OFFSETS, CUTLASS_SHARED_HEAD, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask
 from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
 from pytest_attn.backends.library import Library, refusals_of_trial
@@ -23,6 +24,12 @@ from pytest_attn.workloads.workload import Workload
 
 #: What is used of xformers.ops.fmha; where mslk is missing, newer releases leave it an empty module.
 _USED = ("memory_efficient_attention", "attn_bias", "cutlass", "Inputs", "_dispatch_fw", "_dispatch_bw")
+#: GQA, which is expanded so, in the other shapes that are asked about
+_CUTLASS_SHARED_GROUP = replace(
+    CUTLASS_SHARED_HEAD,
+    applies=lambda workload, machine: workload.mask is not None or workload.bias is not None,
+    invariants=("shapes",),
+)
 
 
 class Xformers(LibraryBackend):
@@ -41,7 +48,7 @@ class Xformers(LibraryBackend):
     needs = "CUDA; sm80 and up for flash-attn's kernels, up to sm90 for CUTLASS's"
     capability_range = ((5, 0), (12, 1))
     #: it chooses CUTLASS for masks that flash-attn lacks
-    known_defects: tuple[KnownDefect, ...] = (CUTLASS_SHARED_HEAD, CUTLASS_SHARED_GROUP)
+    known_defects: tuple[KnownDefect, ...] = (CUTLASS_SHARED_HEAD, _CUTLASS_SHARED_GROUP)
     capabilities = Capabilities(
         masks=frozenset(("causal", "causal-bottom-right", "window", "documents", "any")),
         features=frozenset(("bias", "alibi", "scale", "grouped heads", "packed", "padded", "backward")),
@@ -129,7 +136,7 @@ class XformersCutlass(Xformers):
             tensors=("out", "dq", "dk", "dv"),
         ),
         CUTLASS_SHARED_HEAD,
-        CUTLASS_SHARED_GROUP,
+        _CUTLASS_SHARED_GROUP,
         CUTLASS_OFFSETS,
     )
 

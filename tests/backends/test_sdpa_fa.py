@@ -8,9 +8,9 @@ from fakes.judged import CPU, H200, assert_passes, judged
 from torch.nn import attention as torch_attention
 
 from pytest_attn import Workload, draw_inputs
-from pytest_attn.backends.libraries.sdpa import _BROKEN_HOOKS, _failure_of_one_token
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.sdpa import _BROKEN_HOOKS, _failure_of_one_token
 
 HERE_MACHINE = dataclasses.replace(machine_of(CPU), torch_version="2.11.0+cu130")
 PATHS = {"sdpa_fa3": ("flash_attn_interface.py", "flash-attn-3"), "sdpa_fa4": ("flash_attn/cute/__init__.py", "flash-attn-4")}

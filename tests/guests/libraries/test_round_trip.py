@@ -11,7 +11,7 @@ from fakes.masks import checkered
 
 from pytest_attn import BooleanMask, Causal, Document, Neighborhood, Window, Workload, draw_inputs
 from pytest_attn.backends.dense import boolean_mask, dense
-from pytest_attn.backends.libraries.flashinfer import _options
+from pytest_attn.guests.libraries.flashinfer import _options
 from pytest_attn.guests.models.call_to_workload import to_inputs
 from pytest_attn.guests.models.exact_attention import exact_attention
 from pytest_attn.guests.models.interception import intercept_attention

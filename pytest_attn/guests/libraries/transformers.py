@@ -10,10 +10,10 @@ import torch
 from pytest_attn.backends.defects import KnownDefect, sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask, alibi_bias, is_plain_causal
 from pytest_attn.backends.layouts import bottom_right_window, is_key, sequence_boundaries
-from pytest_attn.backends.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.guests.libraries.dispatcher import ANY_MASK, COMPILABLE, Dispatched, Dispatcher, may_say
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -48,6 +48,7 @@ class TransformersDispatch(Dispatcher):
     Masks, windows and padding are handed over as the models hand them to that function.
     """
 
+    stands_for = "what transformers makes of one of its names"
     source = Library(("transformers",), "transformers.modeling_utils", "pip install transformers")
     judged, noun, others = _NAMES, "attention function", "takes masks or a cache of its own"
 

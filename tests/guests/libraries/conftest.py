@@ -7,8 +7,8 @@ import pytest
 import torch
 from fakes import LIBRARIES, put, uninstall
 
-from pytest_attn.backends.libraries import cudnn, flash_attention
 from pytest_attn.backends.registry import Registry
+from pytest_attn.guests.libraries import cudnn, flash_attention
 
 #: backend, or what its name begins with -> the libraries to install; "/old" is an older generation of the same library
 BACKENDS = {

@@ -9,6 +9,7 @@ from fakes.judged import H200, HOST, judged
 from pytest_attn import Document, Window, Workload
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.registry import Registry
+from pytest_attn.guests.libraries.transformer_engine import TRANSFORMER_ENGINE
 from pytest_attn.workloads.inputs import draw_inputs
 
 PACKAGE = "transformer_engine/pytorch/attention/dot_product_attention"
@@ -95,12 +96,23 @@ def test_the_shell_alone_is_not_the_library(monkeypatch, tmp_path):
 def test_causal_masks_through_flash_attn_4_are_a_known_defect(installed, monkeypatch):
     defect, of_dq = installed("te_flash").known_defects
     causal = W.replace(mask="causal-bottom-right")
-    monkeypatch.setattr("pytest_attn.backends.libraries.transformer_engine.FLASH4", Library(("absent",), "absent", ""))
+    monkeypatch.setattr("pytest_attn.guests.libraries.transformer_engine.FLASH4", Library(("absent",), "absent", ""))
     assert not defect.applies(causal, HOST), "flash-attn 2 takes -1 for an open side"
-    monkeypatch.setattr("pytest_attn.backends.libraries.transformer_engine.FLASH4", Library(("torch",), "torch", ""))
+    monkeypatch.setattr("pytest_attn.guests.libraries.transformer_engine.FLASH4", Library(("torch",), "torch", ""))
     assert defect.applies(causal, HOST)
     assert defect.applies(W.replace(kv_len=24, mask=Document((13, 11), causal=True)), HOST)
     for other in (W, W.replace(mask=Window(9, 0)), causal.replace(softcap=3.0), causal.replace(alibi=True)):
         assert not defect.applies(other, HOST), other.id
     assert of_dq.applies(W.replace(head_dim=8), HOST)
     assert not of_dq.applies(W.replace(head_dim=8, softcap=3.0), HOST), "flash-attn 4 is not taken there"
+
+
+@pytest.mark.parametrize("variable", ["CUDNN_HOME", None])
+def test_flash_attn_4_within_it_keeps_what_it_compiles(monkeypatch, variable):
+    if variable:
+        monkeypatch.setenv(variable, "/theirs")
+    switch = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    monkeypatch.delenv(switch, raising=False)
+    assert TRANSFORMER_ENGINE.environment()[switch] == "1"
+    monkeypatch.setenv(switch, "0")
+    assert switch not in TRANSFORMER_ENGINE.environment()

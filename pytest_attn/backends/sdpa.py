@@ -36,7 +36,7 @@ from pytest_attn.backends.layouts import (
     on_values,
     sequence_boundaries,
 )
-from pytest_attn.backends.libraries.flash_attention import FLASH3, FLASH4
+from pytest_attn.backends.library import FLASH3, FLASH4
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
 from pytest_attn.workloads.inputs import Inputs

@@ -1,8 +1,8 @@
 import pytest
 
-from pytest_attn.backends.all_libraries import ALIASES
-from pytest_attn.backends.libraries import diffusers, transformers
 from pytest_attn.backends.registry import Registry
+from pytest_attn.guests.libraries import diffusers, transformers
+from pytest_attn.guests.libraries.libraries_guest import ALIASES
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())

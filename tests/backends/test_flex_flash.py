@@ -2,15 +2,23 @@ import dataclasses
 
 import pytest
 import torch
+from fakes import LIBRARIES, put, uninstall
 from fakes.judged import H200
 
 from pytest_attn import Neighborhood, Window, Workload, draw_inputs
-from pytest_attn.backends.libraries import flex
-from pytest_attn.backends.libraries.flex import block_mask_of
+from pytest_attn.backends import flex
+from pytest_attn.backends.flex import block_mask_of
 from pytest_attn.backends.registry import Registry
 
 W = Workload(48, 80, heads=4, kv_heads=2, head_dim=64)
 PACKED = Workload(q_lens=(30, 7, 20), kv_lens=(30, 12, 40), heads=2, head_dim=64)
+
+
+@pytest.fixture
+def backend(monkeypatch, tmp_path):
+    put(monkeypatch, tmp_path, "flash4")
+    yield Registry()["flex_flash"]
+    uninstall(LIBRARIES["flash4"][0])
 
 
 @pytest.mark.parametrize(
@@ -24,9 +32,8 @@ PACKED = Workload(q_lens=(30, 7, 20), kv_lens=(30, 12, 40), heads=2, head_dim=64
     ],
     ids=str,
 )
-def test_it_takes_what_flash_attn_4_has_a_kernel_for(monkeypatch, installed, workload, backward):
+def test_it_takes_what_flash_attn_4_has_a_kernel_for(monkeypatch, backend, workload, backward):
     monkeypatch.setattr(torch, "__version__", H200.torch_version)
-    backend = installed("flex_flash")
     assert backend.broken_because() is None
     assert backend.unsupported_because(workload, H200, backward) == []
 
@@ -79,9 +86,8 @@ def test_an_operation_that_the_kernel_cannot_hold_is_a_refusal():
     ],
     ids=["sinks", "neighborhood", "packed and masked"],
 )
-def test_what_torch_2_11_does_not_compile_is_declared_in_the_compilers_words(monkeypatch, installed, workload, said):
+def test_what_torch_2_11_does_not_compile_is_declared_in_the_compilers_words(monkeypatch, backend, workload, said):
     """As seen on an H100 with flash-attn 4.0.0b36."""
-    backend = installed("flex_flash")
     monkeypatch.setattr(torch, "__version__", H200.torch_version)
     refusals = [backend.refusal_in(RuntimeError(said))]
     assert refusals == backend.declared_refusals(workload) == backend.unsupported_because(workload, H200)
