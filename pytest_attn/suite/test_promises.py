@@ -9,12 +9,19 @@ from pytest_attn import AttentionCase, Backend
 
 #: floating-point operations of the forward pass above which a hundred calls take a CPU too long
 _TOO_LONG_FOR_A_CPU = 2e8
+_FORWARD = ("seen-batch", "seen-chunks", "seen-decode", "seen-prefix", "seen-rerun")
 
 
 @pytest.mark.attention("promises", covering=1)
 def test_forward(attn: AttentionCase, attn_backend: Backend) -> None:
     """The output, computed as in inference."""
-    look(attn, attn_backend, "seen-batch", "seen-chunks", "seen-decode", "seen-prefix", "seen-rerun")
+    look(attn, attn_backend, *_FORWARD)
+
+
+@pytest.mark.attention("promises", covering=1, backends=("flash2@num_splits=1", "flash2_kvcache@num_splits=1"))
+def test_one_split(attn: AttentionCase, attn_backend: Backend) -> None:
+    """The output of kernels that may be told not to split keys, beside their own choice."""
+    look(attn, attn_backend, *_FORWARD)
 
 
 @pytest.mark.attention("promises-prefill", "promises-packed", "promises-d128", backward=True, covering=1)

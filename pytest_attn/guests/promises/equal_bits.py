@@ -132,6 +132,7 @@ class Whole:
         drawn = draw_inputs(self.workload, "randn", probe.spec.seed, probe.device)
         given = {name: getattr(drawn, name) for name in ("q", "k", "v", "dout")}
         self.parts = _telling(_taken(drawn, given, entry), self.workload)
+        self._pieces: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @cached_property
     def alone(self) -> Probe:
@@ -141,6 +142,8 @@ class Whole:
     @cached_property
     def batch(self) -> Probe:
         """The kernel on as many of it as the workload has sequences."""
+        if self.workload.batch == 1:
+            return self.alone
         return self.asked([self.parts] * self.workload.batch, self.workload.mask)
 
     @cached_property
@@ -164,12 +167,15 @@ class Whole:
 
     def piece(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return the results of some rows that are asked alone, with the keys up to the last of them."""
+        if (start, stop) in self._pieces:
+            return self._pieces[start, stop]
         rows, keys = slice(start, stop), slice(0, self.before + stop)
         parts = {name: part[:, keys if name in "kv" else rows].contiguous() for name, part in self.parts.items()}
         band = self.workload.band
         mask = Causal(bottom_right=True) if band is not None and band.top_left else self.workload.mask
         other = self.asked([parts], mask)
-        return _taken(other.inputs, other.begin(other.handed()).outputs, 0)
+        found = self._pieces[start, stop] = _taken(other.inputs, other.begin(other.handed()).outputs, 0)
+        return found
 
     def change_of_rows(self, found: Results, start: int) -> str:
         """Say where the results of rows from `start` on, asked alone, differ; "" where they do not."""
@@ -248,7 +254,8 @@ def _pieces(whole: Whole) -> list[int]:
 
 
 def _in_pieces(whole: Whole, size: int) -> str:
-    for start in range(0, whole.q_len, size):
+    starts = range(0, whole.q_len, size)
+    for start in starts[-1:] if whole.probe.compiles_options else starts:
         if text := whole.change_of_rows(whole.piece(start, min(start + size, whole.q_len)), start):
             return f"in the piece that begins after {whole.before + start} keys: {text}"
     return ""
@@ -266,6 +273,8 @@ def _decoded(whole: Whole, length: int) -> str:
 
 
 def _prefixes(whole: Whole) -> list[int]:
+    if whole.probe.compiles_options and whole.q_len > 1:  # for the last piece it is compiled anyway
+        return [whole.before + range(0, whole.q_len, _pieces(whole)[-1])[-1]]
     return [length for length in _lengths(whole) if length < whole.kv_len]
 
 

@@ -125,3 +125,18 @@ def test_a_kernel_that_keeps_it_is_right(promise, workload):
     found = finding(Keeping(), f"bits-{promise}", workload)
     print(found)
     assert found.outcome == "passed" or found.evidence == "one row"
+
+
+def test_what_compiles_for_each_shape_is_asked_few(monkeypatch):
+    backend, prepare, prepared = KernelBackend("mine", Keeping()), KernelBackend.prepare, []
+
+    def counted(self, inputs, backward=False):
+        prepared.append(inputs.workload)
+        return prepare(self, inputs, backward)
+
+    monkeypatch.setattr(KernelBackend, "prepare", counted)
+    backend.compiles = True
+    names = [f"seen-{name}" for name in ("batch", "chunks", "decode", "prefix", "rerun")]
+    report = asked(backend, CheckSpec(CAUSAL, CPU), only=names)
+    assert [one.outcome for one in report.findings] == ["passed"] * 5
+    assert len(prepared) == len({w.id for w in prepared}) + 1 == 5, [w.id for w in prepared]  # the judge prepares one itself
