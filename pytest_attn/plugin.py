@@ -6,7 +6,6 @@ import atexit
 import gc
 import sys
 from collections.abc import Callable, Generator, Iterable
-from functools import cache
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from types import ModuleType
@@ -16,7 +15,7 @@ import pytest
 
 from pytest_attn import hooks
 from pytest_attn.processes.lifetime import keep_status
-from pytest_attn.seam import Kind
+from pytest_attn.seam import Kind, added
 from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
 from pytest_attn.session.kinds import (
     KINDS,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_attn.backends.backend import Backend
-    from pytest_attn.backends.named import NamedFunction
     from pytest_attn.cases.case import AttentionCase
     from pytest_attn.cases.tensors import ReferenceTensors
     from pytest_attn.workloads.workload import Workload
@@ -82,26 +80,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.output import require_report_libraries
 
         require_report_libraries()
-    if settings.isolated is not None:
-        session.registrations.named = _isolated_functions(config, settings.timeout)
+    if settings.elsewhere:
+        session.registrations.named = resolve_name(added("elsewhere")[settings.elsewhere])(config, settings)
     session.registrations.require_selected(settings)
     if settings.json:
         from pytest_attn.session.output import open_json_lines
 
         open_json_lines(session, config)
     config.pluginmanager.register(session.results, "attn-results")
-
-
-def _isolated_functions(config: pytest.Config, timeout: float) -> Callable[[str], NamedFunction]:
-    """Return what makes a named function that runs in a process of its own; torch is imported for the first one."""
-
-    @cache
-    def maker() -> Callable[[str], NamedFunction]:
-        from pytest_attn.isolation.isolated_executor import isolate
-
-        return isolate(config, timeout)
-
-    return lambda name: maker()(name)
 
 
 def _marker_lines(config: pytest.Config) -> Iterable[str]:

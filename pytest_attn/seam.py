@@ -82,6 +82,9 @@ class Guest:
             begins with one of them; "" where they do.
         kernels: by the name of an option of its, a class of `SelectedKernels` that says whose kernels a run tests,
             and what asks in place of judgments.
+        elsewhere: by the name of an option of its, whose text are names of functions or "", a class that is made of (config,
+            settings): called with the name of a function, it makes what runs that elsewhere, and its `require_contained` of
+            (subject, executor) fails what would run here.
         methods: of `attn`, by their names: functions that take the `AttentionCase` first.
         attributes: of `attn`, by their names: functions of the `AttentionCase`.
         latency: by a field of `Latency.more`, what records say of it.
@@ -106,6 +109,7 @@ class Guest:
     options: type | None = None
     contradiction: str = ""
     kernels: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     methods: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
     latency: Mapping[str, LatencyField] = field(default_factory=dict)

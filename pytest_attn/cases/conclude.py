@@ -7,7 +7,6 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from pytest_attn.backends.named import is_imported_from_a_test, is_name
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError, ending_no_test, message_of
 from pytest_attn.backends.subject import RefusedError, Subject, name_of
 from pytest_attn.cases.case_records import RECORDS, facts_of
@@ -36,8 +35,8 @@ def conclude(context: CaseContext, evaluator: Evaluator[Result]) -> Result:
     if context.session.kernels.judges_nothing:
         evaluator = context.session.kernels.asking(evaluator)
     context.is_judged, context.question = True, evaluator.question
-    if context.session.settings.isolated is not None:
-        _require_contained(context, evaluator)
+    if (elsewhere := context.session.registrations.named) and not isinstance(evaluator, Refusal):
+        elsewhere.require_contained(evaluator.subject, context.executor)
     found = _judged(context, evaluator)
     if context.session.settings.declines == "fail" and context.session.kernels.are_tested:
         found = found.failing_if_declined()
@@ -104,25 +103,6 @@ def _judged(context: CaseContext, evaluator: Evaluator[Result]) -> Judgment[Resu
         raise
     finally:
         context.asked = evaluator.subject if isinstance(evaluator.subject, Subject) else context.asked
-
-
-def _require_contained(context: CaseContext, evaluator: Evaluator[Any]) -> None:
-    """Fail under --attn-isolated for anything whose author's code runs in this process."""
-    __tracebackhide__ = True
-    subject = evaluator.subject
-    if isinstance(evaluator, Refusal) or (isinstance(subject, Subject) and context.executor.contains(subject)):
-        return
-    fn = subject.user_function if isinstance(subject, Subject) else None
-    module, function = (str(getattr(fn, name, None)) for name in ("__module__", "__qualname__"))
-    if not fn or not is_name(f"{module}:{function}"):
-        module, function = "MODULE", "FUNCTION"
-    elif is_imported_from_a_test(module):
-        module = "MODULE"
-    pytest.fail(
-        f"--attn-isolated: {name_of(subject)} computes in the process that judges it; name a function in its place, of a"
-        f' module that no test or conftest imports, as in attn.check("{module}:{function}"), or leave out --attn-isolated',
-        pytrace=False,
-    )
 
 
 def _note(context: CaseContext, evaluator: Evaluator[Any], error: Exception) -> None:

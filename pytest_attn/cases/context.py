@@ -175,7 +175,7 @@ class CaseContext:
         if rows:
             given["rows"] = ",".join(map(str, rows))
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
-        if settings.isolated is not None:
-            given["isolated"] = settings.isolated
+        if name := settings.elsewhere:
+            given[name] = settings.more[name]
         typed = [self.session.options[stem].typed(text) for stem, text in given.items()]
         return " ".join(["pytest", shell_word(typed_name(self.item)), *typed])

@@ -258,17 +258,6 @@ def one_backend(text: str) -> str:
     return text
 
 
-def functions(text: str) -> str:
-    """Return names of functions, "module:function", or "" for none."""
-    for name in names(text):
-        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
-            raise ValueError(
-                f"must be MODULE:FUNCTION, got {name!r}; where a path follows, say --attn-isolated=MODULE:FUNCTION,"
-                " or write --attn-isolated behind the path"
-            )
-    return ",".join(names(text))
-
-
 def stem_of_files(text: str) -> str:
     """Return the path of files without their suffix, links followed."""
     path = os.path.realpath(os.path.expanduser(text))
@@ -361,7 +350,6 @@ GROUPS = (
         {
             "thorough": "all invariants, with more repetitions",
             "profile": "which kernels each right case launches",
-            "isolated": "run named callables in a process of their own",
             "declines": "skip or fail what a kernel declines",
             "unjudged": "fail or warn where a run judged nothing",
         },

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_attn.processes.worker import Worker
-from pytest_attn.seam import each
+from pytest_attn.seam import added, each
 from pytest_attn.session import option_types
 from pytest_attn.session.option_types import (
     GROUPS,
@@ -186,14 +186,6 @@ class Settings:
         option_types.one_backend,
         in_child=True,
     )
-    isolated: str | None = action(
-        "Run each callable given as module:function in a process of its own, which alone imports the module; refuse all"
-        " others. With names, these are the backends unless --attn-backends says otherwise",
-        "MODULE:FUNCTION",
-        option_types.functions,
-        in_child=True,
-        alone="",
-    )
     update_baselines: str | None = action(
         "Record the latencies of all selected cases that are right, in ten new processes, with this reason",
         "REASON",
@@ -219,14 +211,15 @@ class Settings:
             values[one.name], text = _read(config, one)
             if text is not None:
                 given[one.stem] = text
-        if values.get("isolated") and "backends" not in given:
-            values["backends"] = option_types.names(values["isolated"])
-            given["backends"] = values["isolated"]
         try:
             values |= by_kind(values.get("outputs", ()))
         except ValueError as error:
             raise pytest.UsageError(f"--attn-output: {error}") from None
         more = {one.name: values.pop(one.name) for one in options_of_guests()}
+        functions = next((more[name] for name in added("elsewhere") if more[name]), "")
+        if functions and "backends" not in given:
+            values["backends"] = option_types.names(functions)
+            given["backends"] = functions
         settings = cls(**values, given=given, more=more)
         settings._refuse_contradictions(config)
         return settings
@@ -249,6 +242,11 @@ class Settings:
         return self.rank or self.rank_to is not None or self.tune is not None
 
     @property
+    def elsewhere(self) -> str:
+        """The option of a guest that has functions run elsewhere, by its name; "" where all run in this process."""
+        return next((name for name in added("elsewhere") if self.more[name] is not None), "")
+
+    @property
     def serial_flags(self) -> list[str]:
         """The options that were given and time in processes of their own."""
         values = {**vars(self), **self.more}
@@ -256,9 +254,6 @@ class Settings:
 
     def _refuse_contradictions(self, config: pytest.Config) -> None:
         """Raise pytest.UsageError for options that do not go together."""
-        if self.isolated is not None and (self.profile or self.cupti):
-            flag = "--attn-profile" if self.profile else "attn_cupti"
-            raise pytest.UsageError(f"{flag}: sees the kernels of this process; leave out --attn-isolated")
         for contradiction in each("contradiction"):
             if said := contradiction(self):
                 raise pytest.UsageError(said)

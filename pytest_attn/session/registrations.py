@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pytest_attn.backends.named import NamedFunction
     from pytest_attn.backends.registry import Registry
     from pytest_attn.backends.subject import Subject
     from pytest_attn.session.options import Settings
@@ -22,8 +19,8 @@ class Registrations:
 
     def __init__(self, config: pytest.Config) -> None:
         self._hook = config.hook
-        #: makes what stands for "module:function"; None where functions run in this process
-        self.named: Callable[[str], NamedFunction] | None = None
+        #: makes what stands for "module:function", and refuses everything else; None where functions run in this process
+        self.named: Any = None
         self._versions: dict[str, str] = {}
 
     @cached_property

@@ -14,8 +14,8 @@ from cheats.table import PYGPUBENCH_FORGED, Cheat
 _PRELUDE = """
 import os, threading
 import torch
-from pytest_attn.isolation import call_server
-from pytest_attn.isolation.call_server import CallServer
+from pytest_attn.guests.isolation import call_server
+from pytest_attn.guests.isolation.call_server import CallServer
 
 measured, in_a_row = CallServer._measured, CallServer._in_a_row
 

@@ -22,6 +22,7 @@ import pytest
 import pytest_benchmark.utils
 from fakes.benchmark import CONFTEST
 from fakes.timed import CLOCK, KERNEL
+from lasting_server import lasting_servers
 
 import pytest_attn
 from pytest_attn.backends import library
@@ -48,32 +49,14 @@ for name in (registry := Registry()).names:
 AHEAD = fork_server.modules_ahead(name for name in sys.modules if name.startswith("pytest_attn.") and "html" not in name)
 
 
-class _LastingServer(fork_server.ForkServer):
-    """A server that outlives the run which has started it."""
-
-    def close(self):
-        pass
-
-
 @pytest.fixture(scope="session")
 def _serving():
     """Return what starts the server of a run: for ranks and isolated functions the one that an earlier story has started.
 
     New processes that time need one that was started in their folder.
     """
-    lasting = {}
-
-    def serving(like, modules):
-        if modules == AHEAD:
-            return fork_server.ForkServer(like, modules)
-        key = (*modules, like.environment.get("PYTHONPATH"))
-        if key not in lasting or lasting[key]._process.poll() is not None:
-            lasting[key] = _LastingServer(like._replace(folder=Path("/")), modules)
-        return lasting[key]
-
-    yield serving
-    for one in lasting.values():
-        fork_server.ForkServer.close(one)
+    with lasting_servers() as lasting:
+        yield lambda like, modules: (fork_server.ForkServer if modules == AHEAD else lasting)(like, modules)
 
 
 @pytest.fixture(autouse=True)

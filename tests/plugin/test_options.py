@@ -110,17 +110,6 @@ def test_the_header_says_where_compiled_kernels_are_kept(run, kernel_test):
         assert sum(line.startswith("attn: compiled kernels are kept in ") for line in said) == lines
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("option", ["--attn-isolated=kernels:attention", "--attn-fuzz=2", "--attn-backends=sdpa"])
-def test_the_header_does_not_wait_for_torch(pytester, option):
-    pytester.makeconftest("""
-        import sys
-        def pytest_report_header():
-            return f"torch is {'there' if 'torch' in sys.modules else 'not asked for yet'}"
-    """)
-    pytester.runpytest_subprocess(option).stdout.fnmatch_lines(["torch is not asked for yet"])
-
-
 def test_a_bad_option_is_a_usage_error_and_nothing_runs(run, kernel_test):
     kernel_test("raise SystemExit('ran')")
     for option, message in (

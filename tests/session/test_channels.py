@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_attn.isolation.isolated_function import IsolatedProcess
 from pytest_attn.processes.channel import Channel
-from pytest_attn.processes.launcher import Launcher
 from pytest_attn.reports.files import ProcessFolder
 
 NOBODY = 65534
@@ -89,26 +87,3 @@ def another_user(command, path):
         [command, path], user=NOBODY, extra_groups=[], group=NOBODY, capture_output=True, text=True, check=False
     )
     return done.stderr.strip().rpartition(": ")[2]
-
-
-@pytest.mark.slow("starts a process")
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_process_of_an_isolated_callable_listens_nowhere():
-    process = IsolatedProcess("torch.nn.functional:scaled_dot_product_attention", 60, Launcher(list), is_forked=False)
-    with socket.socket() as here:
-        here.bind(("127.0.0.1", 0))
-        here.listen()
-        try:
-            assert listens(os.getpid())
-            assert not listens(process.pid)
-        finally:
-            process.close()
-
-
-def listens(pid):
-    """Return the sockets at which a process can be reached, by their inodes."""
-    tcp = (line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:])
-    named = (line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:])
-    reachable = {words[9] for words in tcp if words[3] == "0A"} | {words[6] for words in named if len(words) > 7}
-    own = {os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()}
-    return reachable & {link[8:-1] for link in own if link.startswith("socket:[")}

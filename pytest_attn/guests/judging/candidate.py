@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pytest_attn.backends.named import is_name
-from pytest_attn.isolation.isolated_executor import InOwnProcess, launcher_of_process
-from pytest_attn.isolation.isolated_function import IsolatedFunction
+from pytest_attn.guests.isolation.isolated_executor import InOwnProcess, launcher_of_process
+from pytest_attn.guests.isolation.isolated_function import IsolatedFunction
 from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.workloads.functions import describe
 

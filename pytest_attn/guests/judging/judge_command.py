@@ -18,7 +18,7 @@ from pytest_attn.reports.strict_json import first_fault, parse_json
 #: bytes of a request, which may have the text of a kernel
 _LONGEST = 4 << 20
 _JUDGE = "pytest_attn.guests.judging.judge_kernel:judge"
-_LAUNCHER = "pytest_attn.isolation.isolated_executor:launcher_of_process"
+_LAUNCHER = "pytest_attn.guests.isolation.isolated_executor:launcher_of_process"
 _SET_DUMPABLE = 4  # PR_SET_DUMPABLE of prctl(2)
 _WORDS = "Judge a kernel in a process of its own: exit status 0 where it is right, 1 where it is wrong, 2 where nobody knows."
 

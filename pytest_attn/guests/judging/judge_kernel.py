@@ -22,12 +22,12 @@ from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.known_pair import JudgeChangedError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.diagnosis.diagnose import Context, judged
+from pytest_attn.guests.isolation.isolated_executor import time_isolated
+from pytest_attn.guests.isolation.isolated_function import IsolatedFunction
 from pytest_attn.guests.judging.answers import BUDGET, SCHEMA, WRONG, Z_LEVELS, require_feedback, workloads_of
 from pytest_attn.guests.judging.candidate import isolated as in_own_process
 from pytest_attn.invariants.all_invariants import judge_invariants
 from pytest_attn.invariants.report import InvariantReport, describe_invariants
-from pytest_attn.isolation.isolated_executor import time_isolated
-from pytest_attn.isolation.isolated_function import IsolatedFunction
 from pytest_attn.latency.kernel_work import KernelWork
 from pytest_attn.latency.profiler import ceilings_of
 from pytest_attn.latency.protocol import stopwatch_of

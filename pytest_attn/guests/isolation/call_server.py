@@ -28,8 +28,8 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain, require_dense
 from pytest_attn.correctness.switches import KeptSwitches
-from pytest_attn.isolation.timed_row import RowData, bytes_of, digest
-from pytest_attn.isolation.wire import MOST_TEXT, FrameSocket, released, storage_of, taken, unpickled, write
+from pytest_attn.guests.isolation.timed_row import RowData, bytes_of, digest
+from pytest_attn.guests.isolation.wire import MOST_TEXT, FrameSocket, released, storage_of, taken, unpickled, write
 from pytest_attn.latency.exact_results import AnyResult, Attention
 from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of, threads

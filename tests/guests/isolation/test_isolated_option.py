@@ -1,13 +1,19 @@
 """--attn-isolated: named functions run in a process of their own, whatever they do there; others are refused."""
 
+import os
+import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from lasting_server import lasting_servers
 from left_out import one_in
 
 from pytest_attn.backends.named import offered_to
-from pytest_attn.isolation import isolated_executor
+from pytest_attn.guests.isolation import isolated_executor
+from pytest_attn.guests.isolation.isolated_function import IsolatedProcess
+from pytest_attn.processes import launcher
 
 HONEST = """
 import gc, os, signal, socket, sys, time
@@ -102,7 +108,7 @@ def lazy(q, k, v):
     return sdpa(q, k, v).as_subclass(Lazy)
 
 def says_garbage(q, k, v):
-    from pytest_attn.isolation import call_server
+    from pytest_attn.guests.isolation import call_server
     for descriptor in range(3, 64):
         try:
             os.write(descriptor, b"garbage" * 9)
@@ -112,7 +118,7 @@ def says_garbage(q, k, v):
 
 def says_a_pickle(q, k, v):
     import pickle
-    from pytest_attn.isolation import wire
+    from pytest_attn.guests.isolation import wire
     class Bomb:
         def __reduce__(self):
             return os.mkdir, ("bomb",)
@@ -121,7 +127,7 @@ def says_a_pickle(q, k, v):
     return v
 
 def claims(q, k, v, tensors, result={"tensor": 0}, changed=()):
-    from pytest_attn.isolation import call_server
+    from pytest_attn.guests.isolation import call_server
     call_server.CallServer._returns = lambda self, *_: {"result": result, "tensors": tensors, "changed": list(changed)}
 
 def claims_much(q, k, v):
@@ -174,7 +180,7 @@ def keeps_answers(q, k, v):
 
 def is_ready_before(q, k, v):
     # for all that it is told of what it will be asked
-    from pytest_attn.isolation import call_server
+    from pytest_attn.guests.isolation import call_server
     run = call_server.CallServer._in_a_row
     def prepared(self, order):
         keeps_answers(*order["call"][0])
@@ -184,12 +190,12 @@ def is_ready_before(q, k, v):
     return keeps_answers(q, k, v)
 
 def claims_a_time(q, k, v):
-    from pytest_attn.isolation import call_server
+    from pytest_attn.guests.isolation import call_server
     call_server.CallServer._measured = lambda self, order: {"p50": "short", "interval": [0, 1, 0.9]}
     return sdpa(q, k, v)
 
 def claims_a_device(q, k, v):
-    from pytest_attn.isolation import call_server
+    from pytest_attn.guests.isolation import call_server
     run = call_server.CallServer._measured
     call_server.CallServer._measured = lambda self, order: run(self, order) | {"p50": 1e-7, "mode": "events", "launch": 1.0}
     return sdpa(q, k, v)
@@ -230,12 +236,19 @@ REFUSED = {
 }
 
 
+@pytest.fixture(scope="module")
+def _lasting():
+    with lasting_servers() as lasting:
+        yield lasting
+
+
 @pytest.fixture(autouse=True)
-def _kernels(pytester, monkeypatch):
+def _kernels(pytester, monkeypatch, _lasting):
     """Have the kernels in a module that nothing imports but by its name."""
     pytester.makepyfile(kernels=HONEST + CHEATS)
     monkeypatch.delitem(sys.modules, "kernels", raising=False)
-    monkeypatch.setattr(isolated_executor, "modules_ahead", lambda: ["torch", "pytest_attn.isolation.call_server"])
+    monkeypatch.setattr(isolated_executor, "modules_ahead", lambda: ["torch", "pytest_attn.guests.isolation.call_server"])
+    monkeypatch.setattr(launcher, "ForkServer", _lasting)
 
 
 def run(pytester, *options):
@@ -417,3 +430,37 @@ class _Handing(torch.autograd.Function):
 def test_what_hands_on_all_that_it_gets_is_given_nothing_more(function):
     assert offered_to(function) == ()
     assert offered_to(lambda q, k, v, **options: None) == ("workload",)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("option", ["--attn-isolated=kernels:attention", "--attn-fuzz=2", "--attn-backends=sdpa"])
+def test_the_header_does_not_wait_for_torch(pytester, option):
+    pytester.makeconftest("""
+        import sys
+        def pytest_report_header():
+            return f"torch is {'there' if 'torch' in sys.modules else 'not asked for yet'}"
+    """)
+    pytester.runpytest_subprocess(option).stdout.fnmatch_lines(["torch is not asked for yet"])
+
+
+@pytest.mark.slow("starts a process")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process_of_an_isolated_callable_listens_nowhere():
+    process = IsolatedProcess("torch.nn.functional:scaled_dot_product_attention", 60, launcher.Launcher(list), is_forked=False)
+    with socket.socket() as here:
+        here.bind(("127.0.0.1", 0))
+        here.listen()
+        try:
+            assert listens(os.getpid())
+            assert not listens(process.pid)
+        finally:
+            process.close()
+
+
+def listens(pid):
+    """Return the sockets at which a process can be reached, by their inodes."""
+    tcp = (line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:])
+    named = (line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:])
+    reachable = {words[9] for words in tcp if words[3] == "0A"} | {words[6] for words in named if len(words) > 7}
+    own = {os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()}
+    return reachable & {link[8:-1] for link in own if link.startswith("socket:[")}

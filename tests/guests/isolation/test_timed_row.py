@@ -8,8 +8,8 @@ from cheats.own_process import OWN_PROCESS
 from cheats.runs import outcomes, source_of
 from left_out import one_in
 
-from pytest_attn.isolation.isolated_executor import _held_to, _RowTime
-from pytest_attn.isolation.timed_row import RowData, digest, seconds_beside
+from pytest_attn.guests.isolation.isolated_executor import _held_to, _RowTime
+from pytest_attn.guests.isolation.timed_row import RowData, digest, seconds_beside
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.work import StaleError

@@ -19,8 +19,8 @@ from pytest_attn.cases.executor import Executor
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
-from pytest_attn.isolation.isolated_function import SECONDS, IsolatedFunction, Recorded
-from pytest_attn.isolation.timed_row import RowData, digest, seconds_beside
+from pytest_attn.guests.isolation.isolated_function import SECONDS, IsolatedFunction, Recorded
+from pytest_attn.guests.isolation.timed_row import RowData, digest, seconds_beside
 from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.kernel_work import Call, KernelWork
 from pytest_attn.latency.profiler import Profile
@@ -264,4 +264,7 @@ def launcher_of_process() -> Launcher:
 
 def modules_ahead() -> list[str]:
     """Return what a server imports ahead: what each process needs, and neither pytest nor anything of the tests."""
-    return [*(one for one in all_modules_ahead() if one.startswith(("torch", "triton"))), "pytest_attn.isolation.call_server"]
+    return [
+        *(one for one in all_modules_ahead() if one.startswith(("torch", "triton"))),
+        "pytest_attn.guests.isolation.call_server",
+    ]

@@ -21,8 +21,17 @@ from torch import Tensor
 from pytest_attn.backends.named import OFFERED, NamedFunction, is_imported_from_a_test
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError
 from pytest_attn.correctness.contract import ContractError, elements
-from pytest_attn.isolation.timed_row import WORD
-from pytest_attn.isolation.wire import MOST_TEXT, FrameSocket, GarbageError, pickled, put, read_bytes, released, shared_memory
+from pytest_attn.guests.isolation.timed_row import WORD
+from pytest_attn.guests.isolation.wire import (
+    MOST_TEXT,
+    FrameSocket,
+    GarbageError,
+    pickled,
+    put,
+    read_bytes,
+    released,
+    shared_memory,
+)
 from pytest_attn.latency.disturbance import thread_waited
 from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
@@ -75,7 +84,7 @@ class IsolatedProcess:
         self._folder = ProcessFolder()
         path = [os.path.dirname(file), *sys.path] if file else sys.path
         output, message = Path(self._folder.name) / "output", {"path": path, "file": file}
-        command = Command([], worker_environment(), Path.cwd(), output, message, "pytest_attn.isolation.call_server")
+        command = Command([], worker_environment(), Path.cwd(), output, message, "pytest_attn.guests.isolation.call_server")
         self._process = launcher.start(command, is_forked)
         end = socket.socket(fileno=os.dup(self._process.channel.fileno()))
         self._frames = FrameSocket(end)
