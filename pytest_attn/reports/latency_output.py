@@ -85,7 +85,7 @@ def _row(record: Record, shown: Sequence[Record]) -> tuple[str, ...]:
         duration_in_column(decided(latency)),
         f"{(high - low) / 2 / latency['p50']:.1%}",
         "-" if change is None else f"{change:+.1%}",
-        "-" if detectable is None else f"{detectable:.1%}",
+        "-" if detectable is None else f"{detectable:.1%}" if detectable < 10 else ">x10",
         record["verdict"],
         record["subject"],
         record["workload"],

@@ -55,6 +55,11 @@ def test_a_row_per_case_and_one_closing_sentence():
     assert closing == "latency: 1 as fast as recorded"
 
 
+@pytest.mark.parametrize(("detectable", "shown"), [(0.021, "2.1%"), (3.0, "300.0%"), (729.0, ">x10")])
+def test_a_slowdown_that_a_crowd_hides_is_no_long_number(detectable, shown):
+    assert lines([record(decision={"detectable": detectable})])[1].split()[4] == shown
+
+
 def test_of_many_rows_the_notable_are_shown():
     records = [*(record(subject=f"b{i}") for i in range(60)), record("regressed", "slower", subject="slow")]
     shown = lines(records)
