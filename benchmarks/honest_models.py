@@ -164,7 +164,14 @@ _NAMES = (
     "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text gpt_oss mimo_v2_flash phi phi3 mixtral olmo2 cohere "
     "starcoder2 stablelm gpt2 gpt_neox gptj opt bloom falcon bert roberta distilbert electra albert mpnet deberta "
     "xlm-roberta modernbert nystromformer camembert ernie esm glm granite nemotron smollm3 seed_oss qwen3_moe olmoe "
-    "ministral arcee helium",
+    "ministral arcee helium gpt-sw3 afmoe apertus apertus1p5_text aria_text bailing_hybrid beam bert-generation "
+    "bigbird_pegasus biogpt bitnet clip_text_model codegen cohere2 cohere2_moe ctrl cwm data2vec-text deepseek_v2 "
+    "doge dory dots3_note_text dpr embedding_gemma2_text ernie4_5 ernie4_5_moe eurobert exaone exaone4 exaone_moe "
+    "flex_olmo flint gemma4_unified_text glm4 glm4_moe glm5_next_text glm_moe_dsa gpt_bigcode "
+    "granite_docling_text granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte hrm_text "
+    "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_loop_text inkling2_text inkling_text "
+    "internlm3 iquestcoder jais2 jetmoe jina_embeddings_v3 kolibri1 lara_mini layoutlm lfm2 lfm2_moe lfm3 "
+    "llama4_text markuplm mellum minimax_m2 modernbert-decoder",
     "t5 mt5 bart mbart m2m_100 pegasus blenderbot marian plbart nllb-moe led",
     "vit deit dinov2 siglip_vision_model clip_vision_model beit ijepa vit_mae dinov3_vit",
     "whisper speech_to_text wav2vec2 hubert",

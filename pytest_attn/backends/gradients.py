@@ -91,3 +91,22 @@ def nodes_behind(out: Tensor, ends: Sequence[Any] = ()) -> Iterator[Any]:
             seen.add(node)
             yield node
             ahead += [following for following, _ in node.next_functions] if node not in ends else []
+
+
+def casts_weights(out: Tensor) -> bool:
+    """Return whether autograd's graph of out shows P.to(dtype), of all keys or of a block of them: dP is rounded there.
+
+    Such a cast is behind a product, which the last one of out is not, and it is not of an input.
+    """
+    last: set[Any] = set()
+    node = getattr(out, "grad_fn", None)
+    while node is not None:
+        last.add(node)
+        following = [one for one, _ in node.next_functions if one is not None]
+        node = following[0] if len(following) == 1 else None
+    for node in nodes_behind(out):
+        if node.name() == "ToCopyBackward0" and node not in last and node._input_metadata[0].dtype == out.dtype:
+            behind = node.next_functions[0][0]
+            if behind is not None and behind.name() != "torch::autograd::AccumulateGrad":
+                return True
+    return False

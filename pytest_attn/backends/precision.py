@@ -211,6 +211,7 @@ class Precision:
         return -(-kv_len // 512) if self.sums_query_blocks else 1
 
 
+OF_AUTOGRAD = "autograd"
 PRECISIONS = {
     # FlashAttention 3 and 4, Triton: float32 scores, P and dS rounded to the dtype for the tensor cores
     "flash": Precision("flash"),
@@ -219,7 +220,7 @@ PRECISIONS = {
     # softmax(q @ k.T * scale) @ v written in the dtype, with keys repeated for GQA
     "eager": Precision("eager", rounds_scores=True, ds_from_rounded_p=True, sums_rounded_heads=True),
     # softmax in float32, then P.to(dtype) @ v: autograd's dP has the dtype of P
-    "autograd": Precision("autograd", rounds_dp=True, sums_rounded_heads=True),
+    OF_AUTOGRAD: Precision(OF_AUTOGRAD, rounds_dp=True, sums_rounded_heads=True),
     # kernels that fold the scale into q
     "qscale": Precision("qscale", rounds_scaled_query=True),
     # ... or into k

@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 import torch
 
-from pytest_attn.backends.gradients import nodes_behind
 from pytest_attn.correctness.arithmetic import modify, over_keys, sinks_of, softmax
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
@@ -244,20 +243,6 @@ def with_rounded_dp(seen: GradientOfRegion) -> torch.Tensor:
         return p * (dp - lost - d + (p * lost).sum(-1, keepdim=True))
 
     return dataclasses.replace(seen.honest, dscores=dscores).gradient(seen.name)
-
-
-def casts_weights(out: torch.Tensor) -> bool:
-    """Return whether autograd's graph of out shows P.to(dtype), of all keys or of a block of them: dP is rounded there.
-
-    Such a cast has neither the size of out, which is cast at the end, nor is it of an input.
-    """
-    for node in nodes_behind(out):
-        if node.name() == "ToCopyBackward0":
-            cast, behind = node._input_metadata[0], node.next_functions[0][0]
-            is_of_input = behind is None or behind.name() == "torch::autograd::AccumulateGrad"
-            if cast.dtype == out.dtype and math.prod(cast.shape) != out.numel() and not is_of_input:
-                return True
-    return False
 
 
 def wrong_slope_of_cap(seen: GradientOfRegion) -> Iterator[Hypothesis]:

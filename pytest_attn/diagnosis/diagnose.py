@@ -38,7 +38,6 @@ from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, roun
 from pytest_attn.diagnosis.backward_faults import (
     GradientOfRegion,
     WholeGradient,
-    casts_weights,
     faults_of_steps,
     multiples_of_gradient,
     scaled_gradient,
@@ -471,30 +470,13 @@ def _of_gradient(row: TensorComparison, bad: torch.Tensor, reference: Reference,
         or _of_steps(name, bad, reference, case)
         or _hints(_first([scaled_gradient(name, row.alpha)], lambda: every))
         or fitting_profiles(name, _profiles_of_gradient(name, bad, reference, case), case)
-        or _of_cast(name, case)
     )
-
-
-def _of_cast(name: str, case: Case) -> list[Hint]:
-    """Say where autograd rounds dP, of which dq and dk are made, where nothing else is wrong with them."""
-    dtype = case.workload.out_dtype
-    if name == "dv" or case.returned[0].reference.precision.rounds_dp or not _casts_weights(case):
-        return []
-    words = (
-        f"P is cast to {dtype} where autograd sees it, so autograd rounds dP to {dtype}, too: compare in float32, which must"
-        " pass as it is. If it does, that is the difference (docs/howto/precision.md)"
-    )
-    return [Hint("", words)]
-
-
-def _casts_weights(case: Case) -> bool:
-    return casts_weights(case.returned[0].tensors["out"])
 
 
 def _profiles_of_gradient(name: str, bad: torch.Tensor, reference: Reference, case: Case) -> Iterator[str]:
-    """Yield profiles, those that round dP only where autograd does, or its rounding, repeated, explains the gradient."""
+    """Yield profiles, those that round dP only where its rounding, repeated, explains the gradient."""
     for profile, precision in SUGGESTED.items():
-        if precision.rounds_dp and not _casts_weights(case):
+        if precision.rounds_dp:
             seen = _seen_first(name, bad, reference, case)
             if seen is None or not _moves_alike(with_rounded_dp(seen), seen.view):
                 continue

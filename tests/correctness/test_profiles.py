@@ -267,3 +267,23 @@ def test_one_query_moves_the_whole_head_of_dv(rows, passes):
     two_budgets_off = (dv.value + 2 * dv.tau).float()
     (row,) = compare_all("structured", {"dv": two_budgets_off}, reference, w, limits_named("default"))
     assert row.passed == passes
+
+
+def casts_weights(factor=1.0):
+    """Softmax in float32 and P.to(dtype) @ v, whose dP autograd rounds; dK is off by a factor."""
+
+    def attention(q, k, v):
+        k = k * factor - (k * factor - k).detach()
+        weights = (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1)
+        return (weights.to(q.dtype).float() @ v.float()).to(q.dtype)
+
+    return attention
+
+
+@pytest.mark.parametrize("workload", [Workload(96, heads=2), Workload(64, heads=2)], ids=lambda w: w.id)
+def test_a_cast_of_weights_that_autograd_sees_needs_no_profile(workload):
+    """Of 64 keys P has as many elements as out, whose own cast is none of weights."""
+    of = CheckSpec(workload, CPU, backward=True)
+    assert judged(casts_weights(), of).passed
+    assert not judged(casts_weights(), replace(of, declared=Declaration(precision="flash2"))).passed
+    assert judged(casts_weights(factor=1.02), of).mismatch.row.name == "dk"
