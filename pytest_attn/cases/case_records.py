@@ -19,7 +19,7 @@ from pytest_attn.reports.lines import raised_words, taken_apart, z_figure
 from pytest_attn.reports.records import TEST, Record, changed, is_wrong, latency_of, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import NoTorchError
-from pytest_attn.session.kinds import CaseParameter, device_of, id_from_root, kind_of, parameter_of, typed_name
+from pytest_attn.session.kinds import CaseParameter, asks_gradients, device_of, id_from_root, kind_of, parameter_of, typed_name
 from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.version import __version__
 from pytest_attn.workloads.catalog import Catalog
@@ -235,5 +235,5 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: Bas
         reason=reason,
         explanation=[line for line in noted if line["label"] != "reproduce"],
         command=command,
-        direction="forward",
+        direction="forward+backward" if asks_gradients(item) else "forward",
     )
