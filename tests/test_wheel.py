@@ -68,7 +68,7 @@ def test_the_wheel_has_types_suite_and_entry_point(wheel):
     assert {"pytest_attn/py.typed", "pytest_attn/suite/test_correctness.py"} <= set(names)
     page = {"page.html", "style.css", *(path.name for path in (ROOT / "pytest_attn/reports/html").glob("*.js"))}
     assert {f"pytest_attn/reports/html/{name}" for name in page} <= set(names)
-    schemas = {"baseline.json", "failure.json", "judgment.json", "record.json", "request.json", "run.json"}
+    schemas = {"baseline.json", "certificate.json", "failure.json", "judgment.json", "record.json", "request.json", "run.json"}
     assert {f"pytest_attn/schemas/{name}" for name in schemas} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "conftest"))]
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))

@@ -21,6 +21,7 @@ from pytest_attn import hooks, plugin
 from pytest_attn.backends.declaration import Argument
 from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.cases.saved_failure import ENVIRONMENT, FAILURE
+from pytest_attn.guests.evidence.certify import CERTIFICATE
 from pytest_attn.guests.judging.answers import ANSWER, REQUEST
 from pytest_attn.latency.baseline_file import FILE
 from pytest_attn.reports.records import fields as fields_of_records
@@ -175,6 +176,7 @@ def schemas() -> dict[str, str]:
     """Return the JSON schemas of the files that are read, by the name of each."""
     titles = {
         "baseline": ("baselines/MACHINE.json of --attn-update-baselines", FILE),
+        "certificate": ("what python -m pytest_attn certify writes", CERTIFICATE),
         "failure": (f"{ENVIRONMENT} of --attn-save-failures", FAILURE),
         "judgment": ("what python -m pytest_attn judge --json prints", ANSWER),
         "record": ("a line of --attn-output=NAME.jsonl, but for those that close a run", line_description()),

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 
 from fakes.records import run_of
+from pytest_attn.reports.files import ESCAPED
 from pytest_attn.reports.records import changed, to_line
 from pytest_attn.reports.runs import to_run_line
 from pytest_attn.version import __version__
@@ -52,7 +53,7 @@ def lines_of_run(found, every, tests=(), **facts):
         "unchosen": (),
     }
     lines = [*map(to_line, found)]
-    written = hashlib.sha256("".join(f"{line}\n" for line in lines).encode())
+    written = hashlib.sha256("".join(f"{line}\n" for line in lines).encode(errors=ESCAPED))
     return [*lines, to_run_line({**closing, **facts}, written)]
 
 

@@ -1,4 +1,4 @@
-"""The guest evidence: `python -m pytest_attn verify` and `history`."""
+"""The guest evidence: `python -m pytest_attn verify`, `history` and `certify`."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def add_verify(commands: Any) -> None:
 
 
 def add_history(commands: Any) -> None:
-    """Declare the other one."""
+    """Declare that of runs over time."""
     words = "Write a page of several runs: p50s and what differs between neighbours, versions, verdicts, z."
     command = commands.add_parser("history", help=words, description=words)
     command.add_argument(
@@ -38,4 +38,14 @@ def add_history(commands: Any) -> None:
     command.set_defaults(run="pytest_attn.guests.evidence.history:run_history", error=command.error)
 
 
-GUEST = Guest(commands=(f"{__name__}:add_verify", f"{__name__}:add_history"))
+def add_certify(commands: Any) -> None:
+    """Declare that of certificates."""
+    words = "Write of each kernel, version and device of whole runs what was right, as a small JSON file and a badge."
+    command = commands.add_parser("certify", help=words, description=words)
+    command.add_argument("files", nargs="*", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote, or merge")
+    command.add_argument("-o", "--output", default="certificates", metavar="DIR", help="their folder (default: %(default)s)")
+    command.add_argument("--page", metavar="FILE.md", help="write the tables of all certificates in DIR into this page, too")
+    command.set_defaults(run="pytest_attn.guests.evidence.certify:run_certify", error=command.error)
+
+
+GUEST = Guest(commands=(f"{__name__}:add_verify", f"{__name__}:add_history", f"{__name__}:add_certify"))

@@ -62,27 +62,19 @@ def _accepted(closed: Sequence[RunFacts], runs: Sequence[Run], given: argparse.N
 
 def _refusals(runs: Sequence[Run], given: argparse.Namespace) -> Iterator[str]:
     """Yield why the runs in a file are not one whole run of the tree. Raises CannotSayError."""
-    yield from problems(runs)
+    yield from not_whole(runs)
     closed = [(run, run.facts) for run in runs if run.facts is not None]
-    for run, _ in closed:
-        if not run.damaged and not is_as_written(run):
-            yield f"{run.path}: its lines are not those of which its closing line has the digest: they were changed"
-    if closed and not any(facts["judged"] for _, facts in closed):
-        yield f"{given.file} has judged nothing, expected judgments; its device may be lacking: {closed[0][1]['command']}"
-    top = top_of(Path.cwd())
-    if top is None:
-        raise CannotSayError(f"{Path.cwd()} is in no git repository; run it in that of the tests")
-    here, wanted = commit_of(top), f"{given.at or 'HEAD'}^{{commit}}"
-    commit = git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", wanted).decode().strip()
-    if not commit:
-        raise CannotSayError(
-            f"{top} has no revision {given.at or 'HEAD'}; git log lists them, git fetch --unshallow gets more"
-        )
+    top = _top()
+    here, commit = commit_of(top), _commit_named(given.at or "HEAD", top)
     if not given.at and here != commit:
         yield f"this tree has uncommitted changes, expected none; commit them, or name a revision: --at={_short(commit)}"
-    sources = sources_at(top, commit)
     for run, facts in closed:
-        yield from (f"{run.path} {said}" for said in _differences(facts, commit, sources, given))
+        yield from (f"{run.path} {said}" for said in not_of_commit(facts, given.at or "HEAD"))
+        if given.seed not in (None, facts["seed"]):
+            yield f"{run.path} has seed {facts['seed']}, expected {given.seed}; run it with --attn-seed={given.seed}"
+        if given.device not in (None, facts["device"]):
+            found = facts["device"] or "no device"
+            yield f"{run.path} ran on {found}, expected {given.device}; run it there: {facts['command']}"
     if not given.no_collect:
         if here != commit:
             raise CannotSayError(
@@ -91,8 +83,36 @@ def _refusals(runs: Sequence[Run], given: argparse.Namespace) -> Iterator[str]:
         yield from _of_other_tests(closed, given)
 
 
-def _differences(facts: RunFacts, commit: str, sources: dict[str, str], given: argparse.Namespace) -> Iterator[str]:
-    """Yield in which way a run is not of a commit, whose files have these ids, or not as asked for."""
+def not_whole(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield why runs are not one whole run, as it was written."""
+    yield from problems(runs)
+    for run in runs:
+        if run.facts and not run.damaged and not is_as_written(run):
+            yield f"{run.path}: its lines are not those of which its closing line has the digest: they were changed"
+    closed = [run.facts for run in runs if run.facts]
+    if closed and not any(facts["judged"] for facts in closed):
+        yield f"{runs[0].path} has judged nothing, expected judgments; its device may be lacking: {closed[0]['command']}"
+
+
+def _top() -> Path:
+    top = top_of(Path.cwd())
+    if top is None:
+        raise CannotSayError(f"{Path.cwd()} is in no git repository; run it in that of the tests")
+    return top
+
+
+def _commit_named(revision: str, top: Path) -> str:
+    commit = git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
+    if not commit:
+        raise CannotSayError(f"{top} has no revision {revision}; git log lists them, git fetch --unshallow gets more")
+    return commit
+
+
+def not_of_commit(facts: RunFacts, revision: str) -> Iterator[str]:
+    """Yield in which way a run is not of the commit of a revision. Raises CannotSayError."""
+    top = _top()
+    commit = _commit_named(revision, top)
+    sources = sources_at(top, commit)
     if not facts["commit"]:
         raise CannotSayError("its tests lay in no git repository, so it knows no commit")
     name, plus, _ = facts["commit"].partition("+")
@@ -105,10 +125,6 @@ def _differences(facts: RunFacts, commit: str, sources: dict[str, str], given: a
         yield f"had other files than {_short(commit)} has: {some(others, _SHOWN)}; commit or install them, and run it again"
     elif not facts["sources"]:
         yield f"has imported nothing of {_short(commit)}, expected its tests or its kernels; name them: {facts['command']}"
-    if given.seed not in (None, facts["seed"]):
-        yield f"has seed {facts['seed']}, expected {given.seed}; run it with --attn-seed={given.seed}"
-    if given.device not in (None, facts["device"]):
-        yield f"ran on {facts['device'] or 'no device'}, expected {given.device}; run it there: {facts['command']}"
     if facts["pytest_attn"] != __version__:
         raise CannotSayError(f"it is by pytest-attn {facts['pytest_attn']}, this is {__version__}; install the same")
     if facts["plugin"] != (own := own_digest()):
