@@ -187,7 +187,7 @@ MOST = {
     "files": 313,
     "rooms": 23,
     "floors": 9,
-    "arrows": 119,
+    "arrows": 120,
     "imports within functions": 150,
     "imports for type checkers": 150,
 }

@@ -1,7 +1,6 @@
 """From the native layout, (batch, heads, rows, dim), to those of the libraries, and back."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ import torch
 from pytest_attn.backends.capabilities import QUANTIZED, refusals_of
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs
-from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.workload import Workload
 
 
@@ -44,10 +42,6 @@ def first_of(returned: Any) -> Any:
     return returned[0] if isinstance(returned, tuple | list) else returned
 
 
-#: the names that flash-attention has for what `sequence_boundaries` returns
-BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-
-
 def sequence_boundaries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Return cu_seqlens of queries and keys, int32, and the longest of each: of packed sequences, documents or a batch."""
     w = inputs.workload
@@ -58,12 +52,6 @@ def sequence_boundaries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int
         return lengths, lengths, max(w.documents), max(w.documents)
     steps = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32)
     return steps * w.q_len, steps * w.kv_len, w.q_len, w.kv_len
-
-
-def ends_of(lengths: torch.Tensor | None) -> torch.Tensor:
-    """Return the boundaries of sequences of these lengths, (batch + 1,) int32."""
-    assert lengths is not None
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
 
 def bottom_right_window(w: Workload) -> tuple[int, int] | None:
@@ -80,41 +68,11 @@ def bottom_right_window(w: Workload) -> tuple[int, int] | None:
     return (-1 if left is None else left, -1 if right is None else right)
 
 
-def mask_of_window(causal: object, window: Sequence[int | None] | None) -> Mask | None:
-    """Return the mask of flash-attention's two arguments: causal from the bottom right, -1 or None for an open side.
-
-    What `bottom_right_window` makes of a mask, it reads back.
-    """
-    left, right = (None if side is None or side < 0 else int(side) for side in ((-1, -1) if window is None else window))
-    if causal:
-        return Causal(bottom_right=True) if left is None else Window(left, 0)
-    return None if left is None and right is None else Window(left, right)
-
-
 def is_key(inputs: Inputs) -> torch.Tensor | None:
     """Return which keys there are, (batch, kv_len), None where there is no padding."""
     if inputs.kv_lens is None:
         return None
     return torch.arange(inputs.workload.kv_len, device=inputs.device) < inputs.kv_lens[:, None]
-
-
-def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[AttentionFn], AttentionFn]]:
-    """Turn padded keys into packed sequences: return the packed inputs, and what wraps their kernel for padded tensors.
-
-    Inputs that are not padded come back as they are. Query rows stay as many as they were.
-    """
-    w = inputs.workload
-    if w.kv_lens is None or w.is_packed or w.kv_pages:
-        return inputs, lambda kernel: kernel
-    packed = w.replace(q_lens=(w.q_len,) * w.batch, kv_lens=w.kv_lens, q_len=None, kv_len=None, batch=None)
-    cu_kv = ends_of(inputs.kv_lens)
-    cu_q = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32) * w.q_len
-    there = is_key(inputs)
-    assert there is not None
-    used = there.flatten().nonzero().squeeze(1)  # found here, as finding them reads values back, which no graph can
-
-    packed_inputs = dataclasses.replace(inputs, workload=packed, cu_seqlens=cu_q, cu_seqlens_kv=cu_kv)
-    return packed_inputs, lambda kernel: as_packed(kernel, w, used)
 
 
 #: Decoding token by token is slow by nature: longer workloads are left to prefill.

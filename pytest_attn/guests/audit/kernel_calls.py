@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.layouts import mask_of_window
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference
+from pytest_attn.guests.libraries.flash_attention import mask_of_window
 from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,

@@ -5,7 +5,7 @@ an H200; the tests have stand-ins of both. flash-attn 4 (CuTe DSL) compiles a ne
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,27 +17,28 @@ from pytest_attn.backends.configured import Options
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
 from pytest_attn.backends.flex import family_of, refused_head_dims
 from pytest_attn.backends.layouts import (
-    BOUNDARIES,
     as_packed,
     bottom_right_window,
-    ends_of,
     first_of,
     in_bshd,
+    is_key,
     not_decoding_because,
     sequence_boundaries,
-    without_padding,
 )
 from pytest_attn.backends.library import FLASH3, FLASH4, Library, refusals_of_trial
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.kv_layout import split_cache
-from pytest_attn.workloads.masks import Window
+from pytest_attn.workloads.masks import Causal, Mask, Window
 from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
 
 #: what flash2 runs on, and libraries around it
 FLASH2 = Library(("flash-attn",), "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation")
+
+#: the names that flash-attention has for what `sequence_boundaries` returns
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class FlashAttention(LibraryBackend):
@@ -63,7 +64,7 @@ class FlashAttention(LibraryBackend):
             return lambda q, k, v: kernel(q.transpose(1, 2), k, v).transpose(1, 2)
         if w.is_packed or w.kv_lens is not None or w.documents:
             packed, kernel_of = without_padding(inputs)
-            return kernel_of(as_packed(self._varlen(inputs, sequence_boundaries(packed)), packed.workload))
+            return kernel_of(self._varlen(inputs, sequence_boundaries(packed)))
         return in_bshd(self._calling("flash_attn_func", inputs))
 
     def _varlen(self, inputs: Inputs, ends: Sequence[Any], **options: Any) -> AttentionFn:
@@ -87,6 +88,42 @@ def options_of(w: Workload, open_side: int | None = -1) -> dict[str, Any]:
     causal = window == (-1, 0)
     left, right = (open_side if side < 0 or causal else side for side in window)
     return {"softmax_scale": w.softmax_scale, "causal": causal, "window_size": (left, right), "softcap": w.softcap or 0.0}
+
+
+def mask_of_window(causal: object, window: Sequence[int | None] | None) -> Mask | None:
+    """Return the mask of flash-attention's two arguments: causal from the bottom right, -1 or None for an open side.
+
+    What `bottom_right_window` makes of a mask, it reads back.
+    """
+    left, right = (None if side is None or side < 0 else int(side) for side in ((-1, -1) if window is None else window))
+    if causal:
+        return Causal(bottom_right=True) if left is None else Window(left, 0)
+    return None if left is None and right is None else Window(left, right)
+
+
+def without_padding(inputs: Inputs) -> tuple[Inputs, Callable[[AttentionFn], AttentionFn]]:
+    """Turn padded keys into packed sequences: return the packed inputs, and what wraps a kernel of those for these tensors.
+
+    Inputs that are not padded come back as they are. Query rows stay as many as they were.
+    """
+    w = inputs.workload
+    if w.kv_lens is None or w.is_packed:
+        return inputs, lambda kernel: as_packed(kernel, w)
+    packed = w.replace(q_lens=(w.q_len,) * w.batch, kv_lens=w.kv_lens, q_len=None, kv_len=None, batch=None)
+    cu_kv = ends_of(inputs.kv_lens)
+    cu_q = torch.arange(w.batch + 1, device=inputs.device, dtype=torch.int32) * w.q_len
+    there = is_key(inputs)
+    assert there is not None
+    used = there.flatten().nonzero().squeeze(1)  # found here, as finding them reads values back, which no graph can
+
+    packed_inputs = dataclasses.replace(inputs, workload=packed, cu_seqlens=cu_q, cu_seqlens_kv=cu_kv)
+    return packed_inputs, lambda kernel: as_packed(kernel, w, used)
+
+
+def ends_of(lengths: torch.Tensor | None) -> torch.Tensor:
+    """Return the boundaries of sequences of these lengths, (batch + 1,) int32."""
+    assert lengths is not None
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
 
 def refused_by_compiler(error: Exception) -> str | None:

@@ -11,10 +11,11 @@ from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.defects import KnownDefect, in_fully_masked_rows, sees_nothing
 from pytest_attn.backends.dense import index_tensors
-from pytest_attn.backends.layouts import as_packed, bottom_right_window, sequence_boundaries, without_padding
+from pytest_attn.backends.layouts import bottom_right_window, sequence_boundaries
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.guests.libraries.flash_attention import without_padding
 from pytest_attn.workloads.inputs import Inputs, page_lists
 from pytest_attn.workloads.masks import Sequences
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -97,7 +98,7 @@ class FlashInferFa2(LibraryBackend):
         wrapper = self.source.load().BatchPrefillWithRaggedKVCacheWrapper(_scratch(inputs), "NHD", backend=self.template)
         ends_q, ends_kv, _, _ = sequence_boundaries(inputs)
         wrapper.plan(ends_q, ends_kv, w.heads, w.kv_heads, w.head_dim, head_dim_vo=w.v_head_dim, **options)
-        return kernel_of(as_packed(wrapper.run, w))
+        return kernel_of(wrapper.run)
 
     def _paged(self, inputs: Inputs) -> AttentionFn:
         w, ends_q = inputs.workload, inputs.cu_seqlens

@@ -12,18 +12,16 @@ import torch
 from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities
 from pytest_attn.backends.layouts import (
-    BOUNDARIES,
-    as_packed,
     bottom_right_window,
     first_of,
     in_bshd,
     sequence_boundaries,
-    without_padding,
 )
 from pytest_attn.backends.library import Library, describe_error, refusal_of_build
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.guests.libraries.flash_attention import BOUNDARIES, without_padding
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -100,8 +98,7 @@ class HubKernel(LibraryBackend):
         if _goes_packed(inputs.workload) or self._dense_name == _PACKED:
             inputs, kernel_of = without_padding(inputs)
             ends = dict(zip(BOUNDARIES, sequence_boundaries(inputs), strict=True))
-            packed = _bare(getattr(self._module, _PACKED), inputs.workload, alibi_slopes=inputs.alibi_slopes, **ends)
-            return kernel_of(as_packed(packed, inputs.workload))
+            return kernel_of(_bare(getattr(self._module, _PACKED), inputs.workload, alibi_slopes=inputs.alibi_slopes, **ends))
         return in_bshd(_bare(getattr(self._module, _DENSE), inputs.workload, alibi_slopes=inputs.alibi_slopes))
 
     @property

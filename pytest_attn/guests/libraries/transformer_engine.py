@@ -21,11 +21,11 @@ from pytest_attn.backends.contexts import environment
 from pytest_attn.backends.defects import CUDNN_NAN, CUDNN_NAN_OF_ONE_TILE, FLASH4_DQ, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.flex import refused_head_dims
-from pytest_attn.backends.layouts import as_packed, bottom_right_window, in_bshd, sequence_boundaries, without_padding
+from pytest_attn.backends.layouts import bottom_right_window, in_bshd, sequence_boundaries
 from pytest_attn.backends.library import FLASH4, Library, refusals_of_trial
 from pytest_attn.backends.machine import Machine, release
 from pytest_attn.backends.subject import AttentionFn, scores_bytes
-from pytest_attn.guests.libraries.flash_attention import refused_by_compiler
+from pytest_attn.guests.libraries.flash_attention import refused_by_compiler, without_padding
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.masks import Causal
 from pytest_attn.workloads.workload import Workload
@@ -172,9 +172,9 @@ def unfilled_inputs(w: Workload, device: str) -> Inputs:
         return torch.empty(shape, dtype=dtype, device=place)
 
     sizes = {"b": w.batch, "h": w.heads, "q": w.q_len, "k": w.kv_len}
-    return Inputs(
-        w,
-        place,
+    return replace(
+        lengths,
+        workload=w,
         q=empty(lengths.q, w.heads, w.head_dim),
         k=empty(lengths.k, w.kv_heads, w.head_dim),
         v=empty(lengths.v, w.kv_heads, w.v_head_dim),
@@ -182,9 +182,6 @@ def unfilled_inputs(w: Workload, device: str) -> Inputs:
         bias=torch.empty([sizes[d] if d in w.bias else 1 for d in sizes], dtype=dtype, device=place) if w.bias else None,
         sinks=torch.zeros(w.heads, dtype=dtype, device=place) if w.sinks else None,
         alibi_slopes=torch.zeros(w.heads, device=place) if w.alibi else None,
-        cu_seqlens=lengths.cu_seqlens,
-        cu_seqlens_kv=lengths.cu_seqlens_kv,
-        kv_lens=lengths.kv_lens,
     )
 
 
@@ -250,7 +247,7 @@ class TransformerEngine(LibraryBackend):
                 out: torch.Tensor = module(*self.as_taken(q, k, v), **options)
             return out.view(*out.shape[:-1], w.heads, w.v_head_dim)
 
-        return kernel_of(as_packed(call, inputs.workload) if in_sequence else call)
+        return kernel_of(call)
 
     def as_taken(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return q, k and v in memory as the kernel reads them."""

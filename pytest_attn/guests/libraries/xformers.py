@@ -14,10 +14,11 @@ from pytest_attn.backends.backend import LibraryBackend
 from pytest_attn.backends.capabilities import Capabilities, refusals_of
 from pytest_attn.backends.defects import CUTLASS_OFFSETS, CUTLASS_SHARED_HEAD, KnownDefect, sees_nothing
 from pytest_attn.backends.dense import additive_or_boolean_mask
-from pytest_attn.backends.layouts import as_packed, in_bshd, without_padding
+from pytest_attn.backends.layouts import in_bshd
 from pytest_attn.backends.library import Library, refusals_of_trial
 from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.guests.libraries.flash_attention import without_padding
 from pytest_attn.workloads.dtypes import element_bytes
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
@@ -116,8 +117,8 @@ class Xformers(LibraryBackend):
 
         if needs_tensor(w) or sequences_of(w) is None:
             return in_bshd(call)
-        inputs, kernel_of = without_padding(inputs)
-        return kernel_of(as_packed(lambda q, k, v: call(q[None], k[None], v[None])[0], inputs.workload))
+        _, kernel_of = without_padding(inputs)
+        return kernel_of(lambda q, k, v: call(q[None], k[None], v[None])[0])
 
 
 class XformersCutlass(Xformers):

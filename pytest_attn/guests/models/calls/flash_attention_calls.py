@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.layouts import BOUNDARIES, mask_of_window
 from pytest_attn.backends.library import FLASH3
+from pytest_attn.guests.libraries.flash_attention import BOUNDARIES, mask_of_window
 from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_attn.backends.layouts import mask_of_window
+from pytest_attn.guests.libraries.flash_attention import mask_of_window
 from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
 
 

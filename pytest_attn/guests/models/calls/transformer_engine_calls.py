@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.layouts import mask_of_window
+from pytest_attn.guests.libraries.flash_attention import mask_of_window
 from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
 from pytest_attn.workloads.masks import Causal, Mask
 
