@@ -1,7 +1,7 @@
 """Compilations while a kernel is called, as its compilers tell of them, each with the key that was new.
 
 Torch lists its own, Triton calls a hook, and CUDA graphs, the CuTe DSL and NVRTC have a function that makes each. Compilers
-that are programs, as TileLang's and FlashInfer's, are seen when Python starts them.
+that are programs, as TileLang's and FlashInfer's, are seen when Python starts them, by themselves or by a shell.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import dropwhile, groupby, pairwise
 from typing import Any
 
 #: module, what makes a kernel within it, and its name in words
@@ -21,11 +23,18 @@ _MAKERS = (
     ("cutlass.cute", "compile", "CuTe DSL"),
     ("cuda.bindings.nvrtc", "nvrtcCompileProgram", "NVRTC"),
 )
-#: programs that compile
-_PROGRAMS = frozenset(("nvcc", "ptxas", "hipcc", "ninja", "c++", "g++", "gcc", "cc", "clang", "clang++"))
+#: programs that compile, with what stands around their names; what only asks them; and what comes before them in a command
+_PROGRAM = re.compile(r"(?:[\w.]+-)*(nvcc|ptxas|hipcc|ninja|c\+\+|g\+\+|gcc|cc|clang\+\+|clang)(?:-[\d.]+)?(?:\.exe)?")
+_QUESTION = re.compile(r"--?(?:version|V|help|dump\w+|print-.*)")
+_BEFORE = re.compile(r"\w+=.*|-.*|\d+|(?:.*/)?(?:env|exec|nice|time|sudo|ccache|sccache)|if|then|else|do|while|until|!|\{")
+_SHELL = re.compile(r"(?:ba|da|z|k)?sh")
+#: what stands between the commands of a shell's text
+_BETWEEN = "();<>|&\n"
 #: what stands around the reason that torch gives for compiling anew
 _NOT_THE_REASON = re.compile(r"^\d+/\d+: | +#.*", re.DOTALL)
 _DIVISIBLE = "divisible by 16"
+#: what Python announces before it starts a program: which of what it tells is the command
+_STARTS = {"subprocess.Popen": 1, "os.system": 0, "os.posix_spawn": 1, "pty.spawn": 0}
 #: those that this process has started since a watch has looked
 _started: list[str] = []
 
@@ -171,9 +180,33 @@ def _note_programs() -> None:
     """Have Python note the compilers that it starts, for the rest of the process: no audit hook can be taken away."""
 
     def note(event: str, told: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen":
+        if event in _STARTS:
             with suppress(Exception):
-                name = os.path.basename(os.fsdecode(told[0] or told[1][0]))
-                _started.extend({name} & _PROGRAMS)
+                _started.extend(compilers_in(told[_STARTS[event]]))
 
     sys.addaudithook(note)
+
+
+def compilers_in(command: Any) -> list[str]:
+    """Return the compilers that a command runs, by their names: words, or a text for a shell."""
+    if isinstance(command, str | bytes | os.PathLike):
+        return [name for words in _commands(os.fsdecode(command)) for name in compilers_in(words)]
+    words = list(dropwhile(_BEFORE.fullmatch, map(os.fsdecode, command)))
+    if not words:
+        return []
+    name = os.path.basename(words[0])
+    if _SHELL.fullmatch(name):
+        scripts = (text for option, text in pairwise(words) if re.fullmatch(r"-\w*c", option))
+        return compilers_in(next(scripts, ""))
+    found = _PROGRAM.fullmatch(name)
+    only_asks = len(words) > 1 and all(map(_QUESTION.fullmatch, words[1:]))
+    return [found[1]] if found and not only_asks else []
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a shell's text."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=_BETWEEN)
+    lexer.whitespace, lexer.whitespace_split = " \t", True
+    for is_between, words in groupby(lexer, lambda word: set(word) <= set(_BETWEEN)):
+        if not is_between:
+            yield list(words)

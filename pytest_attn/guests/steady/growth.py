@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import time
 import tracemalloc
 import warnings
 import weakref
@@ -21,8 +22,8 @@ from pytest_attn.backends.machine import wait
 
 #: rounds after which is looked: each time as many again, as a list has spare places, and until what is bounded is full
 LOOKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-#: bytes, or calls of functions, that are the least growth of a round; and that since the last look, as a part of that before,
-#: which is 2 where each call adds as much, a little less for a list, and less where a bound was reached
+#: bytes, microseconds, or calls of functions, that are the least growth of a round; and that since the last look, as a part of
+#: that before, which is 2 where each call adds as much, a little less for a list, and less where a bound was reached
 _LEAST, _FASTER = 8, 1.25
 #: what few calls show as well, as no bound is so large
 _LARGE = ("bytes of tensors", "bytes allocated", "bytes reserved")
@@ -41,6 +42,7 @@ class Growth:
         self._series: dict[str, list[int]] = {}
         self._looks = 0
         self._calls = 0
+        self._microseconds = 0
         self._made_before: list[weakref.ref[Tensor]] = []
 
     def begin(self) -> None:
@@ -49,8 +51,8 @@ class Growth:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the functions of Python that are called in the round within: host work that no other process disturbs."""
-        self._calls = 0
+        """Count the functions of Python that are called in the round within, and the time that its thread computes."""
+        self._calls, began = 0, time.thread_time_ns()
 
         def count(frame: Any, event: str, arg: Any) -> None:
             self._calls += event == "call"
@@ -63,6 +65,7 @@ class Growth:
         finally:
             if is_free:
                 sys.setprofile(None)
+            self._microseconds = (time.thread_time_ns() - began) // 1000
 
     def look(self) -> None:
         """Take how much there is now. What was there in all looks before and did not grow is forgotten."""
@@ -105,6 +108,7 @@ class Growth:
         found = {
             _LARGE[0]: sum(dict(filter(None, map(_storage_of, tensors))).values()),
             "functions called in a round": self._calls,
+            "microseconds of the host in a round": self._microseconds,
         }
         if self._device.type == "cuda":
             found[_LARGE[1]] = torch.cuda.memory_allocated(self._device)
