@@ -4,8 +4,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pkgutil import resolve_name
 
 from pytest_attn.backends.machine import Machine, machine_of, resolve_device, versions_of
@@ -13,10 +12,8 @@ from pytest_attn.backends.registry import Registry, tables
 from pytest_attn.reports.files import ESCAPED
 from pytest_attn.reports.lines import aligned, room
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.merging import add_merge, require_output, usage_errors, write_report
-from pytest_attn.reports.ranking import rank
-from pytest_attn.reports.ranking_output import rank_summary
-from pytest_attn.reports.records import Record, read_records
+from pytest_attn.reports.merging import add_merge, add_on_records, require_output, write_report
+from pytest_attn.reports.records import Record
 from pytest_attn.reports.terminal import listing
 from pytest_attn.seam import guests
 from pytest_attn.session.devices import NoTorchError, require_torch
@@ -42,11 +39,9 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps (default: auto, the best there is)"
     )
     parser.set_defaults(run=_list, error=parser.error)
-    commands = parser.add_subparsers(title="commands; the first four take .jsonl files of --attn-output", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands; the first three take .jsonl files of --attn-output", metavar="COMMAND")
     for name, (run, words) in _COMMANDS.items():
-        command = commands.add_parser(name, help=words, description=words)
-        command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
-        command.set_defaults(run=partial(_run_on_records, run), error=command.error)
+        command = add_on_records(commands, name, words, run)
         if run is _report:
             into = "or FILE.md, as summary prints it (default: %(default)s)"
             command.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help=into)
@@ -86,16 +81,6 @@ def _lines(machine: Machine, closing: str) -> Iterator[str]:
 # -- the commands that take .jsonl files ----------------------------------------------------------------------------------
 
 
-def _run_on_records(run: Callable[[Sequence[Record], argparse.Namespace], None], given: argparse.Namespace) -> int:
-    """Run a command; return 0. A missing or unwritable file is a usage error: exit 2."""
-    try:
-        with usage_errors(given):
-            run(read_records(*given.files), given)
-    except (KeyError, TypeError, AttributeError) as error:  # fields that are missing or of another shape
-        given.error(f"these records cannot be read: {type(error).__name__}: {error}; did --attn-output write them?")
-    return 0
-
-
 def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
     require_output(given, given.output, "-o", (".html", ".md"))
     try:
@@ -105,18 +90,12 @@ def _report(records: Sequence[Record], given: argparse.Namespace) -> None:
     print(f"written to {given.output}")
 
 
-def _rank(records: Sequence[Record], given: argparse.Namespace) -> None:
-    for text, _ in rank_summary(rank(records), verbose=False, width=room(sys.stdout.isatty())):
-        print(text)
-
-
 def _summary(records: Sequence[Record], given: argparse.Namespace) -> None:
     print(markdown_summary(records), end="")
 
 
 _COMMANDS = {
     "report": (_report, "Write the page that --attn-output=FILE.html writes."),
-    "rank": (_rank, "Print which backend is fastest and right, as --attn-rank does."),
     "summary": (_summary, "Print the summary that --attn-output=FILE.md writes."),
 }
 

@@ -15,7 +15,7 @@ import pytest
 
 from pytest_attn import hooks
 from pytest_attn.processes.lifetime import keep_status
-from pytest_attn.seam import Kind, added
+from pytest_attn.seam import Kind
 from pytest_attn.session.benchmark_traces import BenchmarkTraces, is_asked_for
 from pytest_attn.session.kinds import (
     KINDS,
@@ -80,9 +80,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.output import require_report_libraries
 
         require_report_libraries()
-    if settings.elsewhere:
-        session.registrations.named = resolve_name(added("elsewhere")[settings.elsewhere])(config, settings)
+    for elsewhere in settings.asked("elsewhere").values():
+        session.registrations.named = resolve_name(elsewhere)(config, settings)
     session.registrations.require_selected(settings)
+    if settings.asked("kernels"):
+        session.kind_of_kernels.require(config, settings, session.registrations)
     if settings.json:
         from pytest_attn.session.output import open_json_lines
 
@@ -359,7 +361,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Print the summary of the cases, or the listing, and write the outputs; nothing where there is none."""
     session = session_of(config)
     settings = session.settings
-    if settings.list_only or settings.is_ranked or settings.outputs or session.results.records:
+    if settings.list_only or settings.asked("closing") or settings.outputs or session.results.records:
         from pytest_attn.session.output import print_end
 
         print_end(session, terminalreporter, config)

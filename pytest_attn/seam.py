@@ -94,6 +94,8 @@ class Guest:
         lines: a function of records and a width that yields what the summary shows of them under -v.
         tables: such a function whose lines it always shows.
         timed: a function of records that yields lines to show below the table of latencies.
+        closing: by the name of an option of its, a function of (session, config, reporter) that prints and writes what it asks
+            for, below the summary.
         results: a function of records that yields, for pages, titles with the texts below.
         compares: what its mode compares with, and by which option, in words.
         mode: a class of `LatencyMode`, asked before those of the core whether a run is its own.
@@ -118,6 +120,7 @@ class Guest:
     lines: str = ""
     tables: str = ""
     timed: str = ""
+    closing: Mapping[str, str] = field(default_factory=dict)
     results: str = ""
     mode: str = ""
     compares: str = ""

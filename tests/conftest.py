@@ -31,7 +31,9 @@ _OF_THE_HOST = (
 #: whether the guests of this package are installed with it; a core without them passes what is left of the tests
 HAS_GUESTS = find_spec("pytest_attn.guests") is not None
 #: what tells that a test, or what it imports from here, is about a guest
-_OF_GUESTS = re.compile(r"pytest_attn\.guests|attn_model|attn-mutants|\branks=|check_m(odel|odule|erge)|pytest_attn\.capture")
+_OF_GUESTS = re.compile(
+    r"pytest_attn\.guests|attn_model|attn-(?:mutants|rank|tune)|\branks=|check_m(odel|odule|erge)|pytest_attn\.capture"
+)
 
 
 def pytest_ignore_collect(collection_path):

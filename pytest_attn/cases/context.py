@@ -175,7 +175,6 @@ class CaseContext:
         if rows:
             given["rows"] = ",".join(map(str, rows))
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
-        if name := settings.elsewhere:
-            given[name] = settings.more[name]
+        given |= {name: settings.more[name] for name in settings.asked("elsewhere")}
         typed = [self.session.options[stem].typed(text) for stem, text in given.items()]
         return " ".join(["pytest", shell_word(typed_name(self.item)), *typed])

@@ -1,1 +1,1 @@
-"""Verdicts and records, and what is made of them: terminal, JSON, HTML, Markdown, rankings. Knows no torch."""
+"""Verdicts and records, and what is made of them: terminal, JSON, HTML, Markdown. Knows no torch."""

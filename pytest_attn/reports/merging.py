@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from pytest_attn.reports.files import write_atomically, written_atomically
 from pytest_attn.reports.html.page import INSTALL, missing_libraries, report_page
 from pytest_attn.reports.lines import count, some
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.records import Record, failures, gathered, read_line
+from pytest_attn.reports.records import Record, failures, gathered, read_line, read_records
 from pytest_attn.reports.runs import LAST_FAILED, Run, RunFacts, collected_by, read_runs
 
 _WORDS = "Join the files of a run that was divided, once every test that was collected has run in exactly one of them."
@@ -83,6 +84,26 @@ def usage_errors(given: argparse.Namespace) -> Iterator[None]:
         given.error(f"{error.filename} is a folder; name the .jsonl file in it")
     except (OSError, ValueError) as error:
         given.error(str(error))
+
+
+def add_on_records(
+    commands: Any, name: str, words: str, run: Callable[[Sequence[Record], argparse.Namespace], None]
+) -> argparse.ArgumentParser:
+    """Declare a command that takes .jsonl files, and return it. run: what it does with their records and its arguments."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words)
+    command.add_argument("files", nargs="+", metavar="FILE.jsonl", help="what pytest --attn-output=FILE.jsonl wrote")
+    command.set_defaults(run=partial(_run_on_records, run), error=command.error)
+    return command
+
+
+def _run_on_records(run: Callable[[Sequence[Record], argparse.Namespace], None], given: argparse.Namespace) -> int:
+    """Run a command; return 0. A missing or unwritable file is a usage error: exit 2."""
+    try:
+        with usage_errors(given):
+            run(read_records(*given.files), given)
+    except (KeyError, TypeError, AttributeError) as error:  # fields that are missing or of another shape
+        given.error(f"these records cannot be read: {type(error).__name__}: {error}; did --attn-output write them?")
+    return 0
 
 
 def require_output(given: argparse.Namespace, out: str, name: str, endings: tuple[str, ...]) -> None:

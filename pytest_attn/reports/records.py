@@ -211,6 +211,11 @@ def _empty(there: Collection[str] = ()) -> dict[str, Any]:
     return empty if "schema" in there else {**empty, "schema": SCHEMA}
 
 
+def function_of(record: Record) -> str:
+    """Return the test without its case."""
+    return str(record["test"]).partition("[")[0]
+
+
 def gathered(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     """Return the values of each key, both in the order in which they come."""
     found: dict[_Key, list[_Value]] = {}

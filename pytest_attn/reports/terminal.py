@@ -1,4 +1,4 @@
-"""Text of the terminal: records in, lines out. Latencies are in latency_output.py, rankings in ranking_output.py."""
+"""Text of the terminal: records in, lines out. Latencies are in latency_output.py."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -283,7 +283,7 @@ def unmet_because(item: pytest.Item, session: AttentionSession) -> str | None:
     if absent := absent_because(item, device, session):
         return absent
     settings = session.settings
-    is_asked = settings.latency == "require" or session.kernels.untimed_because or settings.tune
+    is_asked = settings.latency == "require" or session.kernels.untimed_because or session.kernels.are_configurations
     is_run = is_asked or not any(mark.timed for mark in marks)
     if not is_run and (reason := untimed_because(settings.gpu_per_worker, session.machines.device(device))):
         return f"not timed: {reason}"

@@ -99,7 +99,7 @@ def choose(config: pytest.Config, session: AttentionSession, items: list[pytest.
     workloads gets no tests without any, and who names backends only those with these in their place.
     """
     settings = session.settings
-    is_of_others = not session.kernels.are_tested or settings.tune is not None or session.worker is not None
+    is_of_others = not session.kernels.are_tested or session.kernels.are_configurations or session.worker is not None
     if is_of_others or config.option.collectonly or "all" in settings.workloads:
         return
     wanted = left_in(config, items)

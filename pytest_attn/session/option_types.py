@@ -251,22 +251,6 @@ def recording_reason(text: str) -> str:
     return text.strip()
 
 
-def one_backend(text: str) -> str:
-    """Return the name of one backend."""
-    if not text.strip() or "," in text:
-        raise ValueError(f"must be the name of one backend, got {text!r}")
-    return text
-
-
-def stem_of_files(text: str) -> str:
-    """Return the path of files without their suffix, links followed."""
-    path = os.path.realpath(os.path.expanduser(text))
-    is_stem = os.path.basename(text) and not os.path.isdir(path) and not path.endswith((".json", ".py"))
-    if not is_stem or not os.path.isdir(os.path.dirname(path)):
-        raise ValueError(f"must be a name without suffix in a folder that exists, got {text!r}")
-    return _writable(path, os.path.dirname(path))
-
-
 def failures_folder(text: str) -> str:
     """Return a folder that can be written to, made where it is missing."""
     from importlib.util import find_spec  # few runs come here
@@ -295,10 +279,10 @@ def output_file(text: str) -> str:
     is_file = os.path.isfile(path) if os.path.exists(path) else os.path.isdir(os.path.dirname(path))
     if not is_file:
         raise ValueError(f"must be a file NAME in a folder that exists, got {text!r}")
-    return _writable(path, path if path.endswith(".jsonl") and os.path.exists(path) else os.path.dirname(path))
+    return writable(path, path if path.endswith(".jsonl") and os.path.exists(path) else os.path.dirname(path))
 
 
-def _writable(path: str, changed: str) -> str:
+def writable(path: str, changed: str) -> str:
     """Return a path; changed: the file or folder that is written to for it."""
     if not os.access(changed, os.W_OK):
         raise ValueError(f"cannot write {path}: permission denied")
@@ -329,7 +313,6 @@ GROUPS = (
             "workloads": "names, groups or globs of the catalog; -NAME",
             "list_only": "list backends, workloads and cases; run nothing",
             "fuzz": "also run each test on N drawn workloads",
-            "tune": "check and time each configuration of one backend",
         },
     ),
     OptionGroup(
@@ -369,7 +352,6 @@ GROUPS = (
         {
             "latency": "off, auto or require (a missing baseline fails)",
             "update_baselines": "record, in ten new processes, and why",
-            "rank": "the fastest backend that is right, and its ties",
             "max_slowdown": "below this no slowdown fails",
             "lock_clocks": "hold a GPU's clock while it is timed",
         },
@@ -381,7 +363,6 @@ GROUPS = (
         {
             "outputs": "NAME.jsonl, .html, .md or .support.md; repeatable",
             "save_failures": "tensors and a script for each failing case",
-            "rank_to": "--attn-rank, written to STEM.json and STEM.py",
             "baselines": "the folder of recorded times",
         },
         ("json_samples",),

@@ -158,7 +158,6 @@ class Settings:
     )
     thorough: bool = switch("attn.check_invariants: all invariants, with more repetitions")
     json_samples: bool = switch("Put every sample of each latency into the lines of --attn-output=FILE.jsonl", in_child=False)
-    rank: bool = switch("Print for each workload the fastest backend that is right, and those tied with it", in_child=False)
     gpu_per_worker: bool = switch(
         "Give each xdist worker a GPU of its own, in the order of CUDA_VISIBLE_DEVICES", in_child=False
     )
@@ -174,17 +173,6 @@ class Settings:
         "Save the tensors of each failing case in a folder of DIR, with a script that judges the kernel again",
         "DIR",
         option_types.failures_folder,
-    )
-    rank_to: str | None = action(
-        "Same as --attn-rank, and write STEM.json, and STEM.py with tables {workload: backend} that a model can load",
-        "STEM",
-        option_types.stem_of_files,
-    )
-    tune: str | None = action(
-        "Check and time each configuration of one backend, in tests that use attn_backend, and rank these",
-        "BACKEND",
-        option_types.one_backend,
-        in_child=True,
     )
     update_baselines: str | None = action(
         "Record the latencies of all selected cases that are right, in ten new processes, with this reason",
@@ -236,15 +224,9 @@ class Settings:
                 shown.append(one.typed(value))
         return " ".join(shown)
 
-    @property
-    def is_ranked(self) -> bool:
-        """True where backends are ranked at the end, which --attn-rank-to and --attn-tune ask for as well."""
-        return self.rank or self.rank_to is not None or self.tune is not None
-
-    @property
-    def elsewhere(self) -> str:
-        """The option of a guest that has functions run elsewhere, by its name; "" where all run in this process."""
-        return next((name for name in added("elsewhere") if self.more[name] is not None), "")
+    def asked(self, what: str) -> dict[str, str]:
+        """Return what guests name in a field of `Guest` for options that were given, by these."""
+        return {option: name for option, name in added(what).items() if self.more[option] not in (None, False)}
 
     @property
     def serial_flags(self) -> list[str]:
@@ -257,8 +239,6 @@ class Settings:
         for contradiction in each("contradiction"):
             if said := contradiction(self):
                 raise pytest.UsageError(said)
-        if self.is_ranked:
-            self._refuse_beside_ranking(config)
         for flag in self.serial_flags:
             if (other := self.serial_flags[0]) != flag:
                 raise pytest.UsageError(f"{flag}: does not go with {other}; leave one of them out")
@@ -266,16 +246,6 @@ class Settings:
                 raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off")
             if config.getoption("numprocesses", None) or config.getoption("tx", None):
                 raise pytest.UsageError(f"{flag}: times in processes of its own, one at a time; leave out -n")
-
-    def _refuse_beside_ranking(self, config: pytest.Config) -> None:
-        flag = "--attn-tune" if self.tune else "--attn-rank-to" if self.rank_to else "--attn-rank"
-        if self.latency == "off":
-            raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off, or say --attn-latency=auto")
-        if self.tune:
-            if self.latency == "require":
-                raise pytest.UsageError("--attn-tune: configurations have no baselines; say --attn-latency=auto")
-            if config.getoption("attn_backends") is not None:
-                raise pytest.UsageError("--attn-tune: chooses the backends itself; leave out --attn-backends")
 
 
 #: options that turn nothing off at their default, unless an ini file has turned it on

@@ -5,6 +5,7 @@ import datetime
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -15,9 +16,7 @@ from pytest_attn.reports import files
 from pytest_attn.reports.latency_output import is_notable, latency_summary
 from pytest_attn.reports.lines import count, room, some
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
-from pytest_attn.reports.ranking import function_of, rank
-from pytest_attn.reports.ranking_output import nothing_timed, rank_summary, to_json, to_python
-from pytest_attn.reports.records import Record, RecordWriter, gathered, is_wrong
+from pytest_attn.reports.records import Record, RecordWriter, function_of, gathered, is_wrong
 from pytest_attn.reports.terminal import Line, listing, profile_tables, slowest_compilations, summary
 from pytest_attn.reports.verdict import Cause, Verdict
 from pytest_attn.session.collection import unmet_because
@@ -51,8 +50,8 @@ def print_end(session: AttentionSession, reporter: Any, config: pytest.Config) -
         is_error = settings.unjudged == "error"
         allow = "; --attn-unjudged=warn lets it pass" if is_error else ""
         reporter.write_line(f"{session.unjudged_because}{allow}", red=is_error, yellow=not is_error)
-    if settings.is_ranked and not settings.list_only:
-        report_ranking(session, config, reporter)
+    for closing in () if settings.list_only else dict.fromkeys(settings.asked("closing").values()):
+        resolve_name(closing)(session, config, reporter)
     write_outputs(session, reporter)
 
 
@@ -194,8 +193,7 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     if settings.profile:
         print_section(reporter, profile_tables(sorted(records, key=place_of(session)), width), "attention kernels")
     judged = [record for record in records if record["latency"] is None]
-    # configurations have no baselines: how they stand is what --attn-tune prints
-    timed = [r for r in records if r["latency"] is not None and not (settings.tune and split(r["subject"])[1])]
+    timed = [r for r in records if r["latency"] is not None and not (kernels.are_configurations and split(r["subject"])[1])]
     if _is_shown(judged, is_wrong, verbosity):
         print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
     if _is_shown(timed, is_notable, verbosity):
@@ -282,7 +280,7 @@ def unjudged_because(session: AttentionSession, config: pytest.Config) -> str:
     if (lost := collected.due - collected.begun) > 0:
         return f"{lost} of {collected.due} cases never ran, and nothing stopped the run: they were taken out of pytest's list"
     is_part = config.getoption("splits", None) or (config.getoption("num_shards", None) or 1) > 1
-    is_whole = not is_part and session.kernels.are_tested and session.worker is None and not session.settings.tune
+    is_whole = not is_part and session.kernels.are_tested and session.worker is None and not session.kernels.are_configurations
     if not is_whole or not records or any(one["verdict"] != Verdict.SKIPPED for one in records):
         return ""
     return _all_skipped_because(session, config)
@@ -306,32 +304,6 @@ def print_section(reporter: Any, lines: Iterable[Line], title: str = "attention"
     reporter.write_sep("=", title)
     for text, markup in lines:
         reporter.write_line(printable_lines(text), **markup)
-
-
-def report_ranking(session: AttentionSession, config: pytest.Config, reporter: Any) -> None:
-    """Print the section, or one sentence where nothing was timed, and write the files that were asked for."""
-    if session.worker is not None:
-        return
-    tuned = session.settings.tune
-    ranking = rank(session.results.records, session.registrations.registry.canonical(tuned) if tuned else "")
-    if not ranking.timed and not ranking.lines:
-        reporter.write_line(nothing_timed(ranking))
-    else:
-        print_section(reporter, rank_summary(ranking, verbosity_of(config) > 0, room(reporter.isatty)), "attention rank")
-        if session.settings.gpu_per_worker and config.getoption("dist", "no") not in ("no", "loadgroup"):
-            reporter.write_line(
-                "rank: workers with GPUs of their own shared the cases of one workload;"
-                " --dist loadgroup keeps them on one GPU",
-                yellow=True,
-            )
-    stem = session.settings.rank_to
-    if not stem:
-        return
-    if not ranking.timed:
-        reporter.write_line(f"--attn-rank-to: nothing to write to {stem}.json and {stem}.py", yellow=True)
-        return
-    write_whole(session, f"{stem}.json", lambda: to_json(ranking), reporter, "--attn-rank-to")
-    write_whole(session, f"{stem}.py", lambda: to_python(ranking), reporter, "--attn-rank-to")
 
 
 def count_runnable(session: AttentionSession, items: list[pytest.Item]) -> None:

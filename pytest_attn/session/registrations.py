@@ -61,11 +61,6 @@ class Registrations:
                     self.registry.require(name) if flag == "--attn-backends" else self.catalog.select(name)
                 except ValueError as error:
                     raise pytest.UsageError(f"{flag}: {error}") from None
-        if settings.tune:
-            try:
-                self.registry.require_tunable(settings.tune)
-            except ValueError as error:
-                raise pytest.UsageError(f"--attn-tune: {error}") from None
 
 
 def _call_conftests(hook: Any, **arguments: object) -> None:

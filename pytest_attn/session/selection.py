@@ -1,6 +1,6 @@
 """Whose kernels a run tests: those of the user's tests and the selected backends, unless an option says otherwise.
 
-`AttentionSession.kernels` chooses: SelectedKernels, Configurations, or those of a guest.
+`AttentionSession.kernels` chooses: SelectedKernels, or those of a guest.
 
 Where nobody names workloads, kernels are asked generated ones beside the catalog's (workloads/covering.py). A backend of one's
 own that declares what it takes gets a covering set within that, so that it is asked as much as one that takes all. Any other,
@@ -18,9 +18,8 @@ import pytest
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.capabilities import Capabilities
-from pytest_attn.backends.configured import joined, split
-from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.machine import Machine, current
+from pytest_attn.backends.configured import split
+from pytest_attn.backends.machine import Machine
 from pytest_attn.backends.subject import Subject
 from pytest_attn.session.devices import Machines
 from pytest_attn.session.kinds import CaseParameter
@@ -53,6 +52,8 @@ class SelectedKernels:
     judges_nothing = ""
     #: whether the kernels are those that the tests name, whose failures are kept and whose launches are asserted
     are_tested = True
+    #: whether they are configurations of one backend, which have no baselines
+    are_configurations = False
     #: the title of what is printed at the end in place of the summary; "" for the summary
     section = ""
 
@@ -60,6 +61,10 @@ class SelectedKernels:
     def summary(cls, records: Sequence[Record], verbose: bool) -> Iterator[Line]:
         """Yield the lines of that section."""
         return iter(())
+
+    @classmethod
+    def require(cls, config: pytest.Config, settings: Settings, registrations: Registrations) -> None:
+        """Raise pytest.UsageError where what an option names for them cannot be, or not beside the others."""
 
     def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
         self.settings, self.registrations, self.machines = settings, registrations, machines
@@ -242,35 +247,3 @@ def _unlike(asked: Iterable[Workload], others: Iterable[Workload]) -> list[Workl
     known = {w.replace(name=GROUP) for w in asked}
     unlike = (w for w in others if w.replace(name=GROUP) not in known)
     return list({w.id: w for w in unlike}.values())
-
-
-class Configurations(SelectedKernels):
-    """The backend of --attn-tune, as it is and under each of its configurations."""
-
-    def __init__(self, settings: Settings, registrations: Registrations, machines: Machines) -> None:
-        super().__init__(settings, registrations, machines)
-        self._name = registrations.registry.canonical(settings.tune or "")
-
-    def cases(self, mark: AttentionMark, takes_backend: bool) -> list[CaseParameter]:
-        plain = self.plain_cases(mark, takes_backend=False)
-        if not takes_backend:
-            return plain
-        found = [CaseParameter(one.workload, name) for one in plain for name in self._tuned(mark, one.workload)]
-        return [case for case in found if mark.backends is None or split(case.backend or "")[0] in mark.backends]
-
-    def _tuned(self, mark: AttentionMark, workload: Workload) -> list[str]:
-        """Return the backend, then its configurations for a workload; it alone where it cannot take that.
-
-        Raises ValueError, with its words, where the backend cannot say which configurations it has.
-        """
-        registry, name, machine = self.registrations.registry, self._name, self.machines.machine(mark.device)
-        try:
-            if registry[name].obstacle(workload, machine, mark.backward):
-                return [name]  # the case is skipped with its reason
-            with quiet(), current(machine.device):
-                options = registry[name.partition("+")[0]].configurations(workload, machine, mark.backward)
-            return list(dict.fromkeys([name, *(joined(name, one) for one in options)]))
-        except Exception as error:
-            raise ValueError(
-                f"--attn-tune={name}: no configurations for {workload.id}: {type(error).__name__}: {error}"
-            ) from error

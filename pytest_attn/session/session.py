@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn.processes.worker import Worker
-from pytest_attn.seam import added
 from pytest_attn.session.devices import Machines, memory_lock, sharers_of
 from pytest_attn.session.lost_cuda import CudaContext
 from pytest_attn.session.option_types import Option
@@ -255,17 +254,17 @@ class AttentionSession:
 
     @cached_property
     def kernels(self) -> SelectedKernels:
-        """Whose kernels the run tests: the one place that asks for --attn-tune, and for options of guests."""
+        """Whose kernels the run tests: the one place that asks for options of guests that choose others."""
         return self.kind_of_kernels(self.settings, self.registrations, self.machines)
 
     @property
     def kind_of_kernels(self) -> type[SelectedKernels]:
         """The class of these."""
-        from pytest_attn.session.selection import Configurations, SelectedKernels
+        from pytest_attn.session.selection import SelectedKernels
 
-        asked = [name for option, name in added("kernels").items() if self.settings.more[option]]
-        chosen: type[SelectedKernels] = resolve_name(asked[0]) if asked else SelectedKernels
-        return Configurations if self.settings.tune and not asked else chosen
+        *_, asked = ["", *self.settings.asked("kernels").values()]
+        chosen: type[SelectedKernels] = resolve_name(asked) if asked else SelectedKernels
+        return chosen
 
     @property
     def has_attention_tests(self) -> bool:

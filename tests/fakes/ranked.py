@@ -1,7 +1,7 @@
 """Records of backends that were checked and timed, and what a rank of them says."""
 
-from pytest_attn.reports.ranking import rank
-from pytest_attn.reports.ranking_output import rank_summary, to_python
+from pytest_attn.guests.ranking.ranking import rank
+from pytest_attn.guests.ranking.ranking_output import rank_summary, to_python
 from pytest_attn.reports.records import new_record
 
 H200 = {"name": "NVIDIA H200", "device": "cuda:0", "kind": "cuda", "torch": "2.11.0"}

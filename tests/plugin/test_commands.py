@@ -1,4 +1,4 @@
-"""`python -m pytest_attn report | rank | summary`: what a run would have ended with, from its files."""
+"""`python -m pytest_attn report | summary`: what a run would have ended with, from its files."""
 
 import os
 import subprocess
@@ -9,8 +9,6 @@ from fakes.records import run_of
 
 from pytest_attn.__main__ import main
 from pytest_attn.reports.markdown import markdown_summary
-from pytest_attn.reports.ranking import rank
-from pytest_attn.reports.ranking_output import rank_summary
 from pytest_attn.reports.records import RecordWriter, read_records
 
 
@@ -30,13 +28,6 @@ def test_a_summary_goes_where_it_is_sent(files, capsys):
     assert capsys.readouterr().out == page
     assert main(["report", "one.jsonl", "two.jsonl", "-o", "page.md"]) == 0
     assert (files / "page.md").read_text() == page
-
-
-def test_a_rank_is_that_of_the_run(files, capsys):
-    assert main(["rank", "one.jsonl", "two.jsonl"]) == 0
-    lines = [text for text, _ in rank_summary(rank(read_records("one.jsonl", "two.jsonl")), verbose=False)]
-    assert len(lines) > 3
-    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_what_cannot_be_written_is_an_error_and_leaves_nothing(files, capsys):
@@ -67,7 +58,7 @@ def test_without_the_library_of_charts_it_says_what_to_install(files, capsys, mo
     ],
     ids=["words", "zeros", "true", "bare", "nested", "bytes"],
 )
-@pytest.mark.parametrize("command", ["report", "rank", "summary"])
+@pytest.mark.parametrize("command", ["report", "summary"])
 def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, monkeypatch, capsys, command, text, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nowhere.jsonl").write_text(text, encoding="latin-1")

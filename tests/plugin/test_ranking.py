@@ -4,18 +4,11 @@ import itertools
 import json
 
 import pytest
+from fakes.timed import CLOCK
 
-CONFTEST = """
-import dataclasses, json, os
-import pytest_attn.latency.gate as gate, pytest_attn.cases.latency as recording
-from pytest_attn.latency.protocol import Stopwatch
-from pytest_attn.latency.result import Latency
-from pytest_attn.latency.statistics import median_interval
-from pytest_attn.session.session import WorkerContext
-from torch.nn.functional import scaled_dot_product_attention as sdpa
-
-recording.FEWEST_RUNS = 3
-gate.POLICIES["cpu"] = dataclasses.replace(gate.POLICIES["cpu"], runs=2)
+#: times by the names of backends
+CLOCK_BY_NAME = """
+import json
 TIMES = json.loads(os.environ.get("TIMES", "{}"))
 
 def measure(self, work, workload, subject, mode=None, seconds=None):
@@ -25,12 +18,10 @@ def measure(self, work, workload, subject, mode=None, seconds=None):
     return Latency(workload, subject, work.direction, p50, interval, samples=(p50,) * 6, blocks=6, mode="host", calls=1,
                    l2="warm", launch=p50, anchors={"compute": 1e-3, "memory": 2e-3}, memory=1000, threads=1)
 
-class Silent:
-    def conditions(self):
-        return {}
-
 Stopwatch.measure = measure
-Stopwatch.__init__ = lambda self, *options: setattr(self, "monitor", Silent())
+"""
+BACKENDS = """
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 def fast(q, k, v, workload):
     return sdpa(q, k, v)
@@ -80,7 +71,7 @@ TIMES = {"fast": 100, "same": 102, "slow": 200, "int8_dynamic": 50}
 @pytest.fixture
 def project(pytester, monkeypatch, clock_of_a_conftest):
     """A folder with backends, a test and a clock; returns a function that runs pytest there."""
-    pytester.makeconftest(CONFTEST)
+    pytester.makeconftest(CLOCK + CLOCK_BY_NAME + BACKENDS)
     pytester.makepyfile(test_it=TEST)
 
     def run(*args, **times):
@@ -148,13 +139,14 @@ def test_workers_that_share_a_device_time_nothing(project):
     [
         (["--attn-tune=nobody"], "--attn-tune: unknown backend 'nobody'"),
         (["--attn-tune=tiled@BLOCK=16"], "'tiled@BLOCK=16' is one configuration; name the backend alone: tiled"),
+        (["--attn-tune=flex", "--attn-backends=math"], "--attn-tune: chooses the backends itself; leave out --attn-backends"),
         (["--attn-tune=fast"], "backend 'fast' declares no configurations; those that do: flex, "),
         (["--attn-backends=tiled@WIDTH=16"], "--attn-backends: backend 'tiled' has no option 'WIDTH'; known: BLOCK"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_ranked_is_refused_before_anything_runs(pytester, monkeypatch, arguments, words):
-    pytester.makeconftest(CONFTEST[: CONFTEST.index("recording.FEWEST")] + CONFTEST[CONFTEST.index("def fast") :])
+    pytester.makeconftest(BACKENDS)
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert words in result.stderr.str()

@@ -14,8 +14,6 @@ from pytest_attn.reports.html.page import payload
 from pytest_attn.reports.latency_output import latency_summary
 from pytest_attn.reports.markdown import markdown_summary, support_page, workflow_commands
 from pytest_attn.reports.merging import problems
-from pytest_attn.reports.ranking import rank
-from pytest_attn.reports.ranking_output import rank_summary
 from pytest_attn.reports.records import fields, line_description, read_line, to_line
 from pytest_attn.reports.runs import CLOSING_LINE, RunFacts, read_runs, to_run_line
 from pytest_attn.reports.terminal import profile_tables, summary
@@ -55,7 +53,6 @@ def reports(record):
     list(workflow_commands(records))
     markdown_summary(records)
     support_page(records, {}, "today")
-    list(rank_summary(rank(records), verbose=True, width=80))
     json.dumps(payload(records), allow_nan=False)
 
 

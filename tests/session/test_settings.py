@@ -239,7 +239,6 @@ REFUSED = {
     "--attn-tune=flex --attn-latency=off": "--attn-tune: needs times",
     "--attn-tune=flex --attn-mutants": "--attn-tune: needs times, and --attn-mutants takes none",
     "--attn-tune=flex --attn-latency=require": "--attn-tune: configurations have no baselines; say --attn-latency=auto",
-    "--attn-tune=flex --attn-backends=math": "--attn-tune: chooses the backends itself; leave out --attn-backends",
     "--attn-tune=tiled,fast": "--attn-tune: must be the name of one backend, got 'tiled,fast'",
     "--attn-update-baselines=": "--attn-update-baselines: must be followed by a reason",
     "--attn-update-baselines=a.py::test_b": 'must be a reason such as "first recording", got the test',
@@ -266,5 +265,5 @@ def test_0_turns_off_what_an_ini_file_has_turned_on(pytester):
 
 @pytest.mark.parametrize("arguments", [("--attn-rank",), ("--attn-rank-to=best",), ("--attn-tune=flex",)])
 def test_whatever_asks_for_a_rank_ranks(pytester, arguments):
-    assert Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", *arguments)).is_ranked
-    assert not Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider")).is_ranked
+    assert Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", *arguments)).asked("closing")
+    assert not Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider")).asked("closing")

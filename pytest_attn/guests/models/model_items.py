@@ -32,7 +32,7 @@ class ModelItems(Items):
     def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
         """Return a case per backend; none where a run asks about workloads."""
         backends = session.kernels.backends(mark) if "attn_backend" in names else [None]
-        is_left_out = not session.kernels.are_tested or bool(session.settings.tune)
+        is_left_out = not session.kernels.are_tested or session.kernels.are_configurations
         return [] if is_left_out else [CaseParameter(Workload(1), backend) for backend in backends]
 
     def case_id(self, case: CaseParameter) -> str:

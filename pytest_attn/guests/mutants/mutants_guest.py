@@ -30,9 +30,7 @@ def contradiction(settings: "Settings") -> str:
     if settings.fuzz:
         return "--attn-fuzz: draws workloads for the test's own kernels; leave out --attn-mutants"
     needing_times = {
-        "--attn-tune": settings.tune,
-        "--attn-rank-to": settings.rank_to,
-        "--attn-rank": settings.rank,
+        **{f"--attn-{name.replace('_', '-')}": settings.more.get(name) for name in ("tune", "rank_to", "rank")},
         "--attn-latency=require": settings.latency == "require",
         "--attn-update-baselines": settings.update_baselines is not None,
     }

@@ -1,7 +1,7 @@
 """Ranking of backends: for each workload and direction the fastest that is right, its ties, and what else is worth a look.
 
 `rank` takes records (reports/records.py), of this run or of a file, makes candidates of them and says how they stand;
-reports/ranking_output.py prints and writes that. Exact and approximate backends are ranked apart: what quantization itself
+ranking_output.py prints and writes that. Exact and approximate backends are ranked apart: what quantization itself
 loses is in no error of an approximate one (`Backend.dequantized`), so the two cannot be weighed against one another.
 
 Whether one backend is slower than another, or only seems to be: one process is one value.
@@ -29,7 +29,7 @@ from statistics import NormalDist, median
 from typing import Any, NamedTuple
 
 from pytest_attn.backends.configured import split
-from pytest_attn.reports.records import Record, gathered, latency_of
+from pytest_attn.reports.records import Record, function_of, gathered, latency_of
 from pytest_attn.reports.student import t_quantile
 
 # -- whether one is slower than another, or only seems to be -----------------------------------------------------------
@@ -249,11 +249,6 @@ def _error(judged: Sequence[Record], direction: str) -> float | None:
     checks = [r for r in judged if r["question"] == "check" and r["verdict"] == "passed" and _covers(r, direction)]
     tensors = [t for r in checks for t in r.get("tensors", ()) if t["name"] in _RESULTS_OF[direction]]
     return max((float(t["relative_l2"]) for t in tensors), default=None)
-
-
-def function_of(record: Record) -> str:
-    """Return the test without its case."""
-    return str(record["test"]).partition("[")[0]
 
 
 def _is_callable(record: Record) -> bool:

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 from fakes.ranked import H200, PROCESSES, RECORDED, TUNED, checked, names, only, right, tables, text, timed
 
-from pytest_attn.reports.ranking import Timed, is_slower, rank, rank_sum_tail
+from pytest_attn.guests.ranking.ranking import Timed, is_slower, rank, rank_sum_tail
 
 # -- the rule ------------------------------------------------------------------------------------------------------------
 

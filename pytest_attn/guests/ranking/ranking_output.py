@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_attn.backends.configured import options_of, split
-from pytest_attn.reports.lines import aligned, count, duration_in_column
-from pytest_attn.reports.ranking import (
+from pytest_attn.guests.ranking.ranking import (
     ALPHA,
     BETWEEN_PROCESSES,
     DEGREES,
@@ -23,6 +22,7 @@ from pytest_attn.reports.ranking import (
     RankingLine,
     Standing,
 )
+from pytest_attn.reports.lines import aligned, count, duration_in_column
 from pytest_attn.reports.records import gathered
 from pytest_attn.reports.terminal import Line, in_table
 

@@ -5,9 +5,15 @@ import json
 
 import pytest
 from fakes.ranked import H200, PROCESSES, RECORDED, TUNED, checked, right, tables, text, timed
+from fakes.records import run_of
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import MUTATED, mutated, read_or_refused
 
-from pytest_attn.reports.ranking import rank
-from pytest_attn.reports.ranking_output import WIDTH, rank_summary, to_json, to_python
+from pytest_attn.__main__ import main
+from pytest_attn.guests.ranking.ranking import rank
+from pytest_attn.guests.ranking.ranking_output import WIDTH, rank_summary, to_json, to_python
+from pytest_attn.reports.records import RecordWriter, read_line, read_records, to_line
 
 
 def test_one_line_says_it_all():
@@ -121,3 +127,29 @@ def test_a_rival_whose_time_was_disturbed_is_named():
     settled = rank([*right("slow", 2e-6), *right("quick", 1e-6)])
     assert not [text for text, _ in rank_summary(settled, verbose=False) if "disturbed" in text]
     assert "disturbed" not in to_python(settled)
+
+
+def test_the_command_prints_the_rank_of_its_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    records = run_of(60)
+    for name, part in (("one.jsonl", records[:30]), ("two.jsonl", records[30:])):
+        RecordWriter(name).write(part)
+    assert main(["rank", "one.jsonl", "two.jsonl"]) == 0
+    lines = [words for words, _ in rank_summary(rank(read_records("one.jsonl", "two.jsonl")), verbose=False)]
+    assert len(lines) > 3
+    assert capsys.readouterr().out.splitlines() == lines
+    with pytest.raises(SystemExit, match="2"):
+        main(["rank", "nowhere.jsonl"])
+    assert "rank: error: there is no nowhere.jsonl" in capsys.readouterr().err
+
+
+KNOWN = [*right("slow", 2e-6), *right("quick", 1e-6)]
+
+
+@MUTATED
+@given(st.data())
+def test_a_mutated_line_is_ranked_or_refused(data):
+    text = data.draw(mutated(to_line(data.draw(st.sampled_from(KNOWN)), with_samples=True)))
+    record, _ = read_or_refused(read_line, text, "run.jsonl, line 1")
+    if record is not None:
+        list(rank_summary(rank([record, *KNOWN]), verbose=True, width=80))
