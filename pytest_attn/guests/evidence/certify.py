@@ -1,7 +1,7 @@
 """`python -m pytest_attn certify RUN.jsonl ... -o DIR`: a JSON file and a badge of each kernel, version and device.
 
 A page of all certificates in a folder shows which kernel is right on which group of workloads. Each number is of the records:
-the same records make the same files.
+in the checkout of their commit, the same records make the same files.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _KNOWN = (Verdict.KNOWN_DEFECT, Verdict.EXPECTED)
 _OF_VALUES = (Verdict.MISMATCH, Verdict.NO_RESULT, Verdict.RAISED, Verdict.KNOWN_DEFECT)
 #: what invariants say of bits: "seen-" of what was not promised, "bits-" of promises
 _BITS = re.compile(r"\b(seen|bits)-(\w+)(: keeps its bits)?")
-#: the group of workloads that have none
-_OTHERS = "other"
+#: the group of workloads that have none, and the name of a kernel that a record does not know
+_OTHERS, _UNKNOWN = "other", "-"
 #: sentences on what is wrong, the cases that one names, and characters of a reason
 _MOST_WRONG, _MOST_CASES, _LONGEST = 20, 3, 160
 
@@ -70,7 +70,7 @@ _FIELDS: dict[str, tuple[Mapping[str, Any], str]] = {
     "groups": (by_name(_CASES), f"the same by group of the catalog; {_OTHERS}: of no group"),
     "wrong": (array_of(TEXT), f"what failed in which cases, at most {_MOST_WRONG} sentences"),
     "z_worst": (or_null(NUMBER), "the largest z of an element in any check (limit 8)"),
-    "bits": (by_name(_KEPT), "in how many workloads bits were kept, by the promise, whether or not the kernel makes it"),
+    "bits": (by_name(_KEPT), "in how many cases bits were kept, by the promise, whether or not the kernel makes it"),
     "steady": (_KEPT, "in how many attn.check_steady passed"),
     "runs": (
         array_of(sealed(object_of({**_OF_RUN, "unchosen": COUNT}))),
@@ -173,17 +173,17 @@ def _by_kernel(records: Sequence[Record], facts: RunFacts) -> tuple[dict[_Key, l
     A failure that no judgment tells, as of a process that was killed, knows neither version nor device. It is of the kernels
     that its test has judged, or of all versions of the one that it names.
     """
-    kernels = gathered((_key(one, facts), one) for one in records if one["machine"])
-    of_tests = gathered((one["test"], one) for one in records if one["machine"])
+    known = [one for one in records if one["machine"] and one["subject"] != _UNKNOWN]
+    kernels, of_tests = gathered((_key(one, facts), one) for one in known), gathered((one["test"], one) for one in known)
     beside = []
-    for record in (one for one in records if not one["machine"]):
+    for record in (one for one in records if not one["machine"] or one["subject"] == _UNKNOWN):
         name = record["subject"]
         failed: Any = {"question": "check", "verdict": record["verdict"], "reason": record["reason"]}
         judged = [(_key(one, facts), one) for one in of_tests.get(record["test"], ())]
         named = [key for key in kernels if key[0] == name] or [(name, "", facts["device"])]
-        for key, one in judged or [(key, record) for key in named if name != "-"]:
+        for key, one in judged or [(key, record) for key in named if name != _UNKNOWN]:
             kernels.setdefault(key, []).append({**one, **failed})
-        if not judged and name == "-":
+        if not judged and name == _UNKNOWN:
             beside.append(printable(f"{record['test']}: {record['reason']}, of no kernel that is known", _LONGEST))
     return kernels, beside
 
@@ -223,7 +223,9 @@ def _end_of(record: Record) -> str:
         return "" if {kind for kind, *_ in _bits_of(record)} == {"seen"} else "right"  # a look at bits finds nothing wrong
     if record["question"] == "latency" and verdict not in _OF_VALUES:
         return ""
-    return "known" if verdict in _KNOWN else "wrong"
+    if verdict in _KNOWN:
+        return "known"
+    return "wrong" if verdict is None or verdict.is_wrong else ""
 
 
 def _is_steady(record: Record) -> bool:

@@ -105,7 +105,9 @@ def test_a_failure_outside_of_a_judgment_makes_its_case_wrong(certify):
     (_, _, files) = certify([*right, beside, killed])
     cases = json.loads(files[f"{NAMED}.json"])["cases"]
     assert (cases["wrong"], cases["right"]) == (2, 1)
-    (_, _, files) = certify([*right, new_record(**unknown, test="t.py::elsewhere", reason="assert 0")])
+    raised = judged("raised", kernel=("-", 1, "", ""), test="t.py::elsewhere", reason="assert 0")
+    (_, _, files) = certify([*right, raised])
+    assert len(files) == 2
     found = json.loads(files[f"{NAMED}.json"])
     assert (found["cases"]["wrong"], found["wrong"]) == (0, ["t.py::elsewhere: assert 0, of no kernel that is known"])
     assert "#9a6700" in files[f"{NAMED}.svg"]
