@@ -10,7 +10,7 @@ Adjusted: for the anchors, by the sensitivities that the gate would fit to all o
 --disturb runs another process that computes on the same device, or heats the GPU for seconds before each measurement, and
 takes the plain cases only. --cpus has so many cores to itself, and measures the plain cases there in one condition after the
 other until the minutes are over: quiet, beside one to eight processes that multiply, copy, attend or compile, or do each in
-bursts. FILE.json keeps every p50, anchor and block; benchmarks/power.py resamples it. Runs are
+bursts. FILE.json keeps every p50, anchor and sample; benchmarks/peers.py resamples it. Runs are
 appended, so that several calls make one series.
 """
 
@@ -147,14 +147,12 @@ def measured(stopwatch: Stopwatch, backend: Any, workload: Workload, direction: 
     if extra:
         slowed(work, extra)
     latency = stopwatch.measure(work, workload.id, backend.name)
-    size = max(1, len(latency.samples) // latency.blocks)
-    blocks = [statistics.median(latency.samples[i : i + size]) for i in range(0, len(latency.samples), size)]
     kept = {name: getattr(latency, name) for name in ("p50", "mode", "calls", "spent", "disturbances", "notes")}
     return {
         **kept,
         "host": latency.launch,
         "anchors": dict(latency.anchors),
-        "blocks": blocks,
+        "samples": latency.samples,
         "interval": latency.interval.half_width / latency.p50,
     }
 
