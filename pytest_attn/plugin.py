@@ -6,7 +6,6 @@ import atexit
 import gc
 import sys
 from collections.abc import Callable, Generator, Iterable
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -74,8 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.devices import take_own_gpu
 
         take_own_gpu(config)
-    if settings.fuzz and find_spec("hypothesis") is None:
-        raise pytest.UsageError('--attn-fuzz needs Hypothesis: pip install "pytest-attn[fuzz]"')
     if settings.report:
         from pytest_attn.session.output import require_report_libraries
 
@@ -314,15 +311,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
-    """Run an item of --attn-fuzz on every workload that is drawn."""
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Have the test of a case called that says by what."""
     __tracebackhide__ = True
-    draws = session_of(pyfuncitem.config).settings.fuzz
-    if not draws:
+    case = parameter_of(pyfuncitem)
+    if case is None or not case.caller:
         return None
-    from pytest_attn.cases.fuzz import run_fuzz
-
-    return run_fuzz(pyfuncitem, draws)
+    resolve_name(case.caller)(pyfuncitem)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

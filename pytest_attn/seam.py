@@ -82,6 +82,8 @@ class Guest:
             begins with one of them; "" where they do.
         kernels: by the name of an option of its, a class of `SelectedKernels` that says whose kernels a run tests,
             and what asks in place of judgments.
+        cases: by the name of an option of its, a function of the cases of a kernel's test, and of the names of its fixtures,
+            that yields more.
         elsewhere: by the name of an option of its, whose text are names of functions or "", a class that is made of (config,
             settings): called with the name of a function, it makes what runs that elsewhere, and its `require_contained` of
             (subject, executor) fails what would run here.
@@ -111,6 +113,7 @@ class Guest:
     options: type | None = None
     contradiction: str = ""
     kernels: Mapping[str, str] = field(default_factory=dict)
+    cases: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     methods: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)

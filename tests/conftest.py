@@ -32,7 +32,7 @@ _OF_THE_HOST = (
 HAS_GUESTS = find_spec("pytest_attn.guests") is not None
 #: what tells that a test, or what it imports from here, is about a guest
 _OF_GUESTS = re.compile(
-    r"pytest_attn\.guests|attn_model|attn-(?:mutants|rank|tune)|\branks=|check_m(odel|odule|erge)|pytest_attn\.capture"
+    r"pytest_attn\.guests|attn_model|attn-(?:fuzz|mutants|rank|tune)|\branks=|check_m(odel|odule|erge)|pytest_attn\.capture"
 )
 
 

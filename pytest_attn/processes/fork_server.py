@@ -39,7 +39,7 @@ _HARMLESS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/tty"
 #: what torch makes up as modules; our own tests, and what imports hypothesis, are for pytest, which rewrites their assertions
 _LATE = (
     *("torch._inductor", "torch.testing", "torch.distributed", "torch.ops", "torch.classes"),
-    *("pytest_attn.suite", "pytest_attn.strategies", "pytest_attn.cases.fuzz"),
+    *("pytest_attn.suite", "pytest_attn.strategies"),
 )
 
 

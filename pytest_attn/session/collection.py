@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from pkgutil import resolve_name
 
 import pytest
 
@@ -30,12 +31,8 @@ from pytest_attn.session.session import AttentionSession, session_of
 from pytest_attn.workloads.catalog import is_generated
 from pytest_attn.workloads.workload import Workload
 
-#: stands in the id of a fuzz item, and for its workload until one is drawn
-PLACEHOLDER = Workload(1, name="fuzz")
 #: the marker that has tests skipped
 _REQUIRES = "attention_requires"
-#: what makes the case of an item of --attn-fuzz
-_FUZZ_MAKER = "pytest_attn.cases.fuzz:make_fuzz_case"
 
 
 class Items:
@@ -89,12 +86,12 @@ class Items:
 
 
 class KernelItems(Items):
-    """The items of a kernel's test: also those of --attn-fuzz."""
+    """The items of a kernel's test: also those that guests add."""
 
     def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
         cases = super().cases(mark, names, session)
-        backends = dict.fromkeys(case.backend for case in cases) if session.settings.fuzz and "attn" in names else ()
-        return [*cases, *(CaseParameter(PLACEHOLDER, backend, maker=_FUZZ_MAKER) for backend in backends)]
+        added = [resolve_name(name)(cases, names) for name in session.settings.asked("cases").values()]
+        return [*cases, *(case for found in added for case in found)]
 
 
 def mark_groups(items: list[pytest.Item]) -> None:

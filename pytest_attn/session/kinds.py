@@ -33,6 +33,7 @@ class CaseParameter:
     backend: str | None  # its name, where the test takes one
     maker: str = ""  # what makes the case, where that is not what its kind says
     shown: str = ""  # its backend in the id, where that is not its name
+    caller: str = ""  # what calls its test, a function of the item, where pytest does not
 
     @property
     def label(self) -> str:

@@ -44,6 +44,7 @@ class Option(NamedTuple):
     is_repeatable: bool = False  # whether it may be given several times; its field is a tuple
     alone: str | None = None  # its text where it is given without a value, None where it needs one
     is_ini_only: bool = False  # whether it is an ini value alone, which -o sets for one run
+    instead_of_0: str = ""  # what is said of 0, which turns off only what an ini file has turned on; "" where it is a value
     is_serial: bool = False  # whether it times in processes of its own, so that workers of xdist would be beside them
     group: str = ""  # of a guest's: the name of the group in the help in which it stands
     short: str = ""  # of a guest's: its text there
@@ -312,7 +313,6 @@ GROUPS = (
             "backends": "all, available, NAME,NAME, -NAME; NAME+compile",
             "workloads": "names, groups or globs of the catalog; -NAME",
             "list_only": "list backends, workloads and cases; run nothing",
-            "fuzz": "also run each test on N drawn workloads",
         },
     ),
     OptionGroup(

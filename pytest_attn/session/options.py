@@ -71,12 +71,6 @@ class Settings:
         "N,N",
         option_types.whole_numbers,
     )
-    fuzz: int = option(
-        "Also run each marked test on N workloads that Hypothesis draws; a failure shrinks (default: 0)",
-        "0",
-        "N",
-        option_types.whole_number,
-    )
     timeout: float = option(
         "Stop a callable that takes longer; 0 waits forever (default: 0)", "0", "SECONDS", option_types.seconds
     )
@@ -119,7 +113,11 @@ class Settings:
     )
     baselines: str = option("Folder of the recorded latencies, from rootdir (default: baselines)", "baselines", "DIR")
     threads: int = option(
-        "Threads of torch while a CPU is timed; 0 leaves their number (default: 0)", "0", "N", option_types.threads
+        "Threads of torch while a CPU is timed; 0 leaves their number (default: 0)",
+        "0",
+        "N",
+        option_types.threads,
+        instead_of_0="must be a number of threads to time with, as --attn-threads=1",
     )
     l2: str = option(
         "cold or warm: whether a GPU's L2 cache holds the data (default: cold)",
@@ -218,9 +216,10 @@ class Settings:
         for one in all_options():
             found = self.more[one.name] if one.name in self.more else getattr(self, one.name)
             value = self.given.get(one.stem) if one.default is not None else found
+            is_told = one.in_child or one.default is not None
             if one.is_switch and value:
                 shown.append(one.flag)
-            elif not one.is_switch and one.in_child and (value or (value == one.alone and value is not None)):
+            elif not one.is_switch and is_told and (value or (value == one.alone and value is not None)):
                 shown.append(one.typed(value))
         return " ".join(shown)
 
@@ -246,13 +245,6 @@ class Settings:
                 raise pytest.UsageError(f"{flag}: needs times; leave out --attn-latency=off")
             if config.getoption("numprocesses", None) or config.getoption("tx", None):
                 raise pytest.UsageError(f"{flag}: times in processes of its own, one at a time; leave out -n")
-
-
-#: options that turn nothing off at their default, unless an ini file has turned it on
-_SAY_NOTHING_AT_0 = {
-    "fuzz": "must be a number of workloads to draw, as --attn-fuzz=20",
-    "threads": "must be a number of threads to time with, as --attn-threads=1",
-}
 
 
 def all_options() -> list[Option]:
@@ -337,9 +329,9 @@ def _read(config: pytest.Config, one: Option) -> tuple[Any, str | None]:
         raise pytest.UsageError(f"{origin}: {error}") from None
     if one.default is not None and text != one.default:
         return value, str(text)
-    is_idle = origin == one.flag and one.name in _SAY_NOTHING_AT_0 and config.getini(one.dest) == text
+    is_idle = origin == one.flag and one.instead_of_0 and config.getini(one.dest) == text
     if is_idle and Worker.of_this_process() is None:  # new processes are handed all numbers
-        raise pytest.UsageError(f"{origin}: {_SAY_NOTHING_AT_0[one.name]}, got {text}; leave it out, or say a number")
+        raise pytest.UsageError(f"{origin}: {one.instead_of_0}, got {text}; leave it out, or say a number")
     return value, None
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import gc
 import math
 import sys
@@ -325,13 +323,6 @@ class AttentionSession:
     def options(self) -> dict[str, Option]:
         """The options of the command line, by their stems."""
         return {one.stem: one for one in all_options()}
-
-    def for_draws(self, references: ReferenceCache) -> AttentionSession:
-        """Return the session as draws of --attn-fuzz see it: with references of their own, and without profiles."""
-        own = copy.copy(self)
-        own.references = references
-        own.settings = dataclasses.replace(self.settings, profile=False, declines="skip")
-        return own
 
     @property
     def baselines_folder(self) -> Path:

@@ -236,8 +236,8 @@ def _arguments(config: pytest.Config, folder: Path) -> list[str]:
 
 def _options(folder: Path) -> dict[str, object]:
     """Return what else overrides the command line of a worker, by the names in `config.option`."""
-    own = {one.dest: False if one.is_switch else None for one in all_options() if not one.in_child}
-    return {**own, "attn_latency": "auto", "attn_fuzz": "0", "basetemp": str(folder / "tmp")}
+    own = {one.dest: False if one.is_switch else one.default for one in all_options() if not one.in_child}
+    return {**own, "attn_latency": "auto", "basetemp": str(folder / "tmp")}
 
 
 # -- the processes -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest_attn
 from pytest_attn import Workload
 from pytest_attn.backends.raised import EndsTestError, ending_no_test
 from pytest_attn.backends.subject import RefusedError
-from pytest_attn.cases.fuzz import DrawEndsError
+from pytest_attn.guests.fuzz.fuzz_case import DrawEndsError
 from pytest_attn.invariants.invariant import NotApplicable
 
 #: statements of a kernel, and what they are called in its fault
@@ -40,7 +40,7 @@ ENDINGS = {
 IMPORTS = """
 import os, sys, unittest
 from pytest_attn.backends.subject import RefusedError
-from pytest_attn.cases.fuzz import DrawEndsError
+from pytest_attn.guests.fuzz.fuzz_case import DrawEndsError
 from pytest_attn.correctness.call import refusals
 from pytest_attn.invariants.invariant import NotApplicable
 

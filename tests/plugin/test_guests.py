@@ -124,7 +124,7 @@ class Options:
     halved: bool = switch("Judge half of the rows", group="judge", short="half of the rows")
 
 def contradiction(settings):
-    return "--attn-halved: leave out --attn-fuzz" if settings.more["halved"] and settings.fuzz else ""
+    return "--attn-halved: leave out --attn-thorough" if settings.more["halved"] and settings.thorough else ""
 
 class Fields(TypedDict):
     halves: Annotated[int, "of the rows"]
@@ -160,5 +160,5 @@ def test_a_guest_adds_options_fields_and_texts(guest, pytester, monkeypatch):
     assert [one["halves"] for one in records if one["question"] == "rms norm"] == [1] * 6
     help_ = pytester.runpytest_subprocess("--help").stdout
     help_.fnmatch_lines(["attention kernels: what to judge:", "*--attn-halved * half of the rows"])
-    refused = pytester.runpytest_subprocess("--attn-halved", "--attn-fuzz=2").stderr
-    refused.fnmatch_lines(["*--attn-halved: leave out --attn-fuzz"])
+    refused = pytester.runpytest_subprocess("--attn-halved", "--attn-thorough").stderr
+    refused.fnmatch_lines(["*--attn-halved: leave out --attn-thorough"])

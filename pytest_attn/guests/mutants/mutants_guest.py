@@ -27,7 +27,7 @@ def contradiction(settings: "Settings") -> str:
     """Say which option does not go with --attn-mutants; "" where all do."""
     if not settings.more["mutants"]:
         return ""
-    if settings.fuzz:
+    if settings.more.get("fuzz"):
         return "--attn-fuzz: draws workloads for the test's own kernels; leave out --attn-mutants"
     needing_times = {
         **{f"--attn-{name.replace('_', '-')}": settings.more.get(name) for name in ("tune", "rank_to", "rank")},

@@ -90,7 +90,9 @@ class RankedItems(KernelItems):
         cases = session.kernels.cases(mark, takes_backend="attn_backend" in names)
         maker = "pytest_attn.guests.ranks.ranked_case:make_ranked_case"
         return [
-            RankedParameter(case.workload, case.backend, maker, case.shown, ranks) for case in cases for ranks in mark.ranks
+            RankedParameter(case.workload, case.backend, maker, case.shown, ranks=ranks)
+            for case in cases
+            for ranks in mark.ranks
         ]
 
     def obstacle(self, case: CaseParameter, marker: pytest.Mark, session: AttentionSession) -> str | None:

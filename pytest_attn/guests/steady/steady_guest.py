@@ -28,7 +28,7 @@ class CompileOptions:
 def contradiction(settings: "Settings") -> str:
     """Say which option does not go with --attn-compile-only; "" where all do."""
     judging = {
-        "--attn-fuzz": settings.fuzz,
+        "--attn-fuzz": settings.more.get("fuzz"),
         "--attn-update-baselines": settings.update_baselines is not None,
         "--attn-mutants": settings.more.get("mutants"),
         "--attn-latency=require": settings.latency == "require",

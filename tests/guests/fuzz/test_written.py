@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from pytest_attn import Pages, Window, Workload
-from pytest_attn.cases.fuzz import _is_attention_mark
+from pytest_attn.guests.fuzz.fuzz_case import _is_attention_mark
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.source import import_lines, write_workload
 

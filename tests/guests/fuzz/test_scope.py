@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from pytest_attn import Pages, Window, Workload
-from pytest_attn.cases.fuzz import like
+from pytest_attn.guests.fuzz.fuzz_case import like
 from pytest_attn.strategies import workloads
 from pytest_attn.workloads.catalog import builtin_catalog
 from pytest_attn.workloads.masks import Causal

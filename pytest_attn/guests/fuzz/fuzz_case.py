@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import dataclasses
 import inspect
 import re
@@ -265,14 +266,10 @@ class DrawEndsError(BaseException):
 _CACHE_BYTES = 64 << 20
 
 
-def run_fuzz(item: pytest.Function, draws: int) -> bool | None:
-    """Call the test of a fuzz item on `draws` workloads; return None for any other item, whose call pytest makes."""
+def run_fuzz(item: pytest.Function) -> None:
+    """Call the test of a fuzz item on as many workloads as are asked for."""
     __tracebackhide__ = True
-    case = getattr(item, "funcargs", {}).get("attn")
-    if not isinstance(case, FuzzCase):
-        return None
-    Fuzzing(item, case, draws).run()
-    return True
+    Fuzzing(item).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,9 +300,15 @@ def _fail_of_a_flaky(failure: FailingDraw) -> NoReturn:
 class Fuzzing:
     """The draws of one item, and what happened to them."""
 
-    def __init__(self, item: pytest.Function, case: FuzzCase, draws: int) -> None:
-        self._item, self._case, self._mark, self._draws = item, case, context_of(case).mark, draws
-        self._session = session_of(item.config).for_draws(ReferenceCache(_CACHE_BYTES))
+    def __init__(self, item: pytest.Function) -> None:
+        case = item.funcargs["attn"]
+        assert isinstance(case, FuzzCase)
+        self._item, self._case = item, case
+        self._mark, session = context_of(self._case).mark, session_of(item.config)
+        self._draws = session.settings.more["fuzz"]
+        self._session = copy.copy(session)
+        self._session.references = ReferenceCache(_CACHE_BYTES)
+        self._session.settings = dataclasses.replace(session.settings, profile=False, declines="skip")
         self._checked = self._unjudged = 0
         self._refusals: Counter[str] = Counter()
         self._known: Counter[str] = Counter()

@@ -1,0 +1,1 @@
+"""Marked tests on workloads that Hypothesis draws."""
