@@ -8,6 +8,7 @@ some seeds. Each is a judgment; the last line is "alarms: A in N honest judgment
 fails; failures that a backend carries as known defects are listed apart. Nothing is begun after --seconds. Slopes are those of
 a head over exact attention, with what they may be off; --seeds 0 --seconds 50 looks at backends alone, on shapes by chance.
 --factors prints by how much one head of four must be off to be found: by element, row and RMS of a head, and by its slope.
+--beside 10000 judges so many honest cases of each form of tests/correctness/test_assert_rounded.py, and a tenth as many faults.
 """
 
 from __future__ import annotations
@@ -133,6 +134,23 @@ def print_factors(device: torch.device, dtypes: list[str]) -> None:
         print(f"{profile.name} {dtype:8} {tokens:4}", *of_each, sep="  ", flush=True)
 
 
+def judge_beside(cases: int) -> int:
+    """Judge honest kernels beside attention, and planted faults; return 1 where one is refused, or a fault passes."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from correctness.test_assert_rounded import PROBLEMS, Dice, judged
+
+    wrong = 0
+    for name, problem in PROBLEMS.items():
+        honest, faults = ([*product(range(cases), kernels.values())] for kernels in (problem.honest, problem.faults))
+        refused = [isinstance(judged(problem, kernel, Dice(seed)), str) for seed, kernel in honest[:cases]]
+        found = [isinstance(judged(problem, kernel, Dice(seed, True)), str) for seed, kernel in faults[: cases // 10]]
+        wrong += sum(refused) + found.count(False)
+        print(
+            f"{name:20} {sum(refused)} of {len(refused):,} honest refused, {sum(found):,} of {len(found):,} faults", flush=True
+        )
+    return int(wrong > 0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
@@ -143,7 +161,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--out")
     parser.add_argument("--factors", action="store_true")
+    parser.add_argument("--beside", type=int, metavar="CASES")
     args = parser.parse_args()
+    if args.beside:
+        return judge_beside(args.beside)
     device = resolve_device(args.device)
     if args.factors:
         print_factors(device, args.dtypes.split(","))
