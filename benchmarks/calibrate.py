@@ -8,7 +8,7 @@ some seeds. Each is a judgment; the last line is "alarms: A in N honest judgment
 fails; failures that a backend carries as known defects are listed apart. Nothing is begun after --seconds. Slopes are those of
 a head over exact attention, with what they may be off; --seeds 0 --seconds 50 looks at backends alone, on shapes by chance.
 --factors prints by how much one head of four must be off to be found: by element, row and RMS of a head, and by its slope.
---beside 10000 judges so many honest cases of each form of tests/correctness/test_assert_rounded.py, and a tenth as many faults.
+--beside 10000 judges so many honest cases of each form of tests/correctness/test_assert_rounded.py, and a tenth of faults.
 """
 
 from __future__ import annotations

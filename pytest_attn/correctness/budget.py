@@ -395,7 +395,7 @@ class ForwardBudget:
         if rows.dropped is not None:
             p, p_rounding_var = p * rows.dropped, p_rounding_var * rows.dropped.square()
         of_lse = lse.where(lse.isfinite(), lse.new_zeros(())).mul(SHARED * LSE_UNIT).unsqueeze(-1)
-        variance = self.rounding.of_sum(out, self.kv_len, added=p.count_nonzero(-1).unsqueeze(-1))
+        variance = self.rounding.of_sum(out, self.kv_len, added=p.sign().sum(-1, keepdim=True))  # faster than count_nonzero
         if self.precision.is_coarse:
             variance += _coarse_variance(p, out, p_rounding_var, chunk, self.precision.p_step)
         else:

@@ -114,7 +114,8 @@ _ROUNDING = 1.02  # an average in 16 bits may exceed the largest value by so muc
 )
 def magnitude(probe: Probe) -> str:
     """The softmax is that of differences: neither large scores nor a large common shift make it overflow."""
-    for words, inputs in (("large scores", _large(probe)), ("all scores of a row far from 0", _shifted(probe))):
+    drawn = draw_inputs(probe.workload, "randn", probe.spec.seed, probe.device)
+    for words, inputs in (("large scores", _large(drawn)), ("all scores of a row far from 0", _shifted(drawn))):
         with on(words):
             found = probe.run(inputs)
         # where scores of 10,000 are off by more than the softmax bears, out may be any average of values
@@ -137,22 +138,21 @@ def _no_average(found: Results, inputs: Inputs) -> str:
     return ""
 
 
-def _large(probe: Probe) -> Inputs:
+def _large(drawn: Inputs) -> Inputs:
     """Scale q and k of N(0, 1) so that scores are about 10,000."""
-    drawn = draw_inputs(probe.workload, "randn", probe.spec.seed, probe.device)
-    wanted = min(_SPREAD / probe.workload.softmax_scale, _LARGEST[probe.workload.dtype] / 4)
-    factor = (wanted / probe.workload.head_dim**0.5) ** 0.5
+    w = drawn.workload
+    wanted = min(_SPREAD / w.softmax_scale, _LARGEST[w.dtype] / 4)
+    factor = (wanted / w.head_dim**0.5) ** 0.5
     return replace(drawn, q=drawn.q * factor, k=drawn.k * factor)
 
 
-def _shifted(probe: Probe) -> Inputs:
+def _shifted(drawn: Inputs) -> Inputs:
     """Give all keys one large channel, and queries one that moves all scores of a row down, in every third head up."""
-    drawn = draw_inputs(probe.workload, "randn", probe.spec.seed, probe.device)
-    w = probe.workload
+    w = drawn.workload
     shift = min(_LARGEST[w.dtype] / 4, 2e5 / w.softmax_scale)
     k, q = drawn.k.clone(), drawn.q.clone()
     k[..., 0] = 64
-    sign = torch.where(torch.arange(w.heads, device=probe.device) % 3 == 2, 1.0, -1.0)
+    sign = torch.where(torch.arange(w.heads, device=drawn.device) % 3 == 2, 1.0, -1.0)
     per_head = sign * shift / 64
     q[..., 0] = (per_head if w.is_packed else per_head[:, None]).expand(q.shape[:-1]).to(q.dtype)
     return replace(drawn, q=q, k=k)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pkgutil import resolve_name
 
 import torch
@@ -110,7 +111,7 @@ def judge_invariants(
     spec = spec.for_subject(subject)
     inputs = references.inputs_of(spec, spec.inputs[0])
     probe = Probe(subject, spec, inputs, deadline, thorough)
-    probe.elsewhere = elsewhere
+    probe.elsewhere, probe.shared = elsewhere, partial(references.reference_of, spec, subject=subject)
     with probe.calling():
         probe.kernel = references.prepared(subject, spec, spec.inputs[0], inputs)
     probe.base  # noqa: B018 - the call that the others are held against, made here, once

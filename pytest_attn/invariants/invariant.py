@@ -203,6 +203,8 @@ class Probe:
         self._current = spec.device
         self.note = ""
         self.elsewhere: Elsewhere | None = None
+        #: exact attention on `inputs`, which a check may have computed before
+        self.shared: Callable[[], Reference] | None = None
         self._references: list[tuple[Inputs, Reference]] = []
         self._keep: Tensor | None = None
 
@@ -328,6 +330,8 @@ class Probe:
 
     def reference(self, inputs: Inputs) -> Reference:
         """Return exact attention on `inputs`, as the kernel quantizes them where it does. The last two are kept."""
+        if self.shared is not None and inputs is self.inputs and self._keep is None:
+            return self.shared()
         for known, reference in self._references:
             if known is inputs:
                 return reference

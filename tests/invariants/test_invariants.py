@@ -12,10 +12,12 @@ from judging import asked, assert_few_calls, with_lse
 from pytest_attn import Window, Workload, check, check_invariants
 from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
+from pytest_attn.backends.registry import Registry
+from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.invariants.algebra import _is_merged
-from pytest_attn.invariants.all_invariants import INVARIANTS
+from pytest_attn.invariants.all_invariants import INVARIANTS, judge_invariants
 from pytest_attn.invariants.invariant import Probe
 from pytest_attn.invariants.report import describe_invariants as describe
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -572,6 +574,20 @@ def test_halves_of_the_keys_are_put_together_by_lse():
         assert probe.count.calls == 2
     assert said[0] == ""
     assert said[1].startswith("two halves of the keys, put together by their lse: ")
+
+
+@pytest.mark.parametrize(("name", "bits"), [("algebra", [0, 1]), ("layout", [0])])
+def test_exact_attention_is_not_computed_twice_nor_for_equal_bits(name, bits, monkeypatch):
+    cache, spec, off = ReferenceCache(), CheckSpec(PLAIN, CPU), itertools.cycle(bits)
+
+    def kernel(q, k, v):
+        out = scaled_dot_product(q, k, v)
+        return torch.nextafter(out, torch.zeros_like(out)) if next(off) else out
+
+    monkeypatch.setattr("pytest_attn.invariants.invariant.compute_reference", None)
+    judge(spec.subject(Registry(), kernel), spec, cache)
+    assert judge_invariants(spec.subject(Registry(), kernel), spec, cache, only=name).passed
+    assert cache.computed == len(spec.inputs)
 
 
 def test_a_backend_that_cannot_take_a_workload_refuses_it():
