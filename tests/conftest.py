@@ -1,5 +1,6 @@
 import functools
 import gc
+import inspect
 import os
 import re
 import sys
@@ -34,6 +35,8 @@ HAS_GUESTS = find_spec("pytest_attn.guests") is not None
 _OF_GUESTS = re.compile(
     r"pytest_attn\.guests|attn_model|attn-(?:fuzz|mutants|rank|tune)|\branks=|check_m(odel|odule|erge)|pytest_attn\.capture"
 )
+#: and one test, in its name or its text
+_OF_A_GUEST = re.compile(r"\b(natten|sage|flash[234]|flashinfer_fa2|hub|diffusers|transformers)\b|attn-against")
 
 
 def pytest_ignore_collect(collection_path):
@@ -48,6 +51,11 @@ def _is_about_guests(path):
     text = path.read_text(encoding="utf-8")
     imported = (TESTS / f"{name}.py" for name in re.findall(r"^(?:from|import) ([a-z_]+)", text, re.MULTILINE))
     return bool(_OF_GUESTS.search(text)) or any(one.is_file() and _is_about_guests(one) for one in imported)
+
+
+def _is_about_a_guest(item):
+    body = inspect.getsource(item.function).partition("def ")[2]
+    return bool(_OF_A_GUEST.search(f"{item.name} {body}"))
 
 
 @functools.cache
@@ -125,11 +133,11 @@ def pytest_collectstart():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what tests/left_out.py says, unless ATTN_TESTS=all."""
-    if IS_ALL:
-        return
-    left_out = {item for item in items if _is_told_again(item) or item.get_closest_marker("slow")}
-    left_out |= _between([item for item in items if item not in left_out])
+    """Leave out what is about guests where none is installed, and what tests/left_out.py says, unless ATTN_TESTS=all."""
+    left_out = set() if HAS_GUESTS else {item for item in items if _is_about_a_guest(item)}
+    if not IS_ALL:
+        left_out |= {item for item in items if _is_told_again(item) or item.get_closest_marker("slow")}
+        left_out |= _between([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -1,21 +1,15 @@
 """Configurations: their names, how the registry reads them back, and what each backend declares."""
 
 import shlex
-import sys
-from enum import Enum
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import LIBRARIES, put, uninstall
 from fakes.judged import H200, judged
-from judging import spec_of
 
-from pytest_attn import Machine, Neighborhood, Pages, Workload
+from pytest_attn import Machine, Workload
 from pytest_attn.backends.configured import expanded, joined, label_of, options_of, split
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.spec import ReferenceCache
 
 CPU_MACHINE = Machine("cpu", "CPU", None, "cpu", 16 << 30, 1, "2.13.0+cpu")
 W = Workload(48, 80, batch=2, heads=4, kv_heads=2, head_dim=32)
@@ -135,12 +129,6 @@ def test_a_configuration_that_is_none_is_refused(registry, name, words):
     assert not registry.is_known(name)
 
 
-def test_an_alias_may_be_configured_and_a_revision_is_no_configuration(registry):
-    assert registry.canonical("flash@num_splits=4+graph") == "flash2@num_splits=4+graph"
-    assert registry.canonical("flash_4_hub") == "hub:kernels-community/flash-attn4@v0"
-    registry.require("hub:org/repo@v1+compile")
-
-
 # -- what backends declare -----------------------------------------------------------------------------------------------
 
 
@@ -184,74 +172,3 @@ def test_flex_refuses_options_on_a_cpu_and_tiles_that_do_not_fit():
     assert backend.refusal_in(error) == "does not fit: out of resource: triton_tem Required: 264192"
     assert backend.refusal_in(RuntimeError("illegal memory access")) is None
     assert Registry()["flex"].refusal_in(error) is None
-
-
-def test_flash_attn_splits_the_keys_of_a_cache():
-    registry, paged = Registry(), W.replace(q_len=1, kv_len=600, kv_pages=Pages(256), kv_lens=(600, 77))
-    splits = [{"num_splits": number} for number in (1, 2, 4, 8, 16, 32)]
-    assert list(registry["flash2_kvcache"].configurations(W, H200)) == splits
-    assert list(registry["flash2"].configurations(paged, H200)) == splits
-    assert list(registry["flash2"].configurations(W, H200)) == []
-    assert registry["flash2@num_splits=2"].unsupported_because(W, H200) == [
-        "splits the keys of a page table only, for queries of one length"
-    ]
-    assert list(registry["flash3"].configurations(W, H200)) == [*splits, {"pack_gqa": True}, {"pack_gqa": False}]
-    assert list(registry["flash3"].configurations(W, H200, backward=True)) == []
-
-
-def test_flash_attn_gets_the_number_of_splits(monkeypatch, tmp_path):
-    put(monkeypatch, tmp_path, "flash2")
-    from flash_attn import flash_attn_interface
-
-    real, seen = flash_attn_interface.flash_attn_with_kvcache, []
-    monkeypatch.setattr(
-        flash_attn_interface, "flash_attn_with_kvcache", lambda *a, **k: (seen.append(k["num_splits"]), real(*a, **k))[1]
-    )
-    decode = W.replace(q_len=3, mask="causal-bottom-right")
-    assert judge(Registry()["flash2_kvcache@num_splits=4"], spec_of(decode, precision="flash2"), ReferenceCache()).passed
-    assert set(seen) == {4}
-    uninstall(LIBRARIES["flash2"][0])
-
-
-class Schedule(Enum):
-    """natten.types.KernelSchedule."""
-
-    NonPersistent = 0
-    WarpSpecializedPingpong = 2
-
-
-def test_natten_lists_its_kernels_and_their_tiles(monkeypatch):
-    def of(*configs):
-        return lambda query, key, value: list(configs) if query.shape == (2, 8, 6, 4, 32) else []
-
-    natten = SimpleNamespace(
-        get_configs_for_cutlass_hopper_fna=of((((8, 8), (16, 8)), Schedule.NonPersistent)),
-        get_configs_for_cutlass_fna=of(((8, 8), (8, 8)), ((16, 2), (64, 2))),
-        get_bwd_configs_for_cutlass_fna=of(((8, 8), (8, 8))),
-    )
-    monkeypatch.setitem(sys.modules, "natten", natten)
-    backend, machine = Registry()["natten"], Machine("cpu", "H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0")
-    workload = Workload(48, batch=2, heads=4, kv_heads=2, head_dim=32, mask=Neighborhood((8, 6), (3, 3)))
-    forward = backend.configurations(workload, machine)
-    assert [joined("natten", one) for one in forward] == [
-        "natten@backend=hopper-fna:kernel_schedule=non:q_tile_shape=8x8:kv_tile_shape=16x8",
-        "natten@backend=cutlass-fna:q_tile_shape=8x8:kv_tile_shape=8x8",
-        "natten@backend=cutlass-fna:q_tile_shape=16x2:kv_tile_shape=64x2",
-    ]
-    assert [joined("natten", one) for one in backend.configurations(workload, machine, backward=True)] == [
-        "natten@backend=cutlass-fna:backward_q_tile_shape=8x8:backward_kv_tile_shape=8x8"
-    ]
-    assert all(Registry()[joined(backend.name, one)].configuration == one for one in forward)
-    full = workload.replace(mask=Neighborhood((8, 6), (8, 6)))
-    assert backend.configurations(full, machine) == ()
-
-
-def test_natten_gets_its_tiles(monkeypatch):
-    given = {}
-    functional = SimpleNamespace(na1d=lambda q, k, v, **options: given.update(options) or q)
-    backend = Registry()["natten@backend=cutlass-fna:q_tile_shape=64:kv_tile_shape=128"]
-    monkeypatch.setattr(type(backend), "source", SimpleNamespace(load=lambda: functional))
-    workload = Workload(16, heads=2, head_dim=32, mask=Neighborhood((16,), (3,)))
-    tensor = torch.zeros(1, 2, 16, 32)
-    backend.prepare(SimpleNamespace(workload=workload))(tensor, tensor, tensor)
-    assert (given["backend"], given["q_tile_shape"], given["kv_tile_shape"]) == ("cutlass-fna", (64,), (128,))

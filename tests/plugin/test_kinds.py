@@ -88,7 +88,7 @@ import pytest
 from pytest_attn import Workload
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.contract import ContractError
-mark = pytest.mark.attention_toy(Workload(32, heads=2, head_dim=32, name="tiny"), backends=["known", "math", "flash2"])
+mark = pytest.mark.attention_toy(Workload(32, heads=2, head_dim=32, name="tiny"), backends=["known", "math", "sdpa_cudnn"])
 
 def bad(q, k, v):
     return q * float("nan")
@@ -159,7 +159,7 @@ def test_each_end_of_a_judgment_is_one_of_a_kind_of_its_own(toys, pytester, monk
         "test_unsaved[tiny]": "mismatch",
         "test_backend[tiny-known]": "known defect",
         "test_backend[tiny-math]": "passed",
-        "test_backend[tiny-flash2]": "skipped",
+        "test_backend[tiny-sdpa_cudnn]": "skipped",
         "test_contract[tiny]": "mismatch",
         "test_refused[tiny]": "skipped",
         "test_raises[tiny]": "raised",

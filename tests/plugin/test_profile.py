@@ -60,8 +60,8 @@ LAUNCHED = {
     "an empty word": (f'{FLASH}\nattn.assert_launched("")', "failed", [f"{NO_WORDS} ('',)"]),
     "a list": (f'{FLASH}\nattn.assert_launched(["sm90"])', "failed", [f"{NO_WORDS} ([[]'sm90'[]],)"]),
     "a backend's name": (
-        'attn.assert_launched("flash", fn="sdpa_flash")\nattn.assert_launched("sm90", fn="flash2")',
-        *("skipped", ["SKIPPED * flash2: flash-attn is not installed; "]),
+        'attn.assert_launched("flash", fn="sdpa_flash")\nattn.assert_launched("sm90", fn="sdpa_cudnn")',
+        *("skipped", ["SKIPPED * sdpa_cudnn: needs a CUDA device"]),
     ),
 }
 

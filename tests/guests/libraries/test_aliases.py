@@ -32,3 +32,10 @@ def test_a_dispatcher_is_no_alias_of_what_it_calls():
     registry = Registry()
     assert registry["diffusers:native"].name == "diffusers:native"
     assert registry["transformers:sdpa"].name == "transformers:sdpa"
+
+
+def test_an_alias_may_be_configured_and_a_revision_is_no_configuration():
+    registry = Registry()
+    assert registry.canonical("flash@num_splits=4+graph") == "flash2@num_splits=4+graph"
+    assert registry.canonical("flash_4_hub") == "hub:kernels-community/flash-attn4@v0"
+    registry.require("hub:org/repo@v1+compile")
