@@ -20,7 +20,7 @@ import torch
 from _pytest.assertion import rewrite
 from _pytest.runner import runtestprotocol
 
-from pytest_attn.guests.audit.kernel_calls import KernelCalls, Run, in_layout
+from pytest_attn.guests.audit.kernel_calls import KernelCalls, Run, in_layout, with_pages
 from pytest_attn.guests.audit.tolerances import Line, Tolerances
 from pytest_attn.guests.models.attention_args import imported_functions
 from pytest_attn.guests.models.interception import InterceptedCall, intercept_attention, user_function, user_functions
@@ -154,10 +154,10 @@ class Auditor:
         except ValueError as error:
             self.refused = str(error)
             raise pytest.UsageError(self.refused) from None
-        known = {one.place: one for one in imported_functions()}
+        known = {one.place: with_pages(one) for one in imported_functions()}
         functions = [known.get(one.place) or in_layout(one, self._layout) for one in named]
         self._calls.places = {*(one.place for one in functions), *(("", name) for name in self._arguments)}
-        with intercept_attention(self._calls, read=functions):
+        with intercept_attention(self._calls, read=(*known.values(), *functions)):
             return (yield)
 
     @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from pytest_attn.guests.models.attention_args import (
     unchanged,
 )
 from pytest_attn.guests.models.call_to_workload import DropoutError, asks_the_same, to_inputs
+from pytest_attn.guests.models.calls.flash_attention_calls import OPTIONS, read_flash
 from pytest_attn.guests.models.interception import InterceptedCall
 from pytest_attn.guests.mutants.kernel import KernelBackend
 from pytest_attn.workloads.inputs import Inputs
@@ -35,7 +36,7 @@ _KEPT = 16
 #: from the order of dimensions of a repository's function to (batch, heads, rows, dim), and back
 LAYOUTS = {"bhsd": unchanged, "bshd": swap_rows_and_heads}
 #: what is read here of its arguments; those that ask for more than out are answered as by its own kernel
-_READ = {"causal", "window_size", "return_lse", "return_softmax_lse", "return_attn_probs"}
+_READ = {"causal", "window_size", "return_lse", "return_softmax_lse", "return_attn_probs", "out"}
 
 
 def in_layout(function: AttentionFunction, layout: str) -> AttentionFunction:
@@ -43,12 +44,52 @@ def in_layout(function: AttentionFunction, layout: str) -> AttentionFunction:
     swap = LAYOUTS[layout]
 
     def read(given: Mapping[str, Any]) -> AttentionArguments:
+        given = {**{name: value for name, value in function.defaults.items() if name in OPTIONS}, **given}
+        if given.get("cu_seqlens_q") is not None:
+            return _read_packed(given, function.tensors)
         tensors = {name: swap(given[name]) for name in function.tensors if getattr(given[name], "ndim", 0) == 4}
         found = function.read({name: value for name, value in {**given, **tensors}.items() if name not in _READ})
         mask = mask_of_window(given.get("causal"), given.get("window_size")) or found.mask
-        return dataclasses.replace(found, mask=mask, to_native=swap, to_result=swap)
+        return dataclasses.replace(found, mask=mask, to_native=swap, to_result=_into(given.get("out"), swap))
 
     return dataclasses.replace(function, read=read)
+
+
+def with_pages(function: AttentionFunction) -> AttentionFunction:
+    """Return a function of a library with calls read whose packed queries have keys in pages, which no model makes."""
+
+    def read(given: Mapping[str, Any]) -> AttentionArguments:
+        is_paged = given.get("cu_seqlens_q") is not None and given.get("block_table") is not None
+        return _read_packed(given, function.tensors) if is_paged else function.read(given)
+
+    return dataclasses.replace(function, read=read) if "block_table" in function.parameters else function
+
+
+def _read_packed(given: Mapping[str, Any], names: tuple[str, str, str]) -> AttentionArguments:
+    """Read the arguments of flash_attn_varlen_func, and of vLLM's: keys lie end to end, or in pages (`block_table`)."""
+    table, ends, used = (given.get(name) for name in ("block_table", "cu_seqlens_k", "seqused_k"))
+    if used is None:
+        if ends is None:
+            raise UnreadableError("neither cu_seqlens_k nor seqused_k says how many keys there are")
+        used = ends.diff()
+    known, pages = {"out"}, dict[str, Any]()
+    if table is not None:
+        known, pages = {"out", "block_table", "seqused_k"}, {"page_table": table, "kv_lens": tuple(used.tolist())}
+    to_result = _into(given.get("out"), unchanged)
+    return read_flash({**given, "cu_seqlens_k": ends}, True, frozenset(known), names, to_result=to_result, **pages)
+
+
+def _into(
+    there: torch.Tensor | None, layout: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what lays out a result, and writes it to the tensor that the caller has for it."""
+
+    def write(out: torch.Tensor) -> torch.Tensor:
+        assert there is not None
+        with torch.inference_mode(there.is_inference()):
+            return there.copy_(layout(out))
+
+    return layout if there is None else write
 
 
 @dataclass
@@ -94,8 +135,8 @@ class KernelCalls:
             self.unread("", function.shown, str(error))
             return intercepted.compute()
         number = len(self.run.asked)
-        is_backward = torch.is_grad_enabled() and any(t.requires_grad for t in intercepted.tensors)
-        self.run.asked.append((inputs.workload, is_backward))
+        wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in intercepted.tensors)
+        self.run.asked.append((inputs.workload, wants_gradient and not inputs.workload.has_no_gradient_because))
         if self.kernel is None:
             result = intercepted.compute()
             self.run.results.append(result if isinstance(result, tuple) else (result,))

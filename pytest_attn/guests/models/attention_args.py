@@ -54,7 +54,8 @@ class AttentionArguments:
     q: (batch, heads, q_len, head_dim), k, v the same with kv_heads and kv_len; packed sequences: (tokens, heads, head_dim).
     visible: boolean, True = visible, broadcastable to (batch, heads, q_len, kv_len). mask: what is known of it without a
     tensor; both may be given, then a key must be visible to both. bias: additive, broadcastable in the same way. sinks,
-    alibi_slopes: (heads,). cu_seqlens, cu_seqlens_kv: boundaries of packed sequences.
+    alibi_slopes: (heads,). cu_seqlens, cu_seqlens_kv: boundaries of packed sequences. page_table: (batch, pages) of packed
+    queries whose k and v are pools (pages, page size, kv_heads, head_dim), with kv_lens.
     to_native: from the layout in which the function takes tensors to that of q. out_to_native: from the layout of its tensor
     out to that of q; to_result: from out in the layout of q to what the function returns. asks_more: what else the call asks
     for, as weights or lse, which `to_result` leaves out. unread: an argument that nothing is known of, and that the function
@@ -76,6 +77,7 @@ class AttentionArguments:
     cu_seqlens: torch.Tensor | None = None
     cu_seqlens_kv: torch.Tensor | None = None
     kv_lens: tuple[int, ...] | None = None
+    page_table: torch.Tensor | None = None
     to_native: Callable[[torch.Tensor], torch.Tensor] = field(default=unchanged)
     out_to_native: Callable[[torch.Tensor], torch.Tensor] = field(default=unchanged)
     to_result: Callable[[torch.Tensor], Any] = field(default=unchanged)
@@ -109,7 +111,7 @@ class AttentionFunction:
     parameters: their names, in order. tensors: the names of q, k and v. read: from the arguments by name to what they ask.
     profile: the backend that rounds as it does. name: what reports call it. unpack: adds q, k and v to its arguments by name,
     where it takes them otherwise; pack: undoes that. kernel_of: the kernel that it chooses for some arguments, "" where it has
-    one. ran: the backend whose kernel the last call took, where only that tells.
+    one. ran: the backend whose kernel the last call took, where only that tells. defaults: of a user's parameters.
     """
 
     module: str
@@ -123,6 +125,7 @@ class AttentionFunction:
     pack: Callable[[dict[str, Any]], dict[str, Any]] = dict
     kernel_of: Callable[[Mapping[str, Any]], str] = lambda given: ""
     ran: Callable[[], str] = str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shown(self) -> str:

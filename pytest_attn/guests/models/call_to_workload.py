@@ -17,6 +17,7 @@ from pytest_attn.guests.models.attention_args import AttentionArguments, Unreada
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, Mask, StoredMask, Window
+from pytest_attn.workloads.pages import Pages
 from pytest_attn.workloads.workload import Workload
 
 #: more documents than this are taken for a pattern
@@ -157,16 +158,13 @@ def to_inputs(given: AttentionArguments) -> Inputs:
     extras: dict[str, Any] = {}
     fields: dict[str, Any] = _options(given, extras)
     if given.cu_seqlens is not None:
-        ends = given.cu_seqlens, given.cu_seqlens if given.cu_seqlens_kv is None else given.cu_seqlens_kv
-        extras |= {name: t.to(torch.int32) for name, t in zip(("cu_seqlens", "cu_seqlens_kv"), ends, strict=True)}
-        q_lens, kv_lens = (tuple(t.diff().tolist()) for t in ends)
-        fields |= {"q_lens": q_lens, "kv_lens": kv_lens, "mask": given.mask}
+        fields |= _packed(given, given.cu_seqlens, extras)
     else:
         fields |= {"batch": q.shape[0], "q_len": q.shape[2], "kv_len": k.shape[2]} | _mask_of(given, extras)
     try:
         workload = Workload(
             heads=q.shape[1],
-            kv_heads=k.shape[1],
+            kv_heads=k.shape[1 if given.cu_seqlens is None else -2],
             head_dim=q.shape[-1],
             v_head_dim=v.shape[-1],
             dtype=str(q.dtype).removeprefix("torch."),
@@ -204,6 +202,19 @@ def _options(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any
         fields["bias"] = "".join(name for name, size in zip("bhqk", bias.shape, strict=True) if size > 1) or "k"
         extras["bias"] = bias
     return fields
+
+
+def _packed(given: AttentionArguments, ends: torch.Tensor, extras: dict[str, Any]) -> dict[str, Any]:
+    """Return the mask and the lengths of packed queries, and of their keys, which are packed, too, or lie in pages."""
+    extras["cu_seqlens"] = ends.to(torch.int32)
+    fields: dict[str, Any] = {"mask": given.mask, "q_lens": tuple(ends.diff().tolist())}
+    if given.page_table is None:
+        keys = ends if given.cu_seqlens_kv is None else given.cu_seqlens_kv
+        extras["cu_seqlens_kv"] = keys.to(torch.int32)
+        return {**fields, "kv_lens": tuple(keys.diff().tolist())}
+    extras["page_table"] = given.page_table
+    extras["kv_lens"] = torch.tensor(given.kv_lens, dtype=torch.int32, device=ends.device)
+    return {**fields, "kv_lens": given.kv_lens, "kv_pages": Pages(given.k.shape[1])}
 
 
 def _mask_of(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any]:

@@ -675,7 +675,7 @@ def user_function(module: str, attribute: str, function: Any) -> AttentionFuncti
     tensors = names[0], names[1], names[2]
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     read = functools.partial(_read, tensors=tensors, defaults=defaults)
-    return AttentionFunction(module, attribute, names, read, "", tensors, attribute)
+    return AttentionFunction(module, attribute, names, read, "", tensors, attribute, defaults=defaults)
 
 
 _CAUSAL, _SCALE = ("is_causal", "causal"), ("scale", "softmax_scale", "scaling", "sm_scale")

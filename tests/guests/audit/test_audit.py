@@ -10,8 +10,13 @@ import torch
 
 from pytest_attn.__main__ import main
 from pytest_attn.guests.audit import audit_run
+from pytest_attn.guests.audit.kernel_calls import with_pages
 from pytest_attn.guests.audit.tolerances import Tolerances
+from pytest_attn.guests.models.call_to_workload import to_inputs
+from pytest_attn.guests.models.calls.flash_attention_calls import FUNCTIONS
+from pytest_attn.guests.models.calls.flex_calls import FLEX
 from pytest_attn.guests.mutants.all_mutants import MUTANTS
+from pytest_attn.workloads.pages import Pages
 
 KERNEL = """
 import torch.nn.functional as F
@@ -86,8 +91,11 @@ def test_skipped():
 def test_known():
     assert_close(kernel(*drawn()), kernel(*drawn()) + 1)
 """
-NAMES = ("scale_dropped", "keys_of_first_batch_entry", "softcap_ignored", "lse_off_by_ln_2", "delta_missing", "causal_ignored")
-#: faults of every kind: of out, of lse, of gradients, of a mask, and of an option that no test asks for
+NAMES = (
+    *("scale_dropped", "keys_of_first_batch_entry", "softcap_ignored", "lse_off_by_ln_2", "delta_missing", "causal_ignored"),
+    *("bottom_right_taken_for_top_left", "pages_of_first_sequence", "last_page_skipped"),
+)
+#: faults of every kind: of out, of lse, of gradients, of a mask, of pages, and of an option that no test asks for
 FEW = [one for one in MUTANTS if one.name.replace("-", "_") in NAMES]
 
 
@@ -231,6 +239,90 @@ def test_a_wrong_argument_is_a_usage_error(audit, capsys, words, said):
         main(["audit", *words])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+PACKED = """
+import math
+import torch
+from torch.testing import assert_close
+
+def exact(q, k, v):
+    s = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+    hidden = torch.ones(s.shape[-2:], dtype=torch.bool).triu(len(k) - len(q) + 1)
+    return torch.einsum("hqk,khd->qhd", s.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+def packed(q, k, v, q_lens, kv_lens):
+    parts = zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens))
+    return torch.cat([exact(*part) for part in parts])
+
+def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, seqused_k=None, causal=True, block_table=None, out=None, fa_version=2):
+    ends = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    kv_lens = (ends.diff() if seqused_k is None else seqused_k).tolist()
+    if block_table is not None:
+        k, v = (torch.cat([pool[row].flatten(0, 1)[:n] for row, n in zip(block_table, kv_lens)]) for pool in (k, v))
+    found = packed(q, k, v, cu_seqlens_q.diff().tolist(), kv_lens)
+    return found if out is None else out.copy_(found)
+
+Q_LENS, KV_LENS = [3, 40], [70, 45]
+ENDS, KV_ENDS = torch.tensor([0, 3, 43]), torch.tensor([0, 70, 115])
+
+def drawn():
+    return [torch.randn(n, 2, 16, requires_grad=True) for n in (43, 115, 115)]
+
+def test_packed():
+    qkv = drawn()
+    mine, other = varlen(*qkv, ENDS, KV_ENDS, fa_version=3), packed(*qkv, Q_LENS, KV_LENS)
+    assert_close(mine, other, atol=1e-5, rtol=1e-5)
+    g = torch.randn(43, 2, 16)
+    for one, expected in zip(*(torch.autograd.grad(out, qkv, g) for out in (mine, other))):
+        assert_close(one, expected, atol=1e-4, rtol=1e-4)
+
+def paged(atol):
+    q, (k, v) = torch.randn(43, 2, 16), (torch.randn(12, 16, 2, 16) for _ in range(2))
+    table = torch.randperm(12).int()[:10].view(2, 5)
+    out = torch.empty_like(q)
+    varlen(q, k, v, cu_seqlens_q=ENDS, seqused_k=torch.tensor(KV_LENS), block_table=table, out=out)
+    dense = (torch.cat([pool[row].flatten(0, 1)[:n] for row, n in zip(table, KV_LENS)]) for pool in (k, v))
+    assert_close(out, packed(q, *dense, Q_LENS, KV_LENS), atol=atol, rtol=0.0)
+
+@torch.inference_mode()
+def test_paged():
+    paged(1e-5)
+
+def test_paged_and_loose():
+    paged(9.0)
+
+def test_without_lengths():
+    varlen(*(tensor[:43] for tensor in drawn()), ENDS)
+
+def test_of_padded_keys():
+    varlen(*drawn(), ENDS, seqused_k=torch.tensor(KV_LENS))
+"""
+
+
+def test_packed_and_paged_calls_are_read_as_flash_attn_takes_them(audit):
+    _, tests = audit("test_audited_packed.py", PACKED, "--replace", "test_audited_packed:varlen")
+    of_both = {"scale-dropped", "causal-ignored", "bottom-right-taken-for-top-left"}
+    of_pages = {*of_both, "pages-of-first-sequence", "last-page-skipped"}
+    assert set(tests["test_packed"]["found"]) == {*of_both, "delta-missing"}
+    assert of_pages <= set(tests["test_paged"]["found"])
+    assert of_pages <= {one["name"] for one in tests["test_paged_and_loose"]["passed"]}
+    assert not tests["test_packed"]["passed"] + tests["test_paged"]["passed"]
+    because = {name: one["not_counted_because"] for name, one in tests.items()}
+    assert because["test_without_lengths"].endswith("neither cu_seqlens_k nor seqused_k says how many keys there are")
+    assert because["test_of_padded_keys"].endswith("its argument seqused_k=a tensor of shape (2,) is not read")
+
+
+def test_pages_of_a_library_are_read_where_a_call_has_them():
+    (varlen,) = (one for one in FUNCTIONS if one.place == ("flash_attn", "flash_attn_varlen_func"))
+    ends = torch.tensor([0, 3, 43])
+    given = {"q": torch.zeros(43, 4, 16), "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}
+    packed = {**given, "k": torch.zeros(43, 2, 16), "v": torch.zeros(43, 2, 16)}
+    paged = {**given, "k": torch.zeros(9, 16, 2, 16), "v": torch.zeros(9, 16, 2, 16), "block_table": torch.zeros(2, 4)}
+    assert to_inputs(with_pages(varlen).read(packed)).workload == to_inputs(varlen.read(packed)).workload
+    found = to_inputs(with_pages(varlen).read(paged)).workload
+    assert (found.kv_pages, found.kv_heads, found.q_lens, found.kv_lens) == (Pages(16), 2, (3, 40), (3, 40))
+    assert with_pages(FLEX) is FLEX
 
 
 def shares(tmp_path, compare):

@@ -17,15 +17,16 @@ from pytest_attn.guests.models.attention_args import (
     unchanged,
 )
 
-_KNOWN = {"q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes"}
+#: what `read_flash` reads
+OPTIONS = {"q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes"}
 _ASKS_MORE = ("return_attn_probs", "return_lse", "return_softmax_lse")
 _OF_LENGTHS = {*BOUNDARIES, "min_seqlen_k"}
 _OF_CACHE = {"k_cache", "v_cache", "keys", "values", "cache_seqlens", "cache_batch_idx", "block_table", "page_table"}
-_TUNING = ("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved")
+_TUNING = ("deterministic", "num_splits", "fa_version", "pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved")
 _WITHOUT_EFFECT = frozenset((*_TUNING, "seqlen_k_per_split", "disable_scheduler_metadata", "gather_bwd_token_chunk"))
 
 
-def _read(
+def read_flash(
     given: Mapping[str, Any],
     is_varlen: bool = False,
     known: frozenset[str] = frozenset(),
@@ -34,7 +35,7 @@ def _read(
 ) -> AttentionArguments:
     """Read the options that all of them have. known: what is read elsewhere, into `read`. names: those of q, k and v."""
     given = {name: value for name, value in given.items() if (name, value) != ("attention_chunk", 0)}
-    refuse_unread(given, {*_KNOWN, *_ASKS_MORE, *known, *(_OF_LENGTHS if is_varlen else ())}, _WITHOUT_EFFECT)
+    refuse_unread(given, {*OPTIONS, *_ASKS_MORE, *known, *(_OF_LENGTHS if is_varlen else ())}, _WITHOUT_EFFECT)
     to_native = unchanged if is_varlen else swap_rows_and_heads
     slopes = given.get("alibi_slopes")
     if slopes is not None and slopes.dim() != 1:
@@ -57,7 +58,7 @@ def _read_flash4(given: Mapping[str, Any], is_varlen: bool = False) -> Attention
     to_native = unchanged if is_varlen else swap_rows_and_heads
 
     more: dict[str, Any] = {"sinks": given.get("learnable_sink"), "to_result": lambda out: (to_native(out), None)}
-    return _read(given, is_varlen, frozenset(("learnable_sink",)), **more)
+    return read_flash(given, is_varlen, frozenset(("learnable_sink",)), **more)
 
 
 # -- packed tensors ------------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def _read_cache(given: Mapping[str, Any]) -> AttentionArguments:
         cache.append()
         return swap_rows_and_heads(out)
 
-    return _read(given, known=frozenset(_OF_CACHE), names=("q", "keys", "values"), kv_lens=lengths, to_result=to_result)
+    return read_flash(given, known=frozenset(_OF_CACHE), names=("q", "keys", "values"), kv_lens=lengths, to_result=to_result)
 
 
 # -- what there is -------------------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ _VARLEN4 = (*("q", "k", "v", "qv"), *BOUNDARIES, "min_seqlen_k", *_USED, "gather
 def _packed(module: str, name: str, parameters: tuple[str, ...], profile: str) -> AttentionFunction:
     """Return a function that takes qkv, or q and kv, in one tensor."""
     tensor, names = ("qkv", _QKV) if "qkv" in parameters else ("kv", _KV)
-    read = partial(_read, is_varlen="varlen" in name)
+    read = partial(read_flash, is_varlen="varlen" in name)
     return AttentionFunction(
         module, name, parameters, read, profile, unpack=partial(_unpack, tensor, names), pack=partial(_pack, tensor, names)
     )
@@ -185,20 +186,20 @@ def _cached(module: str, parameters: tuple[str, ...], profile: str) -> Attention
     return AttentionFunction(module, name, parameters, _read_cache, profile, tensors, unpack=unpack, pack=pack)
 
 
-_VARLEN = partial(_read, is_varlen=True)
+_VARLEN = partial(read_flash, is_varlen=True)
 #: of each generation of flash-attn 3
 _FUNCTIONS_3 = [
     one
     for module in (generation.module for generation in FLASH3)
     for one in (
-        AttentionFunction(module, "flash_attn_func", (*_QKV, *_OPTIONS_3), _read, "flash3"),
+        AttentionFunction(module, "flash_attn_func", (*_QKV, *_OPTIONS_3), read_flash, "flash3"),
         AttentionFunction(module, "flash_attn_varlen_func", (*_QKV, *BOUNDARIES, *_USED, *_OPTIONS_3), _VARLEN, "flash3"),
         _packed(module, "flash_attn_qkvpacked_func", ("qkv", *_PACKED_3), "flash3"),
         _cached(module, (*_CACHE, "qv", *_ROTARY, "page_table"), "flash3"),
     )
 ]
 FUNCTIONS = (
-    AttentionFunction("flash_attn", "flash_attn_func", (*_QKV, *_OPTIONS), _read, "flash2"),
+    AttentionFunction("flash_attn", "flash_attn_func", (*_QKV, *_OPTIONS), read_flash, "flash2"),
     AttentionFunction(
         "flash_attn", "flash_attn_varlen_func", (*_QKV, *BOUNDARIES, *_OPTIONS, "block_table"), _VARLEN, "flash2"
     ),
