@@ -76,8 +76,8 @@ class Guest:
             backends for tests without any. "LIBRARY:PART" stands for all names that begin so: its class takes what is behind
             the colon, and says in `stands_for` what that makes.
         aliases: of backends, with the names that they stand for.
-        options: a dataclass of options, declared as those of `Settings` are, with `group` and `short`, their place and their
-            text in the help; read from `Settings.more`.
+        options: by their names, declared as those of `Settings` are, with `group` and `short`, their place and their text in
+            the help; read from `Settings.more`.
         contradiction: a function of the settings that says of options that do not go together what to type, a line that
             begins with one of them; "" where they do.
         kernels: by the name of an option of its, a class of `SelectedKernels` that says whose kernels a run tests,
@@ -110,7 +110,7 @@ class Guest:
     items: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    options: type | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     contradiction: str = ""
     kernels: Mapping[str, str] = field(default_factory=dict)
     cases: Mapping[str, str] = field(default_factory=dict)

@@ -102,16 +102,19 @@ def declared_options(settings: type) -> Iterator[Option]:
     """Yield the options that are declared in a dataclass, in their order."""
     for one in fields(settings):
         if "option" in one.metadata:
-            given = dict(one.metadata["option"])
-            stem = given.pop("stem", "") or one.name.replace("_", "-")
-            yield Option(one.name, stem, **given)
+            yield _option(one.name, one)
 
 
 def options_of_guests() -> Iterator[Option]:
     """Yield the options that guests declare."""
     for guest in guests():
-        if guest.options:
-            yield from declared_options(guest.options)
+        yield from (_option(name, declared) for name, declared in guest.options.items())
+
+
+def _option(name: str, declared: Any) -> Option:
+    told = dict(declared.metadata["option"])
+    stem = told.pop("stem", "") or name.replace("_", "-")
+    return Option(name, stem, **told)
 
 
 # -- what their texts may be ---------------------------------------------------------------------------------------------

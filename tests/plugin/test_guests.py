@@ -114,14 +114,9 @@ def test_two_guests_cannot_name_one_backend(guest, pytester):
 
 #: what else a guest may bring, behind the example
 MORE = """
-from dataclasses import dataclass
 from typing import Annotated, TypedDict
 
 from pytest_attn.session.option_types import switch
-
-@dataclass(frozen=True)
-class Options:
-    halved: bool = switch("Judge half of the rows", group="judge", short="half of the rows")
 
 def contradiction(settings):
     return "--attn-halved: leave out --attn-thorough" if settings.more["halved"] and settings.thorough else ""
@@ -138,7 +133,7 @@ def results(records):
 HERE = "rms_norm:"
 GUEST = Guest(
     kinds=(KIND,),
-    options=Options,
+    options={"halved": switch("Judge half of the rows", group="judge", short="half of the rows")},
     contradiction=f"{HERE}contradiction",
     fields=f"{HERE}Fields",
     lines=f"{HERE}lines",

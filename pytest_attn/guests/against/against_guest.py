@@ -1,7 +1,6 @@
 """The guest against: `pytest --attn-against=REV`, and the commands `compare` and `bisect`."""
 
 import argparse
-from dataclasses import dataclass
 from typing import Any
 
 from pytest_attn.seam import Guest
@@ -22,11 +21,8 @@ def _other_side(text: str) -> Any:
     return other_side(text)
 
 
-@dataclass(frozen=True)
-class AgainstOptions:
-    """The option that asks for it."""
-
-    against: str | None = action(
+_OPTIONS = {
+    "against": action(
         "Judge this version and another, and time both by turns in new processes, without a baseline: a revision, the python"
         " of an environment that has the other version, or self",
         "REV|PYTHON|self",
@@ -34,7 +30,8 @@ class AgainstOptions:
         is_serial=True,
         group="latency",
         short="this version against another, without a baseline",
-    )
+    ),
+}
 
 
 def add_commands(commands: Any) -> None:
@@ -50,7 +47,7 @@ def add_commands(commands: Any) -> None:
 
 
 GUEST = Guest(
-    options=AgainstOptions,
+    options=_OPTIONS,
     mode=f"{_HERE}.against_run:AgainstOther",
     commands=(f"{_HERE}.against_guest:add_commands",),
     compares="another revision, on this machine, here and now: --attn-against=REV",

@@ -1,6 +1,5 @@
 """The guest fuzz: `--attn-fuzz`."""
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -11,13 +10,8 @@ if TYPE_CHECKING:
     from pytest_attn.session.options import Settings
 
 _HERE = "pytest_attn.guests.fuzz"
-
-
-@dataclass(frozen=True)
-class FuzzOptions:
-    """The option that asks for it."""
-
-    fuzz: int = option_types.option(
+_OPTIONS = {
+    "fuzz": option_types.option(
         "Also run each marked test on N workloads that Hypothesis draws; a failure shrinks (default: 0)",
         "0",
         "N",
@@ -26,7 +20,8 @@ class FuzzOptions:
         instead_of_0="must be a number of workloads to draw, as --attn-fuzz=20",
         group="run",
         short="also run each test on N drawn workloads",
-    )
+    ),
+}
 
 
 def contradiction(settings: "Settings") -> str:
@@ -36,7 +31,7 @@ def contradiction(settings: "Settings") -> str:
 
 
 GUEST = Guest(
-    options=FuzzOptions,
+    options=_OPTIONS,
     contradiction=f"{_HERE}.fuzz_guest:contradiction",
     cases={"fuzz": f"{_HERE}.fuzz_items:fuzz_cases"},
 )

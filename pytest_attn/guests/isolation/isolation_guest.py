@@ -1,7 +1,6 @@
 """The guest isolation: `--attn-isolated`."""
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.seam import Guest
@@ -24,11 +23,8 @@ def _functions(text: str) -> str:
     return ",".join(option_types.names(text))
 
 
-@dataclass(frozen=True)
-class IsolationOptions:
-    """The option that asks for it."""
-
-    isolated: str | None = option_types.action(
+_OPTIONS = {
+    "isolated": option_types.action(
         "Run each callable given as module:function in a process of its own, which alone imports the module; refuse all"
         " others. With names, these are the backends unless --attn-backends says otherwise",
         "MODULE:FUNCTION",
@@ -37,7 +33,8 @@ class IsolationOptions:
         alone="",
         group="judge",
         short="run named callables in a process of their own",
-    )
+    ),
+}
 
 
 def contradiction(settings: "Settings") -> str:
@@ -49,7 +46,7 @@ def contradiction(settings: "Settings") -> str:
 
 
 GUEST = Guest(
-    options=IsolationOptions,
+    options=_OPTIONS,
     contradiction=f"{_HERE}.isolation_guest:contradiction",
     elsewhere={"isolated": f"{_HERE}.isolated_run:IsolatedFunctions"},
 )

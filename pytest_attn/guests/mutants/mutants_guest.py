@@ -1,6 +1,5 @@
 """The guest mutants: faulty kernels in place of those of its tests."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.seam import Guest
@@ -10,17 +9,13 @@ if TYPE_CHECKING:
     from pytest_attn.session.options import Settings
 
 _HERE = "pytest_attn.guests.mutants"
-
-
-@dataclass(frozen=True)
-class MutantOptions:
-    """The option that asks for it."""
-
-    mutants: bool = switch(
+_OPTIONS = {
+    "mutants": switch(
         "Run the tests with faulty kernels in place of theirs, and print which of these they find",
         group="run",
         short="run faulty kernels: which do the tests find?",
-    )
+    ),
+}
 
 
 def contradiction(settings: "Settings") -> str:
@@ -39,7 +34,7 @@ def contradiction(settings: "Settings") -> str:
 
 
 GUEST = Guest(
-    options=MutantOptions,
+    options=_OPTIONS,
     contradiction=f"{_HERE}.mutants_guest:contradiction",
     fields=f"{_HERE}.mutant_record:MutantFields",
     results=f"{_HERE}.mutation_score:mutation_results",

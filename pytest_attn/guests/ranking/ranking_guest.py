@@ -1,7 +1,6 @@
 """The guest ranking: `--attn-rank`, `--attn-rank-to`, `--attn-tune`, and the command `rank`."""
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.seam import Guest
@@ -29,31 +28,29 @@ def _stem_of_files(text: str) -> str:
     return writable(path, os.path.dirname(path))
 
 
-@dataclass(frozen=True)
-class RankingOptions:
-    """The options that ask for it."""
-
-    tune: str | None = action(
+_OPTIONS = {
+    "tune": action(
         "Check and time each configuration of one backend, in tests that use attn_backend, and rank these",
         "BACKEND",
         _one_backend,
         in_child=True,
         group="run",
         short="check and time each configuration of one backend",
-    )
-    rank: bool = switch(
+    ),
+    "rank": switch(
         "Print for each workload the fastest backend that is right, and those tied with it",
         in_child=False,
         group="latency",
         short="the fastest backend that is right, and its ties",
-    )
-    rank_to: str | None = action(
+    ),
+    "rank_to": action(
         "Same as --attn-rank, and write STEM.json, and STEM.py with tables {workload: backend} that a model can load",
         "STEM",
         _stem_of_files,
         group="outputs",
         short="--attn-rank, written to STEM.json and STEM.py",
-    )
+    ),
+}
 
 
 def contradiction(settings: "Settings") -> str:
@@ -68,7 +65,7 @@ def contradiction(settings: "Settings") -> str:
 
 
 GUEST = Guest(
-    options=RankingOptions,
+    options=_OPTIONS,
     contradiction=f"{_HERE}.ranking_guest:contradiction",
     kernels={"tune": f"{_HERE}.ranking_run:Configurations"},
     closing=dict.fromkeys(("rank", "rank_to", "tune"), f"{_HERE}.ranking_run:report_ranking"),

@@ -1,7 +1,5 @@
 """The guest ranks: tests whose callables run on several processes, each with its shards."""
 
-from dataclasses import dataclass
-
 from pytest_attn.seam import Guest, LatencyField
 from pytest_attn.session import option_types
 
@@ -18,13 +16,8 @@ BACKENDS = {
     "te_cp": f"{_HERE}.libraries.te_cp:TeCp",
     "diffusers_cp": f"{_HERE}.libraries.diffusers_cp:DiffusersCp",
 }
-
-
-@dataclass(frozen=True)
-class RankOptions:
-    """The options of tests over ranks."""
-
-    rank_timeout: float = option_types.option(
+_OPTIONS = {
+    "rank_timeout": option_types.option(
         "Seconds that ranks may take for one call; then they are ended, and their stacks and last collectives shown; 0 waits"
         " forever (default: 120)",
         "120",
@@ -32,14 +25,13 @@ class RankOptions:
         option_types.seconds,
         group="wait",
         short="of a call over ranks",
-    )
-
-
+    ),
+}
 #: attributes of `attn` in the process that judges; on a rank they are those of `RankCase`
 _OF_ATTN = ("rank", "ranks", "group", "mesh", "shards", "kv_shards")
 GUEST = Guest(
     items=dict.fromkeys(("ranks", "shard"), f"{_HERE}.ranked_items:RankedItems"),
-    options=RankOptions,
+    options=_OPTIONS,
     backends={"ranks": BACKENDS},
     attributes={name: f"{_HERE}.ranked_executor:{name}_of" for name in _OF_ATTN},
     latency={

@@ -1,6 +1,5 @@
 """The guest steady: `attn.check_steady`, and runs that only compile."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_attn.seam import Guest
@@ -11,18 +10,14 @@ if TYPE_CHECKING:
 
 _HERE = "pytest_attn.guests.steady"
 COMPILE_ONLY = "--attn-compile-only"
-
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """The option that asks for no judgment."""
-
-    compile_only: bool = switch(
+_OPTIONS = {
+    "compile_only": switch(
         "Call each kernel once per case, so that what it compiles is kept, and judge nothing; the run fails unless"
         " --attn-unjudged=warn",
         group="run",
         short="call each kernel once, to compile; judge nothing",
-    )
+    ),
+}
 
 
 def contradiction(settings: "Settings") -> str:
@@ -39,7 +34,7 @@ def contradiction(settings: "Settings") -> str:
 
 GUEST = Guest(
     methods={"check_steady": f"{_HERE}.steady_case:check_steady"},
-    options=CompileOptions,
+    options=_OPTIONS,
     contradiction=f"{_HERE}.steady_guest:contradiction",
     kernels={"compile_only": f"{_HERE}.compile_run:CompiledOnly"},
 )
