@@ -94,20 +94,14 @@ def run_certify(given: argparse.Namespace) -> int:
     if not (given.files or given.page):
         given.error("name the .jsonl files of whole runs; or of certificates that are in -o the page: --page=FILE.md")
     with usage_errors(given):
-        runs = [run for path in given.files for run in read_runs(path)]
-        by_device = gathered((run.facts["device"] if run.facts else "", run) for run in runs).values()
-        refused = [said for some_runs in by_device for said in not_whole(some_runs)]
-        made = [] if refused else [one for some_runs in by_device for one in certificates(some_runs)]
-        files = gathered((file_name(one), one) for one in made)
-        if runs and not refused and not made:
-            refused = [f"{given.files[0]} has judged no values, expected check or check_invariants"]
-        refused += [f"{_named(one[0])} is in two runs, expected one; certify them apart" for one in files.values() if one[1:]]
+        made, refused = _of_files(given.files)
         if refused:
             others = f" ({len(refused) - 1} more: python -m pytest_attn verify)" if refused[1:] else ""
             print(f"certify: {refused[0]}{others}", file=sys.stderr)
             return 1
         folder.mkdir(parents=True, exist_ok=True)
-        for name, (one,) in files.items():
+        for one in made:
+            name = file_name(one)
             write_atomically(folder / f"{name}.json", to_json(one))
             write_atomically(folder / f"{name}.svg", badge(one))
             print(f"{folder / name}.json: {_named(one)}: {_said(one)}")
@@ -118,6 +112,25 @@ def run_certify(given: argparse.Namespace) -> int:
     return 0
 
 
+def _of_files(paths: Sequence[str]) -> tuple[list[Certificate], list[str]]:
+    """Return the certificates of the runs in some files, and why they have none."""
+    of_devices = list(gathered((_device_of(run), run) for path in paths for run in read_runs(path)).values())
+    if refused := [said for runs in of_devices for said in not_whole(runs)]:
+        return [], refused
+    made = [one for runs in of_devices for one in certificates(runs)]
+    if paths and not made:
+        return [], [f"{paths[0]} has judged no values, expected check or check_invariants"]
+    return made, [f"{_named(one)} is in two runs, expected one; certify them apart" for one in _twice(made)]
+
+
+def _twice(made: Iterable[Certificate]) -> list[Certificate]:
+    return [same[0] for same in gathered((file_name(one), one) for one in made).values() if same[1:]]
+
+
+def _device_of(run: Run) -> str:
+    return run.facts["device"] if run.facts else ""
+
+
 # -- of records ------------------------------------------------------------------------------------------------------------
 
 
@@ -125,33 +138,35 @@ def certificates(runs: Sequence[Run]) -> Iterator[Certificate]:
     """Yield the certificates of whole runs on one device: of each kernel in each version of which a case was judged."""
     closed = [run.facts for run in runs if run.facts]
     records = [record for run in runs for line in run.lines if (record := read_line(line, run.path))]
-    remarks = list(dict.fromkeys(said for facts in closed for said in _remarks(facts)))
     kernels, beside = _by_kernel(records, closed[0])
+    of_runs = {
+        "schema": SCHEMA,
+        "commit": closed[0]["commit"],
+        "remarks": list(dict.fromkeys(said for facts in closed for said in _remarks(facts))),
+        "runs": [_run_of(facts) for facts in closed],
+    }
     for (kernel, version, device), own in sorted(kernels.items()):
         groups, wrong = _judged(own)
         cases = {name: sum(one[name] for one in groups.values()) for name in _CASES["properties"]}
-        if not cases["judged"]:
-            continue
-        machine, z = own[0]["machine"], [one["z_element"] for one in own if one["z_element"] is not None]
-        found = {
-            "schema": SCHEMA,
-            "kernel": kernel,
-            "version": version,
-            "device": device,
-            "date": max(one["date"] for one in own)[:10],
-            "commit": closed[0]["commit"],
-            "remarks": remarks,
-            "versions": {name: machine[name] for name in ("torch", "python", "pytest_attn") if name in machine},
-            "approximate": any(one["is_approximate"] for one in own),
-            "cases": cases,
-            "groups": groups,
-            "wrong": [*wrong, *beside][:_MOST_WRONG],
-            "z_worst": max(z, key=lambda one: math.inf if math.isnan(one) else one, default=None),
-            "bits": {name: _kept(every) for name, every in _bits(own).items()},
-            "steady": _kept(_end_of(one) == "right" for one in own if _is_steady(one) and _end_of(one) in _JUDGED),
-            "runs": [_run_of(facts) for facts in closed],
-        }
-        yield {**(plain := named_numbers(found)), "digest": _digest(plain)}
+        counted = {"cases": cases, "groups": groups, "wrong": [*wrong, *beside][:_MOST_WRONG]}
+        if cases["judged"]:
+            named = {"kernel": kernel, "version": version, "device": device}
+            found = named_numbers({**of_runs, **named, **counted, **_figures_of(own)})
+            yield {**found, "digest": _digest(found)}
+
+
+def _figures_of(records: Sequence[Record]) -> dict[str, Any]:
+    """Return what else a certificate has of the records of its kernel."""
+    machine, z = records[0]["machine"], [one["z_element"] for one in records if one["z_element"] is not None]
+    steady = [_end_of(one) == "right" for one in records if _is_steady(one) and _end_of(one) in _JUDGED]
+    return {
+        "date": max(one["date"] for one in records)[:10],
+        "versions": {name: machine[name] for name in ("torch", "python", "pytest_attn") if name in machine},
+        "approximate": any(one["is_approximate"] for one in records),
+        "z_worst": max(z, key=lambda one: math.inf if math.isnan(one) else one, default=None),
+        "bits": _bits(records),
+        "steady": _kept(steady),
+    }
 
 
 def _remarks(facts: RunFacts) -> Iterator[str]:
@@ -167,25 +182,31 @@ def _run_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: facts[name] for name in _OF_RUN}, "unchosen": len(facts["unchosen"])}
 
 
-def _by_kernel(records: Sequence[Record], facts: RunFacts) -> tuple[dict[_Key, list[Record]], list[str]]:
+def _by_kernel(records: Iterable[Record], facts: RunFacts) -> tuple[dict[_Key, list[Record]], list[str]]:
     """Return the records of each kernel, and what failed where none is known.
 
     A failure that no judgment tells, as of a process that was killed, knows neither version nor device. It is of the kernels
     that its test has judged, or of all versions of the one that it names.
     """
-    known = [one for one in records if one["machine"] and one["subject"] != _UNKNOWN]
-    kernels, of_tests = gathered((_key(one, facts), one) for one in known), gathered((one["test"], one) for one in known)
+    told: dict[bool, list[Record]] = {True: [], False: []}
+    for record in records:
+        told[bool(record["machine"]) and record["subject"] != _UNKNOWN].append(record)
+    kernels = gathered((_key(one, facts), one) for one in told[True])
+    of_tests = gathered((one["test"], one) for one in told[True])
     beside = []
-    for record in (one for one in records if not one["machine"] or one["subject"] == _UNKNOWN):
-        name = record["subject"]
+    for record in told[False]:
         failed: Any = {"question": "check", "verdict": record["verdict"], "reason": record["reason"]}
-        judged = [(_key(one, facts), one) for one in of_tests.get(record["test"], ())]
-        named = [key for key in kernels if key[0] == name] or [(name, "", facts["device"])]
-        for key, one in judged or [(key, record) for key in named if name != _UNKNOWN]:
+        homes = [(_key(one, facts), one) for one in of_tests.get(record["test"], ())]
+        for key, one in homes or [(key, record) for key in _keys_of(record["subject"], kernels, facts)]:
             kernels.setdefault(key, []).append({**one, **failed})
-        if not judged and name == _UNKNOWN:
+        if not homes and record["subject"] == _UNKNOWN:
             beside.append(printable(f"{record['test']}: {record['reason']}, of no kernel that is known", _LONGEST))
     return kernels, beside
+
+
+def _keys_of(name: str, kernels: Iterable[_Key], facts: RunFacts) -> list[_Key]:
+    known = [key for key in kernels if key[0] == name]
+    return known or [(name, "", facts["device"])] * (name != _UNKNOWN)
 
 
 def _key(record: Record, facts: RunFacts) -> _Key:
@@ -232,8 +253,9 @@ def _is_steady(record: Record) -> bool:
     return record["question"] == "steady"
 
 
-def _bits(records: Iterable[Record]) -> dict[str, list[bool]]:
-    return gathered((name, bool(kept)) for one in records for _, name, kept in _bits_of(one))
+def _bits(records: Iterable[Record]) -> dict[str, dict[str, int]]:
+    found = gathered((name, bool(kept)) for one in records for _, name, kept in _bits_of(one))
+    return {name: _kept(each) for name, each in found.items()}
 
 
 def _bits_of(record: Record) -> list[tuple[str, str, str]]:
@@ -241,9 +263,8 @@ def _bits_of(record: Record) -> list[tuple[str, str, str]]:
     return _BITS.findall(record["reason"]) if is_judged else []
 
 
-def _kept(each: Iterable[bool]) -> dict[str, int]:
-    every = list(each)
-    return {"kept": sum(every), "of": len(every)}
+def _kept(each: Sequence[bool]) -> dict[str, int]:
+    return {"kept": sum(each), "of": len(each)}
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------
@@ -342,17 +363,22 @@ def _lines(found: Iterable[Certificate], folder: str) -> Iterator[str]:
     for device, own in gathered((one["device"], one) for one in found).items():
         yield from (f"## {as_text(device)}", "")
         names = [f"[{as_code(one['kernel'])}]({folder}/{file_name(one)}.json) | {as_text(one['version'])}" for one in own]
-        yield from _table(
-            ("kernel | version", *_FIGURES), ((name, *_figures(one)) for name, one in zip(names, own, strict=True))
-        )
-        order = list(dict.fromkeys(entry.group for entry in builtin_catalog()))
-        groups = sorted({name for one in own for name, cases in one["groups"].items() if cases["judged"]})
-        groups.sort(key=lambda name: order.index(name) if name in order else len(order))
-        rows = ((name, *(_cell(one, group) for group in groups)) for name, one in zip(names, own, strict=True))
-        yield from _table(("kernel | version", *map(as_text, groups)), rows)
-        yield from _list("Wrong", (f"{as_text(_named(one))}: {as_text(said)}" for one in own for said in one["wrong"]))
-        yield from _list("Of these runs", (as_text(said) for one in own for said in one["remarks"]))
-        yield from _list("Runs", (_command(run) for one in own for run in one["runs"]))
+        yield from _table(_FIGURES, names, map(_figures, own))
+        groups = _in_order({name for one in own for name, cases in one["groups"].items() if cases["judged"]})
+        yield from _table(map(as_text, groups), names, ([_cell(one, group) for group in groups] for one in own))
+        yield from _beneath(own)
+
+
+def _beneath(own: Sequence[Certificate]) -> Iterator[str]:
+    yield from _list("Wrong", (f"{as_text(_named(one))}: {as_text(said)}" for one in own for said in one["wrong"]))
+    yield from _list("Of these runs", (as_text(said) for one in own for said in one["remarks"]))
+    yield from _list("Runs", (_command(run) for one in own for run in one["runs"]))
+
+
+def _in_order(groups: Iterable[str]) -> list[str]:
+    """Return groups in the order of the catalog, others last."""
+    order = {entry.group: number for number, entry in enumerate(builtin_catalog())}
+    return sorted(groups, key=lambda name: (order.get(name, len(order)), name))
 
 
 def _figures(one: Certificate) -> Iterator[str]:
@@ -377,8 +403,11 @@ def _command(run: Mapping[str, Any]) -> str:
     return f"{as_code(run['command'])}, seed {run['seed']}{unchosen}"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield from (as_row(*header), as_row(*["---"] * (len(header) + 1)), *(as_row(*row) for row in rows), "")
+def _table(titles: Iterable[str], names: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    header = ["kernel", "version", *titles]
+    yield from (as_row(*header), as_row(*["---"] * len(header)))
+    yield from (as_row(name, *row) for name, row in zip(names, rows, strict=True))
+    yield ""
 
 
 def _list(title: str, lines: Iterable[str]) -> Iterator[str]:
