@@ -143,6 +143,7 @@ class Auditor:
         self._arguments = [name for name in replaced if ":" not in name]
         self._layout, self._tolerances, self._say = layout, tolerances, say
         self._calls, self._ends, self._until = KernelCalls(), ends, ends
+        self._subtests: list[pytest.TestReport] = []
 
     # -- pytest's side -----------------------------------------------------------------------------------------------------
 
@@ -199,6 +200,10 @@ class Auditor:
             return self._calls.handle(InterceptedCall("", function, given, kernel, positional=len(args)))
 
         return called
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take down that a subtest failed, which alone is logged here: the report of its test passes."""
+        self._subtests += [report] if report.failed else []
 
     def pytest_assertion_pass(self, orig: str, expl: str) -> None:
         """Read a bound that an assertion has."""
@@ -257,9 +262,9 @@ class Auditor:
     def _run(self, item: pytest.Item, kernel: KernelBackend | None) -> Outcome:
         """Run a test with a kernel, None for its own, and take down what is its alone."""
         self._calls.start(kernel)
-        self._tolerances.used = {}
+        self._tolerances.used, self._subtests = {}, []
         # its parent as what comes next: fixtures of the module stay
-        reports = runtestprotocol(item, log=False, nextitem=item.parent)  # type: ignore[arg-type]
+        reports = [*runtestprotocol(item, log=False, nextitem=item.parent), *self._subtests]  # type: ignore[arg-type]
         ended = next((one for word in ("failed", "skipped") for one in reports if one.outcome == word), reports[0])
         return Outcome(ended.outcome, _reason(ended), self._calls.run, self._tolerances.used)
 

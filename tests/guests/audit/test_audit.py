@@ -313,6 +313,28 @@ def test_packed_and_paged_calls_are_read_as_flash_attn_takes_them(audit):
     assert because["test_of_padded_keys"].endswith("its argument seqused_k=a tensor of shape (2,) is not read")
 
 
+OF_UNITTEST = """
+import unittest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+class TestAttention(unittest.TestCase):
+    def test_parts(self):
+        q, k, v = (torch.randn(2, 2, 70, 16) for _ in range(3))
+        found, expected = F.scaled_dot_product_attention(q, k, v), (q @ k.mT / 4).softmax(-1) @ v
+        for head in range(2):
+            with self.subTest(head=head):
+                assert_close(found[:, head], expected[:, head])
+"""
+
+
+def test_a_fault_that_a_subtest_finds_does_not_pass(audit):
+    _, tests = audit("test_audited_unittest.py", OF_UNITTEST)
+    assert {"scale-dropped", "keys-of-first-batch-entry"} <= set(tests["test_parts"]["found"])
+    assert (tests["test_parts"]["cases"], tests["test_parts"]["passed"]) == (1, [])
+
+
 def test_pages_of_a_library_are_read_where_a_call_has_them():
     (varlen,) = (one for one in FUNCTIONS if one.place == ("flash_attn", "flash_attn_varlen_func"))
     ends = torch.tensor([0, 3, 43])
