@@ -5,11 +5,13 @@ The first two rounds may compile. From the third on nothing may compile, hold mo
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,12 +76,17 @@ class Steadiness:
 
 
 def check_steady(
-    case: AttentionCase, fn: Callable[..., Any] | Backend | str, variants: int = 3, name: str | None = None
+    case: AttentionCase,
+    fn: Callable[..., Any] | Backend | str,
+    variants: int = 3,
+    name: str | None = None,
+    first_call: float | None = None,
 ) -> Steadiness:
     """Call `fn` with other lengths, batches and offsets in rounds: nothing may compile, grow or wait once these are known.
 
     fn: as for `attn.check`; a callable must take any shape up to that of the workload. variants: at how many shapes it may
-    compile after the first call. name: as for `attn.check`.
+    compile after the first call. name: as for `attn.check`. first_call: the CPU seconds that the first call may take at most,
+    those of the compilers that it starts included; None for any.
 
     Returns what was seen. Raises AssertionError where it is not steady; the text names the first shape.
     """
@@ -88,8 +95,10 @@ def check_steady(
         raise ValueError(f"attn.check_steady: variants must be a whole number >= 0, got {variants!r}")
     if not (callable(fn) or isinstance(fn, Backend | str)):
         raise TypeError(f"attn.check_steady takes a callable or a backend, got {describe(fn)}")
+    if not (first_call is None or (type(first_call) in (int, float) and first_call > 0)):
+        raise ValueError(f"attn.check_steady: first_call must be a number of seconds > 0, got {first_call!r}")
     subject = case._subject(fn, name)
-    return conclude(context_of(case), SteadyEvaluator(subject, case._spec, variants))
+    return conclude(context_of(case), SteadyEvaluator(subject, case._spec, variants, first_call))
 
 
 class UnsteadyError(Exception):
@@ -203,8 +212,9 @@ class SteadyEvaluator(Evaluator[Steadiness]):
 
     question, wrong = "steady", Verdict.BROKEN
 
-    def __init__(self, subject: Subject, spec: CheckSpec, variants: int) -> None:
+    def __init__(self, subject: Subject, spec: CheckSpec, variants: int, first_call: float | None) -> None:
         self.subject: Subject = subject
+        self._first_call = first_call
         self._spec, self._variants, self.workload = spec, variants, spec.workload
         self.doing, self.on = f"calling {subject.name} in other shapes", spec.workload.id
         self._compiled: list[str] = []
@@ -228,12 +238,13 @@ class SteadyEvaluator(Evaluator[Steadiness]):
             )
         with watching() as watch, unlimited_recompiles(), KeptSwitches(self._spec.device.type):
             visits = self._visits(context, watch)
-            peak, start = PeakMemory(self._spec.device), time.perf_counter()
+            peak, start, computed = PeakMemory(self._spec.device), time.perf_counter(), cpu_seconds()
             with peak:
                 made = visits[0].calls()
-            seconds = time.perf_counter() - start
+            seconds, computed = time.perf_counter() - start, cpu_seconds() - computed
             facts: Any = {"fields": {"compile_seconds": seconds if made else None, "memory": peak.bytes}}
             try:
+                self._require_quick(seconds, computed, made)
                 rounds, said = self._rounds(visits)
             except UnsteadyError as error:
                 lines = [f"not steady: {self.subject.name} ({self.workload.id})", *(labeled(*line) for line in error.lines)]
@@ -254,6 +265,13 @@ class SteadyEvaluator(Evaluator[Steadiness]):
         if not (spec.declared.contiguous or self.workload.v_in_k):
             found.append(Visit(Probe(self.subject, spec, inputs, deadline), self.workload, watch, is_view=True))
         return found
+
+    def _require_quick(self, seconds: float, computed: float, made: list[str]) -> None:
+        """Raise UnsteadyError where the first call has computed for longer than it may."""
+        if self._first_call is not None and computed > self._first_call:
+            words = f"the first call takes {computed:.1f} s of CPU, more than first_call={self._first_call:g}"
+            compiled = (("compiled", one) for one in made[:_SHOWN])
+            raise UnsteadyError(words, ("first call", f"{words}; {seconds:.1f} s on the clock"), *compiled)
 
     def _rounds(self, visits: list[Visit]) -> tuple[int, str]:
         """Call all in rounds, as many as it takes to tell; return how many, and what could not be told."""
@@ -304,6 +322,27 @@ class SteadyEvaluator(Evaluator[Steadiness]):
         if len(self._compiled) > self._variants:
             allowed = ("allowed", f"variants={self._variants} after the first call; this is one more, and others may follow")
             raise UnsteadyError(f"new kernel at {self._compiled[0]}", *lines, allowed, ("instead", _ADVICE))
+
+
+def cpu_seconds() -> float:
+    """Return the seconds that this process and all that it has started have computed; clocks show others' work as well."""
+    return sum(os.times()[:4]) + sum(map(_computed, _started_by("self")))
+
+
+def _started_by(process: str) -> Iterator[str]:
+    """Yield the processes that one has started, and these in turn, as far as they run."""
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in listed.read_text().split():
+                yield child
+                yield from _started_by(child)
+
+
+def _computed(process: str) -> float:
+    with suppress(OSError, ValueError):
+        times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:15]
+        return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 @contextmanager

@@ -265,6 +265,27 @@ def test_what_is_recorded(attn):
     assert last_record(attn)["compile_seconds"] > 0
 
 
+@on_w
+def test_the_seconds_of_a_first_call_have_a_limit(attn):
+    attn.check_steady(compiled(dynamic=True), first_call=1000)
+    with pytest.raises(AssertionError, match=r"(?s)the first call takes .* s of CPU, more than first_call=0.001.*compiled"):
+        attn.check_steady(compiled(dynamic=True), first_call=0.001)
+    assert last_record(attn)["verdict"] == "broken"
+    with pytest.raises(ValueError, match="first_call must be a number of seconds > 0, got True"):
+        attn.check_steady(plain, first_call=True)
+
+
+def test_what_is_started_computes_too():
+    work = "sum(range(10**7)); print('done', flush=True); input()"
+    began = steady_case.cpu_seconds()
+    shell = ["/bin/sh", "-c", f'{sys.executable} -c "{work}"; true']
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        child.stdout.readline()
+        while_it_runs = steady_case.cpu_seconds() - began
+        child.communicate("\n")
+    assert 0.03 < while_it_runs <= steady_case.cpu_seconds() - began + 0.05
+
+
 @pytest.mark.parametrize("waits", [0, 1])
 def test_a_wait_within_a_call_is_found(monkeypatch, waits):
     """The profiler of a GPU shows such events; here they are made."""
