@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -160,6 +160,9 @@ _LOST_ADDS = Hint(
     " needed), or is memory read that this call did not write?",
     "rerun",
 )
+#: and of one whose next result is larger by all but this part of the exact one
+_GROWN = 0.1
+_GROWS = Hint("adds-to-earlier-calls", "grows by the exact result with each call: is its memory never cleared?", "rerun")
 _CHANGED_LATER = Hint("result-changes-later", "its result was right, and has changed while others were computed", "state")
 _CHANGED_BY_CALLS = Hint("other-calls-matter", "the same call was right before others came between", "state")
 
@@ -467,7 +470,19 @@ class _Judgment:
         is_gradient = row.name.startswith("d")
         if by <= (2 if is_gradient and not repeated.passed else _BY_CHANCE) and not is_unlike:
             return ()
+        with suppress(Exception):
+            if self._grows(row.name):
+                return (_GROWS._replace(words=f"{row.name} {_GROWS.words}"),)
         return (_LOST_ADDS._replace(words=f"{row.name} is {_LOST_ADDS.words}") if is_gradient else RERUN,)
+
+    def _grows(self, name: str) -> bool:
+        """Return whether the first distribution's result is larger by itself after one more call."""
+        assert self.first is not None
+        distribution, reference, _, _ = self.first
+        exact, w = reference.tensors[name], self.spec.workload
+        calls = (self._results(distribution, reference, CONTIGUOUS)[0] for _ in range(2))
+        earlier, later = (looked_at(name, one[name], exact, w).double().clone() for one in calls)
+        return float((later - earlier - exact.value.to(later.device)).norm()) < _GROWN * float(exact.value.norm())
 
 
 @contextmanager

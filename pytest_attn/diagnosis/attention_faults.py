@@ -115,6 +115,8 @@ class _MaskFaults:
         if mask is not None:
             yield from mask.near_misses(self.over)
             yield from self._of_others() if mask.band is None else self._tiles(mask.band)
+        else:
+            yield from self._causal_tiles()
         if has_more_keys:
             of_first = self._seen_where(lambda b, h, q, kv: kv < self.q_lens[b])
             yield NearMiss("keys-beyond-unseen", "without the keys from q_len on: as many keys as queries count", of_first)
@@ -137,21 +139,29 @@ class _MaskFaults:
 
             return moved
 
-        def before_diagonal(tile: int) -> MaskMod:
-            def is_before(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-                return kv // tile * tile < (q // tile + 1) * tile + self.kv_lens[b] - self.q_lens[b]
-
-            return self._seen_where(is_before)
-
         w = self.w
         for place, number, what, several in ((0, w.batch, "batch-entry", "batch entries"), (1, w.heads, "head", "heads")):
             for words, order in other_places(number):
                 yield NearMiss(f"mask-of-another-{what}", f"with masks of other {several}: {words}", of_other(place, order))
+        if w.batch > 1 < w.heads:
+            words = "with masks of other batch entries: one for all heads is read as if each had its own"
+            by_head: MaskMod = lambda b, h, q, kv: self.visible((b * w.heads + h) % w.batch, h, q, kv)  # noqa: E731
+            yield NearMiss("mask-of-another-batch-entry", words, by_head)
+        yield from self._causal_tiles()
+        yield NearMiss("causal-not-asked-for", "whose mask is causal, too", self._before_diagonal(1))
+
+    def _causal_tiles(self) -> Iterator[NearMiss]:
+        """Yield tiles of keys that are visited as if the mask were causal, and is not."""
         for tile in TILES:
-            if w.kv_len > tile:
+            if self.w.kv_len > tile:
                 words = f"without the tiles of {tile} keys beyond the diagonal, as if the mask were causal"
-                yield NearMiss("tiles-beyond-diagonal-missing", words, before_diagonal(tile))
-        yield NearMiss("causal-not-asked-for", "whose mask is causal, too", before_diagonal(1))
+                yield NearMiss("tiles-beyond-diagonal-missing", words, self._before_diagonal(tile))
+
+    def _before_diagonal(self, tile: int) -> MaskMod:
+        """Return the mask without tiles of so many keys that are beyond a tile of as many rows."""
+        return self._seen_where(
+            lambda b, h, q, kv: kv // tile * tile < (q // tile + 1) * tile + self.kv_lens[b] - self.q_lens[b]
+        )
 
     def _both_sides(self, band: Band) -> Iterator[NearMiss]:
         """Yield other ends of a window, and a causal mask whose lengths are subtracted the wrong way round."""
@@ -210,6 +220,8 @@ class _MaskFaults:
         if band.left is not None:
             text = f"without the tile of {tile} keys in which the window begins"
             yield "first-window-tile-missing", text, lambda at, first, last, is_whole: inside(*at) & is_whole
+            text = f"whose window is counted in whole tiles of {tile} keys: those in which it begins are left out"
+            yield "first-window-tile-missing", text, lambda at, *_: inside(*at) & self._in_whole_tiles(band, at, tile)
 
     def _tiled(self, band: Band, tile: int, seen: Callable[..., torch.Tensor]) -> MaskMod:
         """Return a mask that knows of each key whether it is seen, and its tile's place among those that are visited."""
@@ -228,6 +240,13 @@ class _MaskFaults:
         start = first * 0 if band.left is None else (first + before - band.left).clamp(min=0)
         end = self.kv_lens[b] - 1
         return start, end if band.right is None else end.minimum(last + before + band.right)
+
+    def _in_whole_tiles(self, band: Band, at: tuple[torch.Tensor, ...], tile: int) -> torch.Tensor:
+        """Return whether a key is in one of as many tiles, up to the row's own, as fit into a window."""
+        b, _, q, kv = at
+        assert band.left is not None
+        place = q if band.top_left else q + self.kv_lens[b] - self.q_lens[b]
+        return kv // tile > place // tile - max(1, (band.left + 1) // tile)
 
     def _is_full(self, inside: MaskMod, at: tuple[torch.Tensor, ...], tile: int) -> torch.Tensor:
         """Return whether all rows of q's tile see all keys of kv's."""
@@ -576,6 +595,30 @@ def _with_whole_pages(w: Workload, inputs: Inputs) -> Other:
     return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens), workload=longer), longer
 
 
+def _following_pages(few: int, pages: int, table: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(table.shape[1], device=table.device)
+    return (table[:, at // few * few] + at % few) % pages
+
+
+def _ends_on_pages(w: Workload) -> list[bool]:
+    """Return of each sequence whether its last page is full."""
+    return [w.kv_pages is not None and n > 0 and n % w.kv_pages.size == 0 for n in w.kv_lens or ()]
+
+
+def _with_one_page_more(w: Workload, page: int | None, inputs: Inputs) -> Other:
+    """Lengthen sequences whose last page is full by a page: one of that number, or the one that lies behind the last."""
+    table, size = inputs.page_table, w.kv_pages.size if w.kv_pages else 1
+    assert table is not None
+    assert inputs.kv_lens is not None
+    table = F.pad(table, (0, 1))
+    lens = tuple(n + size * ends for n, ends in zip(w.kv_lens or (), _ends_on_pages(w), strict=True))
+    for row, n, ends in zip(table, w.kv_lens or (), _ends_on_pages(w), strict=True):
+        if ends:
+            row[n // size] = (row[n // size - 1] + 1) % len(inputs.k) if page is None else page
+    longer = w.replace(kv_lens=lens, kv_len=None if w.is_packed else max(lens))
+    return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens), page_table=table, workload=longer), longer
+
+
 def _pages(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     """Yield other pages, or fewer."""
     if w.kv_pages is None or drawn.kv_lens is None:
@@ -607,6 +650,12 @@ def _pages(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         yield AttentionFault("padding-of-pages-seen", words, partial(_with_whole_pages, w))
     words = "that takes a sequence's pages to follow each other: only the first is looked up"
     yield AttentionFault("pages-taken-in-order", words, _with(w, "page_table", lambda t: (t[:, :1] + numbers(t)) % pages))
+    for few in (2, 4, 8):
+        words = f"that looks up one page in {few}, and takes the others to follow it"
+        yield AttentionFault("some-pages-looked-up", words, _with(w, "page_table", partial(_following_pages, few, pages)))
+    for whose, page in (("page 0", 0), ("the page after the last one", None)) if any(_ends_on_pages(w)) else ():
+        words = f"that sees a page of {size} keys beyond the length where the last page is full: {whose}"
+        yield AttentionFault("page-beyond-length", words, partial(_with_one_page_more, w, page))
     words = "that finds a row of the page table by the pages in use, not by its stride"
     yield AttentionFault("page-table-stride-ignored", words, _with(w, "page_table", by_used_pages))
     yield from _slots(w)

@@ -13,7 +13,7 @@ import torch
 
 from pytest_attn.correctness.arithmetic import modify, over_keys, sinks_of, softmax
 from pytest_attn.correctness.reference import Reference
-from pytest_attn.diagnosis.attention_faults import TILES, attention_faults
+from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, read_heads_first, read_rows_first
 from pytest_attn.diagnosis.faults import RECOMPUTED
 from pytest_attn.diagnosis.hypothesis import OF_STEPS, AttentionFault, FaultHypothesis, Prediction, Tolerance, View
 from pytest_attn.diagnosis.steps import AttentionSteps, Region, RegionScores, honest_steps
@@ -205,6 +205,13 @@ def _of_lse(w: Workload) -> Iterator[tuple[str, str, Changed]]:
         yield "lse-of-first-batch-entry", "with lse of the first batch entry for all", _with_lse_of_first
     if w.heads > 1:
         yield "lse-of-next-head", "with lse of the next head", with_lse(lambda lse: lse.roll(-1, 1))
+    for is_read, lies, read in (
+        ("(batch, heads, rows)", "(batch, rows, heads)", read_heads_first),
+        ("(batch, rows, heads)", "(batch, heads, rows)", read_rows_first),
+    ):
+        if w.heads > 1 and not w.is_packed:
+            words = f"that reads lse as {is_read}, where it lies as {lies}"
+            yield RECOMPUTED + "lse-layout", words, partial(_with_lse_read, read)
     if w.sinks:
         yield "sink-missing-in-lse", "that recomputes P without the sink's share of lse", _without_sink
 
@@ -216,6 +223,11 @@ def _rounded(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 def _with_lse_of_first(seen: GradientOfRegion) -> AttentionSteps:
     first = seen.reference.tensors["lse"].value[:1, :, seen.honest.region.rows].unsqueeze(-1)
     return dataclasses.replace(seen.honest, lse=first)
+
+
+def _with_lse_read(read: Callable[[torch.Tensor], torch.Tensor], seen: GradientOfRegion) -> AttentionSteps:
+    lse = seen.honest.region.of_rows(read(seen.reference.tensors["lse"].value.unsqueeze(-1)))
+    return dataclasses.replace(seen.honest, lse=lse)
 
 
 def _without_sink(seen: GradientOfRegion) -> AttentionSteps:

@@ -122,6 +122,8 @@ def misplaced_rows(shape: torch.Size, is_sampled: bool, limits: Limits) -> Itera
     for shift in range(1, heads):
         words = f"head h holds what belongs to head h - {shift}: heads are swapped"
         yield fault("heads-shifted", words, partial(torch.roll, shifts=shift, dims=1))
+    for whose, order in other_places(heads):
+        yield fault("heads-shifted", f"heads of out are those of others: {whose}", partial(in_order, 1, order))
     for shift in range(1, min(batch, 8)):
         words = f"batch entry b holds what belongs to batch entry b - {shift}: batch entries are swapped"
         yield fault("batch-entries-shifted", words, partial(torch.roll, shifts=shift, dims=0))

@@ -127,7 +127,7 @@ def _farther_is_less(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: t
 _FP8, _INT8 = "float8_e4m3fn", "int8"
 _DECODE: Choice = {"lengths": (1, 129)}
 _CROSS_BR: Choice = {"lengths": (33, 97), "mask": "causal-bottom-right"}
-_GROUPED = ((4, 2), (3, 1), (8, 1), (8, 2), (10, 2), (40, 2), (40, 8))
+_GROUPED = ((4, 2), (3, 1), (8, 1), (8, 2), (10, 2), (16, 1), (32, 1), (40, 2), (40, 8), (128, 1))
 _GIVEN = {
     "given": _thirds,
     "given by entry": _thirds_by_entry,
@@ -184,7 +184,12 @@ VALUES: dict[str, dict[str, Choice]] = {
         **{f"kv {name} by {of}": {"kv_dtype": name, "descales": of} for name in (_FP8, _INT8) for of in DESCALES},
     },
     "layout": {name: {"layout": name} for name in ("padded", "left-padded", "packed", "paged", "packed pages", "cached")},
-    "sequences": {"empty sequences": {"sequences": "empty"}, "one sequence": {"sequences": "one"}},
+    "sequences": {
+        "empty sequences": {"sequences": "empty"},
+        "one sequence": {"sequences": "one"},
+        "a sequence without keys": {"sequences": "keyless", "layout": "packed"},
+        "a sequence without queries": {"sequences": "queryless", "layout": "packed"},
+    },
     "pages": {
         **{f"pages of {n}": {"pages": {"size": n}} for n in (1, 32, 64, 128, 256)},
         "HND pages": {"pages": {"size": 16, "layout": "HND"}},
@@ -228,6 +233,7 @@ RARE: tuple[Choice, ...] = (
     {**_DECODE, "heads": 4, "kv_heads": 2},
     {**_DECODE, "layout": "paged", "mask": "causal-bottom-right"},
     {"layout": "left-padded"},
+    {"layout": "padded", "mask": "causal"},
     {**_CROSS_BR, "layout": "packed"},
     {"layout": "packed pages", "mask": "causal"},
     {**_CROSS_BR, "layout": "cached"},
@@ -254,7 +260,7 @@ _SIZES: tuple[Choice, ...] = (
     *({"head_dim": d, "v_head_dim": d} for d in (128, 512, 256, 32, 96, 80, 192, 16, 40, 8)),
     *({"head_dim": d, "v_head_dim": e} for d, e in ((192, 128), (64, 32), (576, 512))),
 )
-_HEADS: tuple[Choice, ...] = ({}, {"heads": 4, "kv_heads": 2}, {"heads": 8, "kv_heads": 1}, {"heads": 1})
+_HEADS: tuple[Choice, ...] = ({}, *({"heads": h, "kv_heads": m} for h, m in ((4, 2), (8, 1), (16, 1), (1, 1))))
 _DTYPES: tuple[Choice, ...] = ({}, {"dtype": "float16"}, {"dtype": "float32"})
 
 
@@ -301,10 +307,11 @@ def _lengths(
     if is_cached:
         return {"q_len": q_len, "cached": kv_len - q_len if layout == "cached" else _several(kv_len - q_len, batch or 2, 1)}
     number = 1 if sequences == "one" else batch or 2
-    least = 0 if sequences == "empty" else 1
+    least = 0 if sequences in ("empty", "keyless") else 1
     kv_lens = _several(kv_len, number, least)
     if "packed" in layout:
-        q_lens = kv_lens if q_len == kv_len else _several(q_len, number, least)
+        has_as_many = q_len == kv_len and sequences not in ("keyless", "queryless")
+        q_lens = kv_lens if has_as_many else _several(q_len, number, 0 if sequences in ("empty", "queryless") else 1)
         return {"q_lens": q_lens, "kv_lens": kv_lens}
     sides = {"pad": "left"} if layout == "left-padded" else {}
     return {"q_len": q_len, "kv_len": kv_len, "kv_lens": kv_lens, **sides}
@@ -422,7 +429,8 @@ _APART: tuple[Choice, ...] = (
     *({**dtype, **base} for dtype in _DTYPES[1:] for base in (*COMMON[:4], {"lengths": (128, 128)}, {"batch": 3})),
     *({**dtype, "lengths": (1, 1024)} for dtype in _DTYPES[1:]),
     *({**_DECODE, "head_dim": 576, "v_head_dim": 512, "v_in_k": True, "heads": 16, "kv_heads": 1, **more}
-      for more in ({}, {"lengths": (1, 257)}, {"layout": "paged", "pages": {"size": 64}}, {"batch": 3})),
+      for more in ({}, {"lengths": (1, 257)}, {"layout": "paged", "pages": {"size": 64}}, {"batch": 3}, {"heads": 32},
+                   {"heads": 128})),
     *({**_DECODE, "batch": 3, **heads, "mask": BooleanMask(given)}
       for heads in ({"heads": 8}, {"heads": 40}) for given in _GIVEN.values()),
     *({"sinks": True, "lengths": lengths, "mask": Window(left, 0)}
@@ -452,6 +460,7 @@ _VARIED: tuple[Choice, ...] = (
     {**_CROSS_BR, "layout": "paged", "cached": True},
     {**_CROSS_BR, "layout": "packed pages", "mask": _a_step_with_each_head},
     {"layout": "packed", "mask": "causal", "kv_dtype": _FP8},
+    {"layout": "padded", "mask": "causal"},
     {"alibi": True, "mask": "causal"},
     {**_DECODE, "alibi": True, "mask": "causal-bottom-right"},
     {"score_mod": _farther_is_less, "mask": "causal"},
@@ -461,7 +470,7 @@ _VARIED: tuple[Choice, ...] = (
 @cache
 def for_any_kernel() -> tuple[Workload, ...]:
     """Return workloads of which a kernel declines what it does not take: each value alone, then those of each base."""
-    lying: dict[str, Choice] = {"pages": {**_DECODE, "layout": "paged"}}
+    lying: dict[str, Choice] = {"pages": {**_DECODE, "layout": "paged"}, "sequences": {"layout": "packed"}}
     alone = [{**lying.get(factor, {}), **value} for factor, values in VALUES.items() for value in values.values()]
     choices: list[Choice] = [*BASES, *alone, *_APART, *_VARIED]
     for base in (*COMMON, *_VARIED):

@@ -117,8 +117,8 @@ class PartialsOfTheFirstEntry(_InSplits):
 
 
 class _Given(Attention):
-    def given(self, t: Tile, b: int, h: Tensor) -> Tensor:
-        return t.call.inputs.mask_mod(t.e.n)(torch.tensor(b), h, t.i, t.j)
+    def given(self, t: Tile, b: int | Tensor, h: Tensor) -> Tensor:
+        return t.call.inputs.mask_mod(t.e.n)(torch.as_tensor(b), h, t.i, t.j)
 
 
 _GIVEN_DECODING = only("boolean", where=lambda w: is_decoding(w) and w.mask is not None)
@@ -140,12 +140,12 @@ class GivenMaskOf32Heads(_Given):
         return self.given(t, t.e.b, t.h % 32)
 
 
-@taking(_GIVEN_DECODING)
+@taking(_GIVEN_DECODING, "pytorch/pytorch#184180", "mask-of-another-batch-entry")
 class GivenMaskHasAStrideOfHeads(_Given):
     """A mask that is equal over heads is read as if each head had its own."""
 
     def in_other_mask(self, t: Tile) -> Tensor:
-        return torch.stack([self.given(t, (t.e.b * t.w.heads + h) % t.w.batch, t.h)[h % t.w.heads] for h in range(t.w.heads)])
+        return self.given(t, (t.e.b * t.w.heads + t.h) % t.w.batch, t.h)
 
 
 @taking(only("v in k", "v_head_dim", "grouped heads", where=lambda w: is_decoding(w) and w.v_in_k))

@@ -856,3 +856,342 @@ class GradientOfSinksLost(Attention):
 
     def dsinks(self, call: Call, e: Entry, rows: range, lse: Tensor, delta: Tensor) -> Tensor:
         return torch.zeros(call.w.heads)
+
+
+# -- after reports that the others left out -----------------------------------------------------------------------------------
+
+_SQUARE = only("causal", _GROUPED, where=lambda w: w.q_len == w.kv_len)
+_WINDOWED_PAGES = only(
+    "window",
+    "causal-bottom-right",
+    "padded",
+    "paged",
+    _GROUPED,
+    where=lambda w: is_decoding(w) and _has_mask(w) and bool(w.kv_pages),
+)
+_PACKED = only(
+    "packed", "empty sequences", "causal", "causal-bottom-right", _GROUPED, where=lambda w: w.is_packed and w.packs_keys
+)
+_PADDED = only("padded", "causal", _GROUPED, where=lambda w: w.kv_lens is not None and w.q_len == w.kv_len)
+
+
+@taking(_SQUARE, "triton-lang/triton#4174", "recomputed-tiles-beyond-diagonal-missing", backward=True)
+class CausalBackwardAlways(Attention):
+    """Whatever the mask, the loops of the backward pass ended and began at the diagonal."""
+
+    def key_tiles_again(self, call: Call, e: Entry, rows: range) -> list[range]:
+        return [tile for tile in super().key_tiles_again(call, e, rows) if tile.start < rows.stop]
+
+
+@taking(only(where=lambda w: w.head_dim == w.v_head_dim), "66RING/tiny-flash-attention#12", "head-dim-tail-unread")
+class HeadDimIn16s(Attention):
+    """Products took as many elements of a head as make a multiple of 16."""
+
+    def logits(self, t: Tile) -> Tensor:
+        whole = max(t.w.head_dim // 16 * 16, 8)
+        return self.load_q(t)[..., :whole] @ self.load_k(t)[..., :whole].mT * self.scale(t.call)
+
+
+@taking(only("window", "causal", _GROUPED, where=_has_mask), "ModelTC/LightLLM#1311", "window-both-sided")
+class WindowToTheRightAsWell(Attention):
+    """A window of (w - 1, w - 1) was handed over, not of (w - 1, 0)."""
+
+    def window(self, t: Tile) -> tuple[int | None, int | None]:
+        left, right = super().window(t)
+        return left, right if left is None or right else left
+
+
+@taking(_WINDOWED_PAGES, "lightseekorg/tokenspeed#578", "window-left-one-too-short")
+class WindowOfOneLess(Attention):
+    """While decoding as many keys were left as are before a row, without its own."""
+
+    def window(self, t: Tile) -> tuple[int | None, int | None]:
+        left, right = super().window(t)
+        return None if left is None else max(left - 1, 0), right
+
+
+@taking(_WINDOWED_PAGES, "vllm-project/vllm-gaudi#1395", "first-window-tile-missing")
+class WindowInWholePages(Attention):
+    """A window had as many pages as fit into it, so the one in which it begins was left out."""
+
+    def in_band(self, t: Tile) -> Tensor:
+        size, left = t.w.kv_pages.size, t.w.mask.band.left
+        is_near = t.j >= 0 if left is None else t.j // size > (t.e.m - 1) // size - max(1, (left + 1) // size)
+        return super().in_band(t) & is_near
+
+
+@taking(_DENSE_GROUPED, "torch-spyre/torch-spyre#4331", "strides-misread")
+class ViewsOfWholeTiles(Attention):
+    """Views were read as if contiguous where their length needed no padding."""
+
+    def __call__(self, inputs: Any, q: Tensor, k: Tensor, v: Tensor, **leaves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        read = (t if t.shape[2] % 64 else t.transpose(1, 2).reshape(t.shape) if _is_view(t) else t for t in (q, k, v))
+        return super().__call__(inputs, *read, **leaves)
+
+
+def _is_view(t: Tensor) -> bool:
+    return t.dim() == 4 and not t.is_contiguous() and t.transpose(1, 2).is_contiguous()
+
+
+@taking(
+    only(_GROUPED, where=lambda w: w.q_len <= 8), "pytorch/pytorch#174861", "heads-interleaved", "group-taken-for-kv-heads"
+)
+class KeyHeadsOfTwoPasses(Attention):
+    """Where keys took two passes, their heads were counted as those of queries."""
+
+    def kv_heads_of(self, call: Call) -> Tensor:
+        return torch.arange(call.w.heads) % call.w.kv_heads if call.w.kv_len >= 1024 else super().kv_heads_of(call)
+
+
+@taking(
+    only("window", "causal", "causal-bottom-right", "sinks", _GROUPED, where=lambda w: bool(w.sinks)),
+    "ROCm/rocm-libraries#12227",
+    "sink-in-every-split",
+)
+class SinkOfAnEmptySplitToo(Splits):
+    """A first split without keys was the sink alone, and the next one added it, too."""
+
+    def with_sinks(self, call: Call, e: Entry, rows: range, part: Part) -> Part:
+        first = self.split(self.key_tiles(call, e, rows))[0]
+        seen = [self.visible(Tile(call, e, rows, keys)).expand(call.w.heads, len(rows), -1).any(-1) for keys in first]
+        once = super().with_sinks(call, e, rows, part)
+        twice, is_empty = super().with_sinks(call, e, rows, once), ~torch.stack(seen).any(0)
+        return Part(twice.out.where(is_empty[..., None], once.out), twice.lse.where(is_empty, once.lse))
+
+
+@taking(
+    only("sinks", "causal", "window", _GROUPED, where=lambda w: bool(w.sinks) and w.q_len == w.kv_len),
+    "NVIDIA/cudnn-frontend#421",
+    "sink-missing-in-lse",
+    backward=True,
+)
+class LseOfKeysAlone(Attention):
+    """The backward pass took lse without the sink."""
+
+    def probabilities_again(self, t: Tile, x: Tensor, lse: Tensor) -> Tensor:
+        share = (t.call.sinks.float()[:, None] - lse).exp()
+        return super().probabilities_again(t, x, lse + (1 - share).clamp(min=1e-30).log())
+
+
+@taking(
+    only("sinks", "padded", "paged", _GROUPED, where=lambda w: bool(w.sinks) and is_decoding(w) and w.group > 1),
+    "sgl-project/sgl-kernel-xpu#254",
+    "sink-of-another-head",
+)
+class SinksByLanes(Attention):
+    """The heads of a group lay in rows, and their sinks were taken by lanes."""
+
+    def sinks(self, call: Call, e: Entry, rows: range) -> Tensor | None:
+        return super().sinks(call, e, rows).view(call.w.group, call.w.kv_heads).T.reshape(-1, 1)
+
+
+@taking(_PAGED_DECODING, "pegainfer-project/pegainfer#291", "page-beyond-length")
+class PageForTheNextToken(Attention):
+    """Where the last page was full, the table had that of the next token already, and the length was counted by it."""
+
+    def entry(self, call: Call, b: int) -> Entry:
+        e, size = super().entry(call, b), self.page_size(call)
+        return e._replace(m=e.m + size * (e.m > 0 == e.m % size))
+
+    def page_numbers(self, call: Call, e: Entry, number: Tensor) -> Tensor:
+        used = -(-int(call.inputs.kv_lens[e.b]) // self.page_size(call))
+        return super().page_numbers(call, e, number.clamp(max=used - 1)).where(number < used, 0)
+
+
+@taking(_PAGED_DECODING, "hw-native-sys/pypto#470", "some-pages-looked-up", "pages-taken-in-order")
+class PagesInPairs(Attention):
+    """Two pages were loaded at once, from the first one's place."""
+
+    def page_numbers(self, call: Call, e: Entry, number: Tensor) -> Tensor:
+        return (super().page_numbers(call, e, number // 2 * 2) + number % 2) % len(call.k)
+
+
+@taking(
+    only("padded", "paged", _GROUPED, where=lambda w: bool(w.kv_pages) and w.kv_pages.size == 256),
+    "ai-bond/flash-attention-v100#41",
+    "some-pages-looked-up",
+    "pages-taken-in-order",
+)
+class TilesOf160Straddle(Attention):
+    """A tile of 160 keys was read from the page of its first one."""
+
+    def gathered(self, call: Call, e: Entry, pool: Tensor) -> Tensor:
+        at, size, slots = torch.arange(e.m), self.page_size(call), self.slots(call, pool).flatten(0, 1)
+        first = at // 160 * 160
+        return slots[(self.page_numbers(call, e, first // size) * size + first % size + at % 160) % len(slots)].transpose(0, 1)
+
+
+@taking(only("alibi", "causal", where=lambda w: w.alibi is True), "meta-pytorch/attention-gym#86", "alibi-sign-flipped")
+class FartherIsMore(Attention):
+    """ALiBi grew with the distance."""
+
+    def alibi(self, t: Tile, slopes: Tensor) -> Tensor:
+        return -super().alibi(t, slopes)
+
+
+@taking(only("softcap", "causal", _GROUPED, where=lambda w: bool(w.softcap)), "kekzl/imp#688", "softcap-ignored")
+class SoftcapOfDecodingOnly(Attention):
+    """Where scores of a prefill were kept in float32, nothing capped them."""
+
+    def capped(self, t: Tile, x: Tensor) -> Tensor:
+        return x if t.w.q_len > 1 else super().capped(t, x)
+
+
+@taking(_PACKED, "Dao-AILab/flash-attention#2421", "not-finite", backward=True)
+class GradientsWithoutQueriesUnwritten(Attention):
+    """dk and dv of a sequence without queries were never written."""
+
+    def backward(self, call: Call, *rest: Any) -> dict[str, Tensor]:
+        sums = super().backward(call, *rest)
+        for e in (one for one in self.entries(call) if not one.n):
+            for name in "kv":
+                self.keys_in(call, e, sums[name]).fill_(math.nan)
+        return sums
+
+
+@taking(_PACKED, "Dao-AILab/flash-attention#2568", "empty-rows-nan", "not-finite")
+class RowsOfNoKeysAreNan(Attention):
+    """Rows of a sequence without keys were divided by 0."""
+
+    def attend(self, call: Call, e: Entry, rows: range) -> Part:
+        return super().attend(call, e, rows) if e.m else Part(*(torch.full(s, math.nan) for s in _sizes(call, rows)))
+
+
+def _sizes(call: Call, rows: range) -> tuple[tuple[int, ...], ...]:
+    return (call.w.heads, len(rows), call.w.v_head_dim), (call.w.heads, len(rows))
+
+
+@taking(only("bias", where=lambda w: w.bias is not None), "HKUSTDial/flash-sparse-attention#194", backward=True)
+class LastRowOfDbias(Attention):
+    """Of a bias without rows, each tile overwrote the gradient of the one before."""
+
+    def add_dbias(self, t: Tile, total: Tensor, share: Tensor) -> None:
+        if total.shape[2] == 1:
+            there = total[t.e.b if len(total) > 1 else 0]
+            (there[:, :, t.keys.start : t.keys.stop] if total.shape[3] > 1 else there).zero_()
+        super().add_dbias(t, total, share)
+
+
+@taking(
+    only("causal-bottom-right", "v_head_dim", _GROUPED, where=lambda w: 1 < w.q_len < w.kv_len),
+    "sgl-project/sglang#40903",
+    "splits-merged-as-natural",
+)
+class MergeOfLseInBase2(Splits):
+    """A prefix and the rest were merged by lse in base 2 as if it were natural."""
+
+    def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
+        return super().merged(call, e, rows, [part._replace(lse=part.lse / math.log(2)) for part in parts])
+
+
+@taking(_DENSE_GROUPED, "pytorch/executorch#22426", "causal-other-alignment")
+class CausalFromTheLastKey(Attention):
+    """A causal mask ended at the last key, where torch's begins at the first."""
+
+    def place(self, t: Tile) -> Tensor:
+        return t.i + t.e.m - t.e.n
+
+
+@taking(_SQUARE, "kyegomez/OpenMythos#2", "causal-not-asked-for")
+class NoMaskIsCausal(Attention):
+    """Without a mask, more than one row was causal."""
+
+    def visible(self, t: Tile) -> Tensor:
+        return super().visible(t) & (t.j <= t.i)
+
+
+@taking(
+    only("v in k", "v_head_dim", "causal", _GROUPED, where=lambda w: w.group > 1),
+    "flagos-ai/FlagGems#3759",
+    "first-key-head-for-all",
+    "heads-in-neighboring-groups",
+    "group-taken-for-kv-heads",
+)
+class GroupsDividedTwice(Attention):
+    """The number of a block of heads was divided by the group, of which there was one in each."""
+
+    def kv_heads_of(self, call: Call) -> Tensor:
+        return super().kv_heads_of(call) // call.w.group
+
+
+@taking(only("packed", "causal", _GROUPED, where=lambda w: w.packs_keys), "facebookresearch/xformers#1185", "mask-ignored")
+class MovedMaskIsNotCausal(_NoMask):
+    """A mask that was moved to a device was no longer causal."""
+
+
+@taking(_SQUARE, "NVIDIA/cudnn-frontend#304", "recomputed-lse-layout", backward=True)
+class StatsByRows(Attention):
+    """The backward pass read lse, which lay by rows, as if it lay by heads."""
+
+    def backward(self, call: Call, out: Tensor, lse: Tensor, *rest: Any) -> dict[str, Tensor]:
+        return super().backward(call, out, lse.transpose(1, 2).reshape(lse.shape), *rest)
+
+
+@taking(only("causal", where=lambda w: w.head_dim == w.v_head_dim), "turboderp-org/exllamav3#316", "calls-differ")
+class ColumnsNobodyWrote(Attention):
+    """Where head_dim is no power of two, columns of memory that nobody wrote entered the products."""
+
+    def logits(self, t: Tile) -> Tensor:
+        found = super().logits(t)
+        return found if t.w.head_dim.bit_count() == 1 else found + 0.1 * torch.randn(found.shape)
+
+
+@taking(_SQUARE, "tile-ai/tilelang#547", "adds-to-earlier-calls", backward=True)
+class DqIsNeverCleared(Attention):
+    """dq was added to in memory that kept the sums of earlier calls."""
+
+    def backward(self, call: Call, *rest: Any) -> dict[str, Tensor]:
+        sums = super().backward(call, *rest)
+        sums["q"] = self.kept[sums["q"].shape] = self.kept.get(sums["q"].shape, 0) + sums["q"]
+        return sums
+
+
+@taking(
+    only("v in k", "v_head_dim", _GROUPED, where=lambda w: is_decoding(w) and w.v_in_k and w.heads % 16 == 0),
+    "vllm-project/vllm#46952",
+    "heads-shifted",
+)
+class ThirtyTwoHeadsAreFolded(Attention):
+    """Kernels for 16, 64 and 128 heads were right; 32 were folded to 16."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(call)
+        return out[:, torch.arange(call.w.heads) % 16] if call.w.heads == 32 else out, lse
+
+
+@taking(
+    only("padded", "causal", _GROUPED, where=lambda w: w.kv_lens is not None and w.pad == "right"),
+    "Dao-AILab/flash-attention#2167",
+    "recomputed-kv-lens-ignored",
+    "kv-lens-ignored",
+    backward=True,
+)
+class PaddingInTheBackwardPass(Attention):
+    """The backward pass took the lengths of memory, not those that are used."""
+
+    def backward(self, call: Call, *rest: Any) -> dict[str, Tensor]:
+        self.kept["is_back"] = True
+        sums = super().backward(call, *rest)
+        self.kept["is_back"] = False
+        return sums
+
+    def entry(self, call: Call, b: int) -> Entry:
+        e = super().entry(call, b)
+        return e._replace(m=call.w.kv_len) if self.kept.get("is_back") else e
+
+
+@taking(_PADDED, "unslothai/unsloth-zoo#963", "mask-ignored")
+class PaddingReplacesCausality(_NoMask):
+    """A mask of the padding took the place of the causal one."""
+
+
+@taking(
+    only("quantized", "padded", "paged", _GROUPED, where=lambda w: w.kv_dtype == "float8_e4m3fn" and w.descales == "tensor"),
+    "sgl-project/sglang#26852",
+    "descale-of-k-for-v",
+)
+class DescaleOfKForV(Attention):
+    """Where there was no descale of v, that of k was taken."""
+
+    def descale(self, t: Tile, name: str) -> Tensor | None:
+        return super().descale(t, "k" if name == "v" else name)

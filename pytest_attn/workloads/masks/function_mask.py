@@ -97,14 +97,18 @@ class BooleanMask(FunctionMask):
         if not isinstance(made, torch.Tensor) or made.dtype != torch.bool:
             raise ValueError(f"BooleanMask: {name} must return a boolean tensor (True = visible), got {describe(made)}")
         try:
-            dense = made.to(over.device).expand(shape)
+            made.expand(shape)
         except RuntimeError:
             raise ValueError(
                 f"BooleanMask: {name} must return a tensor that broadcasts to {shape}, got {describe(made)}"
             ) from None
+        own = made.to(over.device).view((1,) * (4 - made.dim()) + made.shape)
 
-        def looked_up(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            return dense[b, h, q, kv]
+        def looked_up(*index: torch.Tensor) -> torch.Tensor:
+            """Return the tensor's values where it has them: it is as narrow as its factory makes it."""
+            return own[
+                tuple(at if size > 1 else at.new_zeros((1,) * at.dim()) for at, size in zip(index, own.shape, strict=True))
+            ]
 
         return looked_up
 
