@@ -95,12 +95,13 @@ def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tenso
     """Return an additive mask as (visible, bias): what it hides, and what it adds elsewhere; None where it does neither.
 
     A number near the dtype's lowest hides, unless it hides a whole row: there all keys count alike, which only the sum says.
+    Beside float16's, scores count still, as much as a kernel rounds them: such rows see no key.
     """
     import torch
 
     hidden = mask <= torch.finfo(mask.dtype).min / 2
-    is_whole_row = bool((hidden.all(-1) & mask.isfinite().all(-1)).any())
-    if is_whole_row:
+    is_whole_row = (hidden.all(-1) & mask.isfinite().all(-1)).any()
+    if mask.dtype != torch.float16 and bool(is_whole_row):
         return None, mask
     bias = mask.masked_fill(hidden, 0)
     has_bias = mask.requires_grad or bool(bias.any())

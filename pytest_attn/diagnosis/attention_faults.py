@@ -485,6 +485,7 @@ def _heads(w: Workload) -> Iterator[AttentionFault]:
         ),
         ("groups-ignored", lambda h: min(h, keys - 1), "query head h uses key head h, as far as there are any"),
         ("first-key-head-for-all", lambda h: 0, "all query heads use the first key head"),
+        ("key-heads-wrap", lambda h: own[h] % 32, "numbers of key heads wrap round at 32"),
         ("next-key-head", lambda h: (own[h] + 1) % keys, "query heads use the next key head"),
     ):
         order = tuple(map(head_of, range(w.heads)))

@@ -353,11 +353,13 @@ def _in_part(bad: torch.Tensor, few: RowsOfOut, many: RowsOfOut, case: Case) -> 
     def there(rows: RowsOfOut) -> RowsOfOut:
         return replace(rows, faulty=faulty if rows.rows is None else faulty[:, :, rows.rows])
 
-    faults = (
+    faults: Iterable[AttentionFault] = (
         fault
         for fault in attention_faults(case.workload, few.reference.inputs)
         if not fault.fault.endswith("ignored")  # no part ignores an option that others read
     )
+    if (found := _online_rows(bad, few.reference, case, what)) is not None:
+        faults = chain(faults, faults_of_counts(case.workload, found[1]))
     return _named(faults, there(few), there(many), lambda: map(there, _spread_rows(case)), what, case, f", {words} alone")
 
 

@@ -123,6 +123,7 @@ FAULTS = {
     "group-rounded-to-power-of-two": "groups are rounded up to a power of two",
     "groups-ignored": "query head h uses key head h, as far as there are any",
     "first-key-head-for-all": "all query heads use the first key head",
+    "key-heads-wrap": "numbers of key heads wrap round",
     "next-key-head": "query heads use the next key head",
     "heads-shifted": "heads of out are those of others",
     "keys-of-first-batch-entry": "the keys of the first batch entry are read for all",

@@ -264,7 +264,7 @@ class DropoutThatRowsShare(Attention):
             call.keep = drawn.expand(-1, -1, w.q_len, -1).contiguous()
 
 
-@taking(only("causal", where=lambda w: w.kv_heads == w.heads))
+@taking(only("causal", where=lambda w: w.kv_heads == w.heads), "", "key-heads-wrap", "heads-shifted")
 class HeadsBeyond32(Attention):
     """A head's number has five bits."""
 
@@ -272,7 +272,9 @@ class HeadsBeyond32(Attention):
         return super().kv_heads_of(call) % 32
 
 
-@taking(only("causal", where=lambda w: w.q_len == w.kv_len), "", "keys-beyond-unseen", "tail-tile-missing")
+@taking(
+    only("causal", where=lambda w: w.q_len == w.kv_len), "", "keys-beyond-unseen", "tail-tile-missing", "last-tile-missing"
+)
 class OddBatch(Attention):
     """Batch entries are computed two at a time; the last of an odd number is its neighbour's."""
 

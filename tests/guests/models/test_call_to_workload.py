@@ -80,6 +80,7 @@ def test_a_row_that_is_hidden_by_finite_numbers_only_is_kept_as_a_sum():
     mask = torch.full((1, 1, 2, 2), torch.finfo(torch.float32).min)
 
     assert split_additive(mask) == (None, mask)
+    assert not split_additive(torch.full((1, 1, 2, 2), torch.finfo(torch.float16).min, dtype=torch.float16))[0].any()
 
 
 def capped(by, than=0.0, sign=1):

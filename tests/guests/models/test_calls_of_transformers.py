@@ -9,6 +9,7 @@ from guests.models.zoo import Attention, causal, stack
 from torch import nn
 
 from pytest_attn import check_model
+from pytest_attn.guests.models.calls.transformers_calls import _mask
 from pytest_attn.guests.models.check_model import judge_model
 
 
@@ -131,6 +132,18 @@ def test_an_honest_model_passes_under_autocast_with_all_its_masks(modeling, impl
 
     assert {call.workload.dtype for call in found.calls} == {"bfloat16"}
     assert not any("masks" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("implementation", "is_cast"), [("sdpa", True), ("eager", False)])
+def test_autocast_casts_an_additive_mask_where_sdpa_is_called(implementation, is_cast):
+    """Beyond bfloat16 the lowest number of float32 is -inf: a row of it sees no key."""
+    q, mask = torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2, 2), torch.finfo(torch.float32).min)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        visible, bias, _ = _mask(implementation, {"attention_mask": mask}, q, q)
+
+    assert (visible is not None and not visible.any()) == is_cast
+    assert (bias is None) == is_cast
 
 
 # -- what attention returns beside out -----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from pytest_attn.guests.models.attention_args import (
     swap_rows_and_heads,
 )
 from pytest_attn.guests.models.calls.flex_calls import read_block_mask
+from pytest_attn.guests.models.calls.sdpa_calls import autocast
 from pytest_attn.workloads.functions import parameters_of
 from pytest_attn.workloads.masks import Causal, Mask, Window
 
@@ -148,6 +149,7 @@ def _mask(
         return visible, None, mask
     if found.dim() != 4:
         raise UnreadableError(f"its attention_mask has shape {tuple(found.shape)}; expected four dimensions")
+    found = found if implementation == "eager" else autocast(found)
     visible, bias = visible_and_bias(found[..., : k.shape[2]], tuple(q.shape[:-2]), q, k)
     return visible, bias, None
 
