@@ -77,10 +77,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.output import require_report_libraries
 
         require_report_libraries()
-    for elsewhere in settings.asked("elsewhere").values():
+    for elsewhere in settings.asked["elsewhere"].values():
         session.registrations.named = resolve_name(elsewhere)(config, settings)
     session.registrations.require_selected(settings)
-    if settings.asked("kernels"):
+    if settings.asked["kernels"]:
         session.kind_of_kernels.require(config, settings, session.registrations)
     if settings.json:
         from pytest_attn.session.output import open_json_lines
@@ -357,7 +357,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Print the summary of the cases, or the listing, and write the outputs; nothing where there is none."""
     session = session_of(config)
     settings = session.settings
-    if settings.list_only or settings.asked("closing") or settings.outputs or session.results.records:
+    if settings.list_only or settings.asked["closing"] or settings.outputs or session.results.records:
         from pytest_attn.session.output import print_end
 
         print_end(session, terminalreporter, config)

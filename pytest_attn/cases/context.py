@@ -175,6 +175,7 @@ class CaseContext:
         if rows:
             given["rows"] = ",".join(map(str, rows))
         given.setdefault("device", str(self.session.machines.device(self.mark.device)))
-        given |= {name: settings.more[name] for name in settings.asked("elsewhere")}
+        for name in settings.asked["elsewhere"]:
+            given[name] = settings.more[name]
         typed = [self.session.options[stem].typed(text) for stem, text in given.items()]
         return " ".join(["pytest", shell_word(typed_name(self.item)), *typed])

@@ -36,7 +36,7 @@ def refuse_unjudged(item: pytest.Item) -> None:
     """Fail a test that has passed and looked at nothing of its case; warn of one that has only taken its tensors."""
     session = session_of(item.config)
     action = session.settings.unjudged
-    is_asked = session.kernels.are_tested and session.worker is None and not session.settings.asked("cases")
+    is_asked = session.kernels.are_tested and session.worker is None and not session.settings.asked["cases"]
     if action == "ignore" or not is_asked or not (missing := _what_is_missing(item)):
         return
     is_certain, text = missing

@@ -90,7 +90,7 @@ class KernelItems(Items):
 
     def cases(self, mark: AttentionMark, names: Collection[str], session: AttentionSession) -> Sequence[CaseParameter]:
         cases = super().cases(mark, names, session)
-        added = [resolve_name(name)(cases, names) for name in session.settings.asked("cases").values()]
+        added = [resolve_name(name)(cases, names) for name in session.settings.asked["cases"].values()]
         return [*cases, *(case for found in added for case in found)]
 
 

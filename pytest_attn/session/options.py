@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -223,9 +224,12 @@ class Settings:
                 shown.append(one.typed(value))
         return " ".join(shown)
 
-    def asked(self, what: str) -> dict[str, str]:
-        """Return what guests name in a field of `Guest` for options that were given, by these."""
-        return {option: name for option, name in added(what).items() if self.more[option] not in (None, False)}
+    @cached_property
+    def asked(self) -> dict[str, dict[str, str]]:
+        """What guests name in fields of `Guest` for options that were given: by the field, then by the option."""
+        given = [name for name, value in self.more.items() if value not in (None, False)]
+        fields = {what: added(what) for what in ("cases", "closing", "elsewhere", "kernels")}
+        return {what: {name: named[name] for name in given if name in named} for what, named in fields.items()}
 
     @property
     def serial_flags(self) -> list[str]:

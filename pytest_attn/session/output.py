@@ -50,7 +50,7 @@ def print_end(session: AttentionSession, reporter: Any, config: pytest.Config) -
         is_error = settings.unjudged == "error"
         allow = "; --attn-unjudged=warn lets it pass" if is_error else ""
         reporter.write_line(f"{session.unjudged_because}{allow}", red=is_error, yellow=not is_error)
-    for closing in () if settings.list_only else dict.fromkeys(settings.asked("closing").values()):
+    for closing in () if settings.list_only else dict.fromkeys(settings.asked["closing"].values()):
         resolve_name(closing)(session, config, reporter)
     write_outputs(session, reporter)
 

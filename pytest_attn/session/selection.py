@@ -75,7 +75,7 @@ class SelectedKernels:
         Raises ValueError for a marker whose layout is not that of its workloads.
         """
         cases = self.plain_cases(mark, takes_backend)
-        if mark.workloads or mark.argument or self.settings.workloads or self.settings.asked("cases"):
+        if mark.workloads or mark.argument or self.settings.workloads or self.settings.asked["cases"]:
             return cases
         kernels = self._kernels(mark, takes_backend)
         return [*cases, *(CaseParameter(w, name) for name in kernels for w in self._more(mark, name))]

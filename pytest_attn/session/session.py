@@ -260,7 +260,7 @@ class AttentionSession:
         """The class of these."""
         from pytest_attn.session.selection import SelectedKernels
 
-        *_, asked = ["", *self.settings.asked("kernels").values()]
+        *_, asked = ["", *self.settings.asked["kernels"].values()]
         chosen: type[SelectedKernels] = resolve_name(asked) if asked else SelectedKernels
         return chosen
 

@@ -265,5 +265,5 @@ def test_0_turns_off_what_an_ini_file_has_turned_on(pytester):
 
 @pytest.mark.parametrize("arguments", [("--attn-rank",), ("--attn-rank-to=best",), ("--attn-tune=flex",)])
 def test_whatever_asks_for_a_rank_ranks(pytester, arguments):
-    assert Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", *arguments)).asked("closing")
-    assert not Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider")).asked("closing")
+    assert Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider", *arguments)).asked["closing"]
+    assert not Settings.from_config(pytester.parseconfig("-p", "no:cacheprovider")).asked["closing"]
