@@ -72,6 +72,9 @@ def _read_packed(given: Mapping[str, Any], names: tuple[str, str, str]) -> Atten
         if ends is None:
             raise UnreadableError("neither cu_seqlens_k nor seqused_k says how many keys there are")
         used = ends.diff()
+    rows, last = len(given[names[0]]), int(given["cu_seqlens_q"][-1])
+    if rows != last:
+        raise UnreadableError(f"{names[0]} has {rows} rows, and cu_seqlens_q ends at {last}")
     known, pages = {"out"}, dict[str, Any]()
     if table is not None:
         known, pages = {"out", "block_table", "seqused_k"}, {"page_table": table, "kv_lens": tuple(used.tolist())}

@@ -12,6 +12,7 @@ from pytest_attn.__main__ import main
 from pytest_attn.guests.audit import audit_run
 from pytest_attn.guests.audit.kernel_calls import with_pages
 from pytest_attn.guests.audit.tolerances import Tolerances
+from pytest_attn.guests.models.attention_args import UnreadableError
 from pytest_attn.guests.models.call_to_workload import to_inputs
 from pytest_attn.guests.models.calls.flash_attention_calls import FUNCTIONS
 from pytest_attn.guests.models.calls.flex_calls import FLEX
@@ -344,6 +345,8 @@ def test_pages_of_a_library_are_read_where_a_call_has_them():
     assert to_inputs(with_pages(varlen).read(packed)).workload == to_inputs(varlen.read(packed)).workload
     found = to_inputs(with_pages(varlen).read(paged)).workload
     assert (found.kv_pages, found.kv_heads, found.q_lens, found.kv_lens) == (Pages(16), 2, (3, 40), (3, 40))
+    with pytest.raises(UnreadableError, match="q has 50 rows, and cu_seqlens_q ends at 43"):
+        with_pages(varlen).read({**paged, "q": torch.zeros(50, 4, 16)})
     assert with_pages(FLEX) is FLEX
 
 
