@@ -10,9 +10,10 @@ parts is added, s being at least what a fast exp loses; eps is what float32 lose
 d lse_i = w_i g_i, where g_i = dout . (o_i - out) + dlse, within
 
     tau^2 = (n - 1) s^2 (2 w_i^2 + (1 - w_i)^2) dout^2 + (eps^2 + eps_i^2) (w_i dout)^2
-    tau^2 = (n - 1) s^2 (g_i^2 + 3 w_i^2 m) + w_i^2 ((eps^2 + eps_i^2) g_i^2 + sum_j (eps_j w_j g_j)^2)
+    tau^2 = (n - 1) s^2 (g_i^2 + 3 w_i^2 m) + w_i^2 ((eps^2 + eps_i^2) g_i^2 + sum_j (eps_j w_j g_j)^2 + (eps dout . out)^2)
 
-of weights, of gradients, and of the products and sums of dout . o, m being the largest of those of a part, squared.
+of weights, of gradients, of the products and sums of dout . o, m being the largest of those of a part, squared, and of out as
+a backward pass may read it again.
 """
 
 from __future__ import annotations
@@ -295,28 +296,28 @@ class Handed:
             given = [leaf.requires_grad_().clone() for leaf in (*outs, *lses)]  # which a merge may write over
             returned = self._called(fn, given[: len(outs)], given[len(outs) :], inputs)
         results = {name: self._native_result(name, tensor.detach()) for name, tensor in returned.items()}
-        return results | self._gradients(returned, outs, lses, inputs) if backward else results
+        return results | self._gradients(returned, [*outs, *lses], given, inputs) if backward else results
 
     def _gradients(
-        self, returned: dict[str, Tensor], outs: list[Tensor], lses: list[Tensor], inputs: Inputs
+        self, returned: dict[str, Tensor], leaves: list[Tensor], given: list[Tensor], inputs: Inputs
     ) -> dict[str, Tensor]:
         """Return the gradients of each part by the names of what fn takes, in native layout; none where there are none."""
         __tracebackhide__ = True
-        reached = {id(getattr(node, "variable", None)) for node in nodes_behind(returned["out"])}
-        if not returned["out"].requires_grad:
-            self.unjudged = "what it returns does not require grad"
-        elif sum(id(leaf) in reached for leaf in outs) == 1 and not any(id(leaf) in reached for leaf in lses):
+        written = [name for name, tensor in returned.items() if _is_written_over(tensor, leaves, given)]
+        ends = [name for name, tensor in returned.items() if tensor.requires_grad and name not in written]
+        if written:
             self.unjudged = "it writes over a part without autograd"
-        if self.unjudged:
+        elif "out" not in ends:
+            self.unjudged = "what it returns does not require grad"
+        if "out" not in ends:
             return {}
         dout = heads_first(inputs.dout, self._workload)
-        ends = [name for name, tensor in returned.items() if tensor.requires_grad]
         self.arriving = Arriving(dout.double(), dout[..., :1].double() * ("lse" in ends))
         arriving = {"out": dout, "lse": dout[..., 0].double() * self._unit}
-        given = [self._laid_out(name, arriving[name]).to(returned[name].dtype) for name in ends]
-        found = gradients_of([returned[name] for name in ends], [*outs, *lses], given)
+        arrived = [self._laid_out(name, arriving[name]).to(returned[name].dtype) for name in ends]
+        found = gradients_of([returned[name] for name in ends], leaves, arrived)
         gradients = {}
-        named = zip(chain(*self.parts.named()), chain(outs, lses), found, self._left_out(), strict=True)
+        named = zip(chain(*self.parts.named()), leaves, found, self._left_out(), strict=True)
         for name, leaf, gradient, left_out in named:
             gradient = torch.zeros_like(leaf) if gradient is None else gradient
             kind = name[:3]
@@ -396,7 +397,8 @@ class Handed:
         largest = ((dout * outs).square().sum(-1, keepdim=True) + (dout * outs).sum(-1, keepdim=True).square()).amax(0)
         apart, shares = eps**2 + eps_of_parts**2, weights.square()
         of_outs = (step * (2 * shares + (1 - weights).square()) + apart * shares) * dout.square() + floor
-        of_sums = apart * g.square() + (eps_of_parts * weights * g).square().sum(0)
+        of_out = (eps * (dout * out).sum(-1, keepdim=True)).square()
+        of_sums = apart * g.square() + (eps_of_parts * weights * g).square().sum(0) + of_out
         of_lses = step * (g.square() + 3 * shares * largest) + shares * of_sums
         of_both = chain(*self.parts.named()), (*(weights * dout), *(weights * g)), (*of_outs, *of_lses)
         for name, value, variance, left_out in zip(*of_both, self._left_out(), strict=True):
@@ -445,6 +447,13 @@ class Handed:
             yield Hint("merge-nan-without-keys", f"NaN in rows in which one part has no keys: {said}")
         elif bool(bad.any()) and bool((lse[bad].abs() > _FAR / 2).all()):
             yield Hint("merge-overflow", "exp(lse) is beyond float32: subtract the largest lse of the parts before exp")
+
+
+def _is_written_over(result: Tensor, leaves: list[Tensor], given: list[Tensor]) -> bool:
+    """Return whether a result lies in the memory of a part, and autograd knows no more of it than that part."""
+    memory = {one.untyped_storage().data_ptr() for one in given}
+    reached = {id(getattr(node, "variable", None)) for node in nodes_behind(result)}
+    return result.untyped_storage().data_ptr() in memory and sum(id(leaf) in reached for leaf in leaves) == 1
 
 
 # -- what merges are known to get wrong --------------------------------------------------------------------------------
