@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import dropwhile, groupby, pairwise
+from itertools import dropwhile, pairwise
 from typing import Any
 
 #: module, what makes a kernel within it, and its name in words
@@ -23,9 +23,10 @@ _MAKERS = (
     ("cutlass.cute", "compile", "CuTe DSL"),
     ("cuda.bindings.nvrtc", "nvrtcCompileProgram", "NVRTC"),
 )
-#: programs that compile, with what stands around their names; what only asks them; and what comes before them in a command
+#: programs that compile, with what stands around their names; options that only ask them; and what comes before in a command
 _PROGRAM = re.compile(r"(?:[\w.]+-)*(nvcc|ptxas|hipcc|ninja|c\+\+|g\+\+|gcc|cc|clang\+\+|clang)(?:-[\d.]+)?(?:\.exe)?")
-_QUESTION = re.compile(r"--?(?:version|V|help|dump\w+|print-.*)")
+_QUESTION = re.compile(r"--?(?:version|help(?:=.*)?|dump(?:full)?version|dump(?:machine|specs)|(?:print|list)-.*|[VEh])")
+_NO_FILE = re.compile(r"-.+|\d+")  # as of 2>&1
 _BEFORE = re.compile(r"\w+=.*|-.*|\d+|(?:.*/)?(?:env|exec|nice|time|sudo|ccache|sccache)|if|then|else|do|while|until|!|\{")
 _SHELL = re.compile(r"(?:ba|da|z|k)?sh")
 #: what stands between the commands of a shell's text
@@ -199,14 +200,23 @@ def compilers_in(command: Any) -> list[str]:
         scripts = (text for option, text in pairwise(words) if re.fullmatch(r"-\w*c", option))
         return compilers_in(next(scripts, ""))
     found = _PROGRAM.fullmatch(name)
-    only_asks = len(words) > 1 and all(map(_QUESTION.fullmatch, words[1:]))
-    return [found[1]] if found and not only_asks else []
+    if not found or any(map(_QUESTION.fullmatch, words[1:])):
+        return []
+    is_build = found[1] == "ninja" and not {"-n", "-t"} & {*words}
+    has_file = found[1] != "ninja" and not all(map(_NO_FILE.fullmatch, words[1:]))
+    return [found[1]] if is_build or has_file else []
 
 
 def _commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command of a shell's text."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_BETWEEN)
     lexer.whitespace, lexer.whitespace_split = " \t", True
-    for is_between, words in groupby(lexer, lambda word: set(word) <= set(_BETWEEN)):
-        if not is_between:
-            yield list(words)
+    words, is_file = list[str](), False
+    for word in lexer:
+        if not word or not set(word) <= set(_BETWEEN):
+            words += [] if is_file else [word]
+            is_file = False
+        elif not (is_file := bool(re.fullmatch("[^(]*[<>][^(]*", word))):
+            yield words
+            words = []
+    yield words

@@ -420,6 +420,9 @@ COMPILE = [
     ["bash", "-e", "-c", "cd b && ninja"],
     ["/usr/bin/env", "nvcc", "a.cu"],
     [b"/x/nvcc", b"a.cu"],
+    "nvcc -t 4 a.cu > log 2>&1",
+    "echo x | gcc -xc -",
+    "ls <(ninja)",
 ]
 COMPILE_NOTHING = [
     "",
@@ -436,6 +439,14 @@ COMPILE_NOTHING = [
     "CC=gcc python setup.py",
     ["python", "-c", "import gcc"],
     ["git", "commit", "-m", "nvcc a.cu"],
+    "gcc -v 2>&1 | tail -1",  # as torch.utils.cpp_extension asks
+    ["nvcc", "--list-gpu-arch"],
+    "gcc -Q --help=target",
+    ["ninja", "-t", "targets"],
+    "case $CC in gcc|clang) echo $CC;; esac",
+    "git log > /tmp/ninja 2> gcc",
+    "grep '' gcc x",
+    ["/usr/lib/gcc/x.py"],
 ]
 
 
