@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 from pytest_attn.guests.evidence.verify import CannotSayError, not_of_commit, not_whole
 from pytest_attn.reports import strict_json
@@ -93,6 +94,8 @@ def run_certify(given: argparse.Namespace) -> int:
         given.error(f"--page must end in .md, got {given.page!r}")
     if not (given.files or given.page):
         given.error("name the .jsonl files of whole runs; or of certificates that are in -o the page: --page=FILE.md")
+    if not (given.files or folder.exists()):
+        given.error(f"there is no folder {given.output!r}; name that of the certificates: -o DIR")
     with usage_errors(given):
         made, refused = _of_files(given.files)
         if refused:
@@ -282,9 +285,10 @@ def _digest(certificate: Certificate) -> str:
 
 def file_name(certificate: Certificate) -> str:
     """Return the name of its file without the ending: "flash2-2.8.3-nvidia-h200"; names of other signs get a digest."""
-    words = f"{certificate['kernel']} {certificate['version']} {certificate['device'].lower()}".replace(" ", "-")
+    device = certificate["device"].lower().replace(" ", "-")
+    words = f"{certificate['kernel']}-{certificate['version']}-{device}"
     plain = re.sub(r"[^\w.+-]+", "-", words, flags=re.ASCII).strip(".-")[:100]
-    return plain if plain == words else f"{plain}-{hashlib.sha256(words.encode(errors='replace')).hexdigest()[:8]}"
+    return plain if plain == words else f"{plain}-{hashlib.sha256(words.encode(errors='backslashreplace')).hexdigest()[:8]}"
 
 
 def read_certificates(folder: Path) -> list[Certificate]:
@@ -355,7 +359,10 @@ def page_of(page: Path, found: Sequence[Certificate], folder: Path) -> str:
     text = page.read_text(encoding="utf-8") if page.exists() else _EMPTY
     if not _PART.search(text):
         raise ValueError(f"{page} lacks {_EMPTY.split(maxsplit=2)[2]!r}; add both lines, or name another page")
-    lines = list(_lines(found, Path(os.path.relpath(folder, page.parent)).as_posix())) or ["No certificate is here yet.", ""]
+    lines = list(_lines(found, quote(Path(os.path.relpath(folder, page.parent)).as_posix()))) or [
+        "No certificate is here yet.",
+        "",
+    ]
     return _PART.sub(lambda marks: "\n".join((marks[1], *lines, marks[2])), text)
 
 

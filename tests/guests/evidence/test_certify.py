@@ -241,6 +241,23 @@ def test_no_name_becomes_part_of_a_badge_or_a_page(certify, kernel):
     assert Path("page.md").read_text(encoding="utf-8") == first, "the same records, the same page"
 
 
+def test_similar_names_have_files_of_their_own(certify):
+    names = ("a b", "a-b", "a@b", "\ud800", "\ud801")
+    made = [file_name({"kernel": name, "version": "1", "device": "x"}) for name in names]
+    assert len(set(made)) == len(names)
+    code, _, files = certify([judged(kernel=(name, 1, "", "1")) for name in names[:3]])
+    assert (code, len(files)) == (0, 6)
+
+
+def test_the_folder_of_a_page_may_have_any_name(certify, capsys):
+    certify([judged()])
+    Path("out").rename("my (own)")
+    assert main(["certify", "-o", "my (own)", "--page=page.md"]) == 0
+    assert f"(my%20%28own%29/{NAMED}.json)" in Path("page.md").read_text()
+    said = "there is no folder 'out'; name that of the certificates: -o DIR"
+    assert refused(capsys, "-o", "out", "--page=page.md") == said, "and the page keeps its tables"
+
+
 # -- our own ---------------------------------------------------------------------------------------------------------------
 
 
