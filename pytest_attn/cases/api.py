@@ -20,6 +20,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.known_pair import judge_kept
 from pytest_attn.correctness.replaced_functions import require_clocks
+from pytest_attn.correctness.rounded import OwnForm, OwnReferences
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.diagnosis.diagnose import Context, judged
@@ -88,6 +89,7 @@ def check(
     limits: str = "default",
     name: str | None = None,
     dequantized: Dequantizer | None = None,
+    reference: OwnForm | None = None,
     **declared: Unpack[Declared],
 ) -> Comparison:
     """Compare a callable with exact attention in float64, without pytest.
@@ -105,6 +107,8 @@ def check(
         name: what reports call a callable, by default its qualified name.
         dequantized: of a callable that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float
             tensors: exact attention is that of these values.
+        reference: what out is exactly, where fn is not softmax attention: a function of q, k and v in float64, each step of
+            which is torch's and in float64. No cause is looked for.
         **declared: what fn says of itself (`Declaration`).
 
     Returns:
@@ -114,7 +118,7 @@ def check(
         AssertionError: fn is wrong; the text is the diagnosis.
         ContractError: what fn returned cannot be compared; an AssertionError, too.
         NotImplementedError: fn declines the workload by one with a text.
-        ValueError: an argument is none of the known, or a backend cannot take the workload.
+        ValueError: an argument is none of the known, a backend cannot take the workload, or reference can judge no kernel.
         TypeError: fn is none of the three, or there is no such argument.
     """
     __tracebackhide__ = True
@@ -126,7 +130,10 @@ def check(
         parameters = {name: getattr(drawn, PARAMETERS[name].tensor) for name in wanted}
         spec = replace(spec, parameters=parameters)
     spec = replace(spec, leaves=leaves) if backward else spec
-    return _checked(spec.subject(Registry(), fn, name, dequantized=dequantized), spec)
+    context = Context()
+    if reference is not None:  # of which no fault of a softmax is the cause
+        context = Context(OwnReferences(reference, spec), is_known=lambda comparison: True)
+    return _checked(spec.subject(Registry(), fn, name, dequantized=dequantized), spec, context)
 
 
 @takes_declaration
@@ -254,10 +261,10 @@ def timed(
         return take(work_of(subject, spec, direction, machine_of(where)))
 
 
-def _checked(subject: Subject, spec: CheckSpec) -> Comparison:
+def _checked(subject: Subject, spec: CheckSpec, context: Context | None = None) -> Comparison:
     """Judge a subject; raises as `check` does."""
     __tracebackhide__ = True
-    comparison = judged_in_words(subject, spec, lambda: judged(Kernel(subject, spec), Context()))
+    comparison = judged_in_words(subject, spec, lambda: judged(Kernel(subject, spec), context or Context()))
     if not comparison.passed:
         raise AssertionError(mismatch_text.describe(comparison))
     return comparison

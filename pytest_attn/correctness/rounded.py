@@ -2,17 +2,30 @@
 
 The caller has the exact result in float64 and knows where the kernel rounds. The variances of these roundings add up to the
 budget of an element; z and its levels are those of attention, with the whole tensor in place of a head.
+
+Where a kernel of an exact form of the user's own rounds, as of ReLU or linear attention, is not known, so the form itself is
+asked, by Monte Carlo arithmetic (Parker, Monte Carlo Arithmetic, 1997): `OwnReferences` compute it again and again in float64,
+each step off at random by what a kernel may round there. Inputs and operands of products are off by one rounding to the
+dtype, sums as in float32; `precision="eager"` rounds each step to the dtype. The scatter of the results, and one rounding of
+the result itself, are the budget.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pytest_attn.backends.precision import TINY
+from pytest_attn.backends.contexts import quiet
+from pytest_attn.backends.precision import TINY, UNIT, Precision
+from pytest_attn.backends.subject import Subject
+from pytest_attn.correctness.budget import Rounding
 from pytest_attn.correctness.comparison import (
     Members,
     TensorComparison,
@@ -25,9 +38,11 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import compare_rows, unraveled
 from pytest_attn.correctness.limits import Limits, limits_named
 from pytest_attn.correctness.mismatch_text import CLEAR, describe_row
-from pytest_attn.correctness.reference import Expected
+from pytest_attn.correctness.reference import Expected, Reference
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.lines import labeled
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES, dtype_name
+from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
 
 #: In shorter rows the RMS adds nothing to the largest element.
@@ -217,3 +232,181 @@ def _where(wrong: torch.Tensor, shape: torch.Size) -> str:
         found = wrong.movedim(dim, 0).reshape(size, -1).any(-1).nonzero().flatten().tolist()
         said.append(f"dimension {dim}: {describe_rows(Members(tuple(found), size), size)}")
     return "; ".join(said) or "the only row"
+
+
+# -- an exact form of the user's own ------------------------------------------------------------------------------------
+
+
+#: computes out of q, k and v, all float64, in the layout of the kernel
+OwnForm: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: pairs of draws, of which one has the errors of the other with opposite signs
+_PAIRS = 24
+#: draws for which the mean of a row counts, as those of one element alone can be small by chance
+_OF_ROW = 8
+#: how far, in budgets, the two of a pair may be from lying on opposite sides: beyond a form jumps, and so would its kernels
+_BENT = 6.0
+#: options of a workload that the form need not be told
+_TAKEN = {"plain", "fewer queries", "fewer keys", "grouped heads", "v_head_dim", "causal", "causal-bottom-right"}
+#: products by the place of their left matrix among the arguments; its last dimension is summed over
+_PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "addbmm": 1}
+#: sums, at most along the longest dimension
+_SUMS = {"sum", "mean", "cumsum", "logsumexp", "logcumsumexp", "_softmax", "_log_softmax", "linalg_vector_norm", "var", "std"}
+#: what hides several products in one step, or chooses: a kernel that rounds otherwise may choose otherwise
+_HIDDEN = (
+    "attention",
+    "convolution",
+    "sort",
+    "topk",
+    "argm",
+    "kthvalue",
+    "round",
+    "floor",
+    "ceil",
+    "sign",
+)
+
+
+class OwnReferences(ReferenceCache):
+    """Results of an own form in place of those of exact attention. Raises ValueError for a case that a form cannot judge."""
+
+    def __init__(self, form: OwnForm, spec: CheckSpec) -> None:
+        super().__init__()
+        self.form = form
+        w, declared, profile = spec.workload, spec.declared, spec.profile
+        more = sorted(traits_of(w) - _TAKEN)
+        is_quantized = profile.p_step or profile.p_dtype or profile.v_dtype or profile.qk_error or profile.half_sum_keys
+        unfit = {
+            f"{w.id} has {', '.join(more)}, of which it is not told; leave these to the code of fn and reference": more,
+            "it says what out is, and nothing of gradients; leave out backward": spec.backward,
+            "it says what out is, and nothing of lse; leave out returns and returns_lse": spec.results != ("out",),
+            f"layout {declared.layout!r} has no batch dimension": not declared.has_batch,
+            f"precision {profile.name!r} says what a softmax rounds; leave it out, or say 'eager'": is_quantized,
+            "skips= is of a softmax": declared.skips is not None,
+            f"it is {type(form).__name__}, expected a function of q, k and v that returns out": not callable(form),
+        }
+        for why, applies in unfit.items():
+            if applies:
+                raise ValueError(f"reference=: {why}")
+
+    def reference_of(self, spec: CheckSpec, distribution: str | None = None, subject: Subject | None = None) -> Reference:
+        """Return the form's results on one distribution, with their budget."""
+        if subject is not None and subject.has_own_inputs:
+            raise ValueError("reference=: the kernel quantizes its inputs, and it is not told how; leave out dequantized")
+        inputs = self.inputs_of(spec, distribution or spec.inputs[0])
+        given = tuple(t.double() for t in spec.handed(inputs))
+        with quiet(), torch.no_grad():
+            value, variance = exact_and_variance(self.form, given, spec.profile, spec.workload.out_dtype)
+        heads_first = spec.in_layout(value)
+        expected = (spec.workload.batch, spec.workload.heads, spec.workload.q_len, spec.workload.v_head_dim)
+        if heads_first.shape != expected:
+            raise ValueError(f"reference returned shape {tuple(value.shape)}, expected that of out in layout {spec.layout}")
+        return Reference(inputs, spec.profile, {"out": Expected(heads_first, spec.in_layout(variance).sqrt().float())})
+
+
+def exact_and_variance(form: OwnForm, given: tuple[Tensor, ...], precision: Precision, dtype: str) -> tuple[Tensor, Tensor]:
+    """Return what a form computes, and the variance of what kernels of it may round. Raises ValueError where it has none."""
+    exact = _called(form, given)
+    rounding, generator = Rounding(precision, dtype), torch.Generator(exact.device).manual_seed(0)
+    squares, medians, bent = torch.zeros_like(exact), [], torch.zeros_like(exact)
+    for _ in range(_PAIRS):
+        state = generator.get_state()
+        one = (_called(form, given, _Off(rounding, generator, 1.0)) - exact).nan_to_num_(0, 0, 0)
+        generator.set_state(state)
+        other = (_called(form, given, _Off(rounding, generator, -1.0)) - exact).nan_to_num_(0, 0, 0)
+        squares += ((one - other) / 2).square_()
+        medians.append((one - other).abs_().float())
+        bent = bent.maximum((one + other).abs_())
+    if not torch.equal(_called(form, given).nan_to_num(), exact.nan_to_num()):
+        raise ValueError(
+            "reference returned other numbers when it was called again: it draws some, or depends on earlier calls"
+        )
+    variance = (squares + squares.mean(-1, keepdim=True) * (_OF_ROW / _PAIRS)) / (_PAIRS + _OF_ROW)
+    variance = (variance + rounding.of_result(exact, 1)).where(exact.isfinite(), 1.0)
+    usual = torch.stack(medians).median(0).values.double().square_()
+    usual = (usual + usual.mean(-1, keepdim=True) + variance.where(usual == 0, 0.0)).sqrt_()
+    if bool((jumps := bent > _BENT * usual).any()):
+        at = ", ".join(str(int(i)) for i in jumps.nonzero()[0])
+        raise ValueError(
+            f"reference jumps: its out[{at}] moves by {float(bent[jumps][0]):.3g} where rounding moves it by"
+            f" {float(usual[jumps][0]):.3g} at most times, so no kernel can be held to it"
+        )
+    return exact, variance
+
+
+def _called(form: OwnForm, given: tuple[Tensor, ...], off: _Off | None = None) -> Tensor:
+    """Return what a form returns. off: the errors that its steps have. Raises ValueError for all but a float64 tensor."""
+    given = tuple(t.clone() if off is None else off.by_input(t) for t in given)
+    with off or _Off(None):
+        out = form(*given)
+    if not isinstance(out, Tensor) or out.dtype != torch.float64:
+        kind = str(out.dtype) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"reference returned {kind}, expected out as a float64 tensor: q, k and v are float64")
+    return out
+
+
+class _Off(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has each step of what is computed within off by a rounding; without one it only looks at them.
+
+    sign: of all errors.
+    """
+
+    def __init__(self, rounding: Rounding | None, generator: torch.Generator | None = None, sign: float = 1.0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rounding, self._generator, self._sign = rounding, generator, sign
+        self._inputs: set[int] = set()  # their addresses: they are off already
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute one step."""
+        name, rounding, kwargs = func._opname.rstrip("_"), self._rounding, kwargs or {}
+        taken = max((t.itemsize for t in tree_leaves(args) if isinstance(t, Tensor) and t.is_floating_point()), default=0)
+        if taken and (func.namespace != "aten" or any(hidden in name for hidden in _HIDDEN)):
+            raise ValueError(
+                f"reference calls {func.namespace}::{name}, in which rounding cannot be followed; write its steps"
+            )
+        if func.is_view or not taken:
+            return func(*args, **kwargs)
+        sums, unit = 0.0, 0.0
+        if rounding is not None:
+            sums, unit = UNIT["float32"] * _terms(name, args) ** 0.5, rounding.unit if rounding.rounds_scores_to_dtype else 0.0
+            operands = math.hypot(rounding.unit, rounding.operand_unit) if name in _PRODUCTS else 0.0
+            if name in _PRODUCTS or name in _SUMS:
+                args = tree_map_only(
+                    Tensor,
+                    lambda t: self._off(t, sums if _address(t) in self._inputs else math.hypot(operands, sums)),
+                    args,
+                )
+
+        def result(found: Tensor) -> Tensor:
+            if found.is_complex() or (found.is_floating_point() and found.itemsize < max(taken, 4)):
+                raise ValueError(f"reference computes in {found.dtype} in aten::{name}, expected torch.float64 in each step")
+            off = self._off(found, math.hypot(unit, sums))
+            return found.copy_(off) if func._opname.endswith("_") else off
+
+        return tree_map_only(Tensor, result, func(*args, **kwargs))
+
+    def by_input(self, tensor: Tensor) -> Tensor:
+        """Return an input that is off, which stands for what is rounded of its partners, in products that are none here."""
+        assert self._rounding is not None
+        off = self._off(tensor, math.hypot(self._rounding.unit, self._rounding.operand_unit))
+        self._inputs.add(_address(off))
+        return off
+
+    def _off(self, tensor: Tensor, unit: float) -> Tensor:
+        """Return a tensor whose numbers are off by a part of themselves at random, with this standard deviation."""
+        if not unit or not tensor.is_floating_point():
+            return tensor
+        most = 3**0.5 * unit
+        off = torch.empty_like(tensor).uniform_(-most, most, generator=self._generator)
+        return off.mul_(self._sign).mul_(tensor).nan_to_num_(0, 0, 0).add_(tensor)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor and all views of it lie."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _terms(name: str, args: Any) -> float:
+    """Return how many numbers a step adds up for each of its results."""
+    shape = next(t for t in tree_leaves(args[_PRODUCTS.get(name, 0) :]) if isinstance(t, Tensor)).shape
+    return float(shape[-1] if name in _PRODUCTS else max(shape, default=1) if name in _SUMS else 1)
