@@ -110,3 +110,8 @@ def casts_weights(out: Tensor) -> bool:
             if behind is not None and behind.name() != "torch::autograd::AccumulateGrad":
                 return True
     return False
+
+
+def hides_casts(out: Tensor) -> bool:
+    """Return whether autograd's graph of out leaves open what is cast: it is compiled, or a checkpoint computes it again."""
+    return any(node.name() == "CompiledFunctionBackward" or _refuses_grad(node) for node in nodes_behind(out))

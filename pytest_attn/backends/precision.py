@@ -144,6 +144,10 @@ class Precision:
         """Return the profile of a kernel that leaves out these tiles as well."""
         return dataclasses.replace(self, name=f"{self.name}, skips below {skips.weight:g}", skips=skips)
 
+    def with_autograd(self) -> Precision:
+        """Return the profile of a kernel whose P is cast where autograd sees it."""
+        return dataclasses.replace(self, name=f"{self.name}, autograd", rounds_dp=True, sums_rounded_heads=True)
+
     @cached_property
     def is_quantized(self) -> bool:
         """True where P has fewer bits than the workload's dtype: a profile for approximate kernels."""
@@ -211,7 +215,6 @@ class Precision:
         return -(-kv_len // 512) if self.sums_query_blocks else 1
 
 
-OF_AUTOGRAD = "autograd"
 PRECISIONS = {
     # FlashAttention 3 and 4, Triton: float32 scores, P and dS rounded to the dtype for the tensor cores
     "flash": Precision("flash"),
@@ -220,7 +223,7 @@ PRECISIONS = {
     # softmax(q @ k.T * scale) @ v written in the dtype, with keys repeated for GQA
     "eager": Precision("eager", rounds_scores=True, ds_from_rounded_p=True, sums_rounded_heads=True),
     # softmax in float32, then P.to(dtype) @ v: autograd's dP has the dtype of P
-    OF_AUTOGRAD: Precision(OF_AUTOGRAD, rounds_dp=True, sums_rounded_heads=True),
+    "autograd": Precision("autograd", rounds_dp=True, sums_rounded_heads=True),
     # kernels that fold the scale into q
     "qscale": Precision("qscale", rounds_scaled_query=True),
     # ... or into k

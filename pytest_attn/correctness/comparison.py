@@ -274,8 +274,8 @@ def _tail(start: int, length: int) -> str:
 
 
 def residual_over_budget(residual: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
-    """Return z; where nothing may be off (tau = 0) it is 0 or infinite."""
-    return (residual / tau).masked_fill_((tau == 0) & (residual == 0), 0.0)
+    """Return z: 0 where nothing is off, whatever may be, as of gradients of a dout that holds NaN."""
+    return (residual / tau).masked_fill_(residual == 0, 0.0)
 
 
 class HeadSlopes(NamedTuple):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from honest.variants import VARIANTS, ScaledKey
 from judging import judged, spec_of
+from torch.utils.checkpoint import checkpoint
 
 from pytest_attn import Precision, Workload
 from pytest_attn.backends.backend import FunctionBackend
@@ -280,10 +281,15 @@ def casts_weights(factor=1.0):
     return attention
 
 
+def checkpointed(q, k, v):
+    return checkpoint(casts_weights(), q, k, v, use_reentrant=True) if q.requires_grad else casts_weights()(q, k, v)
+
+
 @pytest.mark.parametrize("workload", [Workload(96, heads=2), Workload(64, heads=2)], ids=lambda w: w.id)
 def test_a_cast_of_weights_that_autograd_sees_needs_no_profile(workload):
-    """Of 64 keys P has as many elements as out, whose own cast is none of weights."""
+    """Of 64 keys P has as many elements as out, whose own cast is none of weights. A checkpoint hides what is cast."""
     of = CheckSpec(workload, CPU, backward=True)
     assert judged(casts_weights(), of).passed
+    assert judged(checkpointed, of).passed
     assert not judged(casts_weights(), replace(of, declared=Declaration(precision="flash2"))).passed
     assert judged(casts_weights(factor=1.02), of).mismatch.row.name == "dk"
