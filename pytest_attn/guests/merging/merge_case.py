@@ -10,7 +10,8 @@ parts is added, s being at least what a fast exp loses; eps is what float32 lose
 d lse_i = w_i g_i, where g_i = dout . (o_i - out) + dlse, within
 
     tau^2 = (n - 1) s^2 (2 w_i^2 + (1 - w_i)^2) dout^2 + (eps^2 + eps_i^2) (w_i dout)^2
-    tau^2 = (n - 1) s^2 (g_i^2 + 3 w_i^2 m) + w_i^2 ((eps^2 + eps_i^2) g_i^2 + sum_j (eps_j w_j g_j)^2 + (eps dout . out)^2)
+    tau^2 = (n - 1) s^2 ((g_i - dlse)^2 + dlse^2 + 3 w_i^2 m)
+            + w_i^2 ((eps^2 + eps_i^2) g_i^2 + sum_j (eps_j w_j g_j)^2 + (eps dout . out)^2)
 
 of weights, of gradients, of the products and sums of dout . o, m being the largest of those of a part, squared, and of out as
 a backward pass may read it again.
@@ -399,7 +400,8 @@ class Handed:
         of_outs = (step * (2 * shares + (1 - weights).square()) + apart * shares) * dout.square() + floor
         of_out = (eps * (dout * out).sum(-1, keepdim=True)).square()
         of_sums = apart * g.square() + (eps_of_parts * weights * g).square().sum(0) + of_out
-        of_lses = step * (g.square() + 3 * shares * largest) + shares * of_sums
+        cancelling = (g - self.arriving.dlse).square() + self.arriving.dlse.square()  # which may cancel out in g
+        of_lses = step * (cancelling + 3 * shares * largest) + shares * of_sums
         of_both = chain(*self.parts.named()), (*(weights * dout), *(weights * g)), (*of_outs, *of_lses)
         for name, value, variance, left_out in zip(*of_both, self._left_out(), strict=True):
             found[f"d{name}"] = Expected(value.masked_fill(left_out, 0.0), variance.sqrt().masked_fill(left_out, 0.0).float())
