@@ -23,6 +23,8 @@ CHUNK = Workload(48, 160, heads=2, mask="causal-bottom-right")
 GROUPED = Workload(96, heads=4, kv_heads=2, batch=2, head_dim=32)
 SQUARE = Workload(16, heads=16, batch=2, head_dim=32)
 SLOPED = FULL.replace(heads=4, alibi=True)
+BIASED, SUNK = FULL.replace(bias="hqk"), FULL.replace(sinks=True)
+SPLIT = Workload(4, 192, heads=2, kv_lens=(77,))
 WINDOW = Workload(128, heads=2, mask=Window(15, 15))
 THREE = Workload(64, heads=2, batch=3)
 PERIODIC, TWICE = ("keys-missing-with-a-period",), ("keys-counted-twice",)
@@ -265,6 +267,25 @@ OF_OUT = (
     ),
     Planted("alibi", explicit, FULL.replace(alibi=True), ("alibi-ignored",)),
     Planted("alibi scaled", _with_alibi(1 / 8), SLOPED, ("alibi-scaled",)),
+    Planted("alibi of base 2", _with_alibi(math.log(2)), SLOPED, ("log2e-missing-in-alibi",)),
+    Planted(
+        "bias of base 2",
+        lambda q, k, v: explicit(q, k, v, bias=draw_inputs(BIASED).bias.float() * math.log(2)),
+        BIASED,
+        ("log2e-missing-in-bias",),
+    ),
+    Planted(
+        "sinks with log2 e",
+        lambda q, k, v: explicit(q, k, v, sinks=draw_inputs(SUNK).sinks.float() / math.log(2)),
+        SUNK,
+        ("log2e-not-meant-in-sinks",),
+    ),
+    Planted(
+        "an empty split",
+        lambda q, k, v: explicit(q, k[:, :, :77], v[:, :, :77], sinks=torch.zeros(2)),
+        SPLIT,
+        ("empty-splits-counted",),
+    ),
     Planted("slopes in reverse", _with_alibi(1, (3, 2, 1, 0)), SLOPED, ("alibi-slope-of-another-head",)),
     Planted("score_mod", explicit, FULL.replace(score_mod=lambda s, b, h, q, kv: s - (q - kv) / 9), ("score-mod-ignored",)),
     Planted("next key head", lambda q, k, v: explicit(q, k.roll(1, 1), v.roll(1, 1)), GROUPED, ("next-key-head",)),

@@ -344,6 +344,12 @@ def _zeros_counted(w: Workload) -> Iterator[AttentionFault]:
     for tile in reversed(TILES):
         filled = tuple(-(-end // tile) * tile for end in ends)
         fillings.setdefault(filled, f"which fill up the last tile of keys (to a multiple of {tile})")
+    for tile in TILES:
+        splits = -(-w.kv_len // tile)
+        filled = tuple(end + splits - -(-end // tile) for end in ends)
+        if filled != ends:
+            words = f"that counts each split of {tile} keys without any as if its lse were 0"
+            yield AttentionFault("empty-splits-counted", words, partial(_filled_with_zeros, w, filled))
     for filled, zeros in fillings.items():
         if filled != ends:
             words = f"that counts the zeros {zeros}: they are not masked"
@@ -949,8 +955,7 @@ def misread_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         words = "whose dropout divides twice by 1 - dropout"
         yield AttentionFault("dropout-rescaled-twice", words, _with(w, "v", lambda v: v.double() / (1 - w.dropout)))
     if w.bias:
-        words = "whose bias is scaled like the scores"
-        yield AttentionFault("bias-scaled", words, _with(w, "bias", lambda bias: bias.double() * w.softmax_scale))
+        yield from _times_a_factor(w, "bias-scaled", "bias", "bias is")
     if w.bias and "h" in w.bias and w.heads > 1:
         words = "with the bias of the first head for all"
         yield AttentionFault("bias-of-first-head", words, _with(w, "bias", lambda bias: bias[:, :1]))
@@ -996,11 +1001,25 @@ def _with(w: Workload, name: str, changed: Callable[[torch.Tensor], torch.Tensor
     return of_tensors(w, lambda inputs: {name: changed(getattr(inputs, name))})
 
 
+def _times_a_factor(w: Workload, scaled: str, tensor: str, whose: str) -> Iterator[AttentionFault]:
+    """Yield an option that gets a factor of scores which it should not, or lacks one. scaled: the first one's identity."""
+    option = scaled.removesuffix("-scaled")
+    for fault, factor, words in (
+        (scaled, w.softmax_scale, "scaled like the scores"),
+        (f"log2e-missing-in-{option}", math.log(2), "taken as of base 2: its factor log2 e is missing"),
+        (f"log2e-not-meant-in-{option}", 1 / math.log(2), "multiplied by log2 e, though scores are not"),
+    ):
+        yield AttentionFault(fault, f"whose {whose} {words}", _with(w, tensor, partial(_multiplied, factor)))
+
+
+def _multiplied(factor: float, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() * factor
+
+
 def _misread_sinks(w: Workload) -> Iterator[AttentionFault]:
     if not w.sinks:
         return
-    words = "whose sinks are scaled like the scores"
-    yield AttentionFault("sinks-scaled", words, _with(w, "sinks", lambda sinks: sinks.double() * w.softmax_scale))
+    yield from _times_a_factor(w, "sinks-scaled", "sinks", "sinks are")
     for times in (2, 3, 4, 8):
         words = f"that counts each sink {times} times, as if once for every split of the keys"
         yield AttentionFault("sink-in-every-split", words, _with(w, "sinks", partial(_counted, times)))
@@ -1034,8 +1053,7 @@ def _misread_slopes(w: Workload) -> Iterator[AttentionFault]:
     if w.alibi is True and w.heads & (w.heads - 1):
         words = "with the slopes of ALiBi's paper for a number of heads that is not a power of two"
         yield AttentionFault("alibi-slopes-of-paper", words, _with(w, "alibi_slopes", _slopes_of_paper))
-    words = "whose ALiBi is scaled like the scores"
-    yield AttentionFault("alibi-scaled", words, _with(w, "alibi_slopes", lambda slopes: slopes.double() * w.softmax_scale))
+    yield from _times_a_factor(w, "alibi-scaled", "alibi_slopes", "ALiBi is")
     identities = "alibi-slope-of-another-head", "alibi-slope-of-key-head"
     yield from _of_another_head(w, "alibi_slopes", "ALiBi's slope", *identities)
 

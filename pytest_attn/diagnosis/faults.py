@@ -83,6 +83,7 @@ FAULTS = {
     "last-tile-missing": "the last tile of keys is left out",
     "last-visible-tile-missing": "the last tile of keys that a row sees is left out",
     "tail-zeros-counted": "zeros which fill up the last tile of keys, or stand for padding, are counted",
+    "empty-splits-counted": "splits without keys are counted",
     "cached-keys-unread": "the keys before the new tokens are not read",
     "new-keys-unread": "the new keys beside a cache are not read",
     "new-keys-misplaced": "new keys are written to other slots of a cache, or not at all",
@@ -188,6 +189,14 @@ FAULTS = {
     "bias-of-another-batch-entry": "the bias of another batch entry is taken",
     "bias-of-first-tile-only": "the bias is added to the first tile of rows or keys only",
     "bias-within-tile-constant": "the bias is that of the first row or key of a tile",
+    **{
+        fault: words
+        for option, whose in (("bias", "the bias"), ("sinks", "a sink"), ("alibi", "ALiBi"))
+        for fault, words in (
+            (f"log2e-missing-in-{option}", f"{whose} is taken as of base 2"),
+            (f"log2e-not-meant-in-{option}", f"{whose} is multiplied by log2 e"),
+        )
+    },
     "alibi-ignored": "ALiBi is ignored",
     "alibi-sign-flipped": "ALiBi has the wrong sign",
     "alibi-slope-of-next-power": "ALiBi's slopes are those of the next power",
