@@ -94,7 +94,7 @@ def test_a_wrong_kernel_fails_with_the_smallest_workload(run, kernel_test):
     text = result.stdout.str()
     assert "Falsifying" not in text
     assert "hypothesis/" not in text, "frames of Hypothesis show"
-    assert "session/fuzz.py" not in text, "the plugin's own frames show"
+    assert "fuzz_case.py" not in text, "the plugin's own frames show"
 
 
 def test_the_printed_test_stands_alone_in_a_file_of_its_own(fuzz, pytester):
@@ -262,3 +262,16 @@ FEW = ("a right kernel", "a test may refuse a draw", "measure only checks", "not
 def test_what_is_drawn_ends_as_the_test_does_and_is_said(tell, pytester):
     stories = {name: story for name, story in STORIES.items() if name not in FEW}
     tell(stories, "--attn-fuzz=60", "-k", "fuzz", passed=3, deselected=len(stories))
+
+
+def test_an_async_test_is_skipped_as_nothing_awaits_it(fuzz, pytester):
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.attention("smoke-full", device="cpu")
+        async def test_kernel(attn):
+            attn.check("math")
+    """)
+    result = fuzz("-rs", number=2)
+    result.assert_outcomes(skipped=1, deselected=1)
+    result.stdout.fnmatch_lines(["*not fuzzed: an async test, which nothing awaits here"])
