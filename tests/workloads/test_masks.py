@@ -155,3 +155,12 @@ def test_near_misses_have_identities_and_words_of_their_own_and_show_something_e
     collect()
     assert named <= set(FAULTS)
     assert named - seen <= {"mask-of-key-head"}  # a mask_mod that is drawn is the same for all heads
+
+
+def test_flex_attention_takes_the_mask_mod_of_a_tensor():
+    """It counts the positional arguments."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = BooleanMask(lambda b, h, q, k, device: torch.ones(h, 1, k, dtype=torch.bool, device=device))
+    mask_mod = draw_inputs(Workload(256, heads=2, mask=mask), "flat").mask_mod()
+    assert create_block_mask(mask_mod, None, 2, 256, 256, device="cpu").sparsity() == 0

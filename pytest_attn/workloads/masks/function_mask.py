@@ -104,11 +104,10 @@ class BooleanMask(FunctionMask):
             ) from None
         own = made.to(over.device).view((1,) * (4 - made.dim()) + made.shape)
 
-        def looked_up(*index: torch.Tensor) -> torch.Tensor:
+        def looked_up(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             """Return the tensor's values where it has them: it is as narrow as its factory makes it."""
-            return own[
-                tuple(at if size > 1 else at.new_zeros((1,) * at.dim()) for at, size in zip(index, own.shape, strict=True))
-            ]
+            places = zip((b, h, q, kv), own.shape, strict=True)  # flex counts the arguments
+            return own[tuple(at if size > 1 else at.new_zeros((1,) * at.dim()) for at, size in places)]
 
         return looked_up
 
