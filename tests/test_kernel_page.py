@@ -22,6 +22,7 @@ def test_it_lists_more_than_ten():
 def test_a_kernel_and_its_test_stand_where_the_table_says(name, page, anchor):
     text = (HOWTO / page).read_text()
     sections = {slug(one.partition("\n")[0]): one for one in text.split("\n## ")[1:]}
-    assert re.search(rf"^(# {name}\.py|def {name}\()", text, re.M)
+    beside = [(HOWTO / one).read_text() for one in re.findall(r"\]\((\.\./examples/\w+\.py)\)", text)]
+    assert re.search(rf"^(# {name}\.py|def {name}\()", "".join([text, *beside]), re.M)
     assert re.search(rf"\b{name}\b", sections[anchor])
     assert "@pytest.mark.attention(" in sections[anchor]

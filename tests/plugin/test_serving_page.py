@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "serving.md").read_text()
-FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.+?)```", PAGE, re.S))
+DOCS = Path(__file__).parents[2] / "docs"
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.+?)```", (DOCS / "howto" / "serving.md").read_text(), re.S))
+FILES["serving_kernels.py"] = (DOCS / "examples" / "serving_kernels.py").read_text()
 
 #: the test of the page, what of its kernel is replaced, by what, and what is said
 FAULTS = [
