@@ -99,10 +99,12 @@ def _judged(context: CaseContext, evaluator: Evaluator[Result]) -> Judgment[Resu
     except JudgeChangedError as error:
         _end_run(context.item, error)
     except Exception as error:
-        _note(context, evaluator, error)
-        raise
+        if not ("out of memory" in message_of(error) and context.session.take_whole_memory()):
+            _note(context, evaluator, error)
+            raise
     finally:
         context.asked = evaluator.subject if isinstance(evaluator.subject, Subject) else context.asked
+    return _judged(context, evaluator)  # once more, as the other workers of the GPU took the memory
 
 
 def _note(context: CaseContext, evaluator: Evaluator[Any], error: Exception) -> None:

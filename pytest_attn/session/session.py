@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -24,6 +24,8 @@ from pytest_attn.session.options import Settings, all_options
 from pytest_attn.session.registrations import Registrations
 
 if TYPE_CHECKING:
+    import torch
+
     from pytest_attn.backends.machine import Machine
     from pytest_attn.backends.subject import Subject
     from pytest_attn.correctness.spec import ReferenceCache
@@ -234,6 +236,8 @@ class AttentionSession:
         self.collected = Collected()
         self.results = Results()
         self.cuda = CudaContext()
+        #: the GPU that a test shares with other workers, and what it holds of the memory
+        self.memory_of_test: tuple[torch.device, ExitStack] | None = None
         #: why a backend refused a workload, with gradients or without, on a machine: what only its compiler found out
         self.refused: dict[tuple[Subject, Workload, bool, Machine], str] = {}
         #: what the process that waits for a new one has sent to it, None in all others
@@ -286,22 +290,42 @@ class AttentionSession:
         """Leave the other workers of a GPU what a test does not need of its memory: half is for those that take little.
 
         Tests that take much share the other half, and wait for one another. What torch keeps afterwards is given back.
+        `take_whole_memory` is for what takes more than that.
         """
         machine = self.machines.known_default
         if machine is None or machine.kind != "cuda" or self.sharers == 1 or self.cuda.lost_because:
             yield
             return
-        torch = sys.modules["torch"]  # which knows the machine
-        device = torch.device(machine.device)
+        device = sys.modules["torch"].device(machine.device)  # torch knows the machine
         half, needed = machine.memory / 2, _OF_A_CHECK * workload.bytes() if workload else 0
         is_large = needed > half / self.sharers
-        with memory_lock(device, needed / half) if is_large else nullcontext():
+        with ExitStack() as held:
+            if is_large:
+                held.enter_context(memory_lock(device, needed / half))
+            self.memory_of_test = device, held
             yield
+            is_large = is_large or self.memory_of_test is None
+            self.memory_of_test = None
             if is_large:
                 gc.collect()
             with suppress(RuntimeError):  # of a context that the test has lost, which the next one says
-                if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > _MUCH:
-                    torch.cuda.empty_cache()
+                cuda = sys.modules["torch"].cuda
+                if cuda.memory_reserved(device) - cuda.memory_allocated(device) > _MUCH:
+                    cuda.empty_cache()
+
+    def take_whole_memory(self) -> bool:
+        """Hold all that large tests may take of a GPU's memory until the test ends, once others leave it.
+
+        False where no worker shares the GPU, or the test holds that already.
+        """
+        if self.memory_of_test is None:
+            return False
+        (device, held), self.memory_of_test = self.memory_of_test, None
+        held.close()
+        gc.collect()
+        sys.modules["torch"].cuda.empty_cache()
+        held.enter_context(memory_lock(device, 1.0))
+        return True
 
     @cached_property
     def progress(self) -> Progress:

@@ -140,7 +140,7 @@ def gpu(monkeypatch, tmp_path):
         machine = types.SimpleNamespace(kind="cuda", memory=80 << 30, device="cuda:0")
         machines = types.SimpleNamespace(known_default=machine)
         of = types.SimpleNamespace(machines=machines, sharers=sharers, cuda=CudaContext())
-        return AttentionSession.sharing_memory(of, Workload(length, heads=128, head_dim=128, dtype="bfloat16")), said
+        return AttentionSession.sharing_memory(of, Workload(length, heads=128, head_dim=128, dtype="bfloat16")), said, of
 
     monkeypatch.setattr(devices, "lock_name", lambda device: f"{device}-{tmp_path.name}")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
@@ -157,13 +157,26 @@ def test_of_two_workers_that_need_all_of_a_gpu_one_waits_and_leaves_what_it_used
     gpu, sharers, length, waits, is_left, monkeypatch
 ):
     monkeypatch.setattr(devices, "PATIENCE", 0.2)
-    first, said = gpu(sharers, length)
-    second, _ = gpu(sharers, length)
+    first, said, _ = gpu(sharers, length)
+    second, *_ = gpu(sharers, length)
     with first:
         begun = time.monotonic()
         with second:
             assert (time.monotonic() - begun >= 0.2) == waits
     assert bool(said) == is_left
+
+
+def test_a_test_that_needs_more_waits_for_all_of_it_once(gpu, monkeypatch):
+    monkeypatch.setattr(devices, "PATIENCE", 0.2)
+    first, said, one = gpu(8, 64)
+    second, *_ = gpu(8, 8192)
+    with first:
+        assert AttentionSession.take_whole_memory(one)
+        assert said == ["left"]
+        begun = time.monotonic()
+        with second:
+            assert time.monotonic() - begun >= 0.2
+        assert not AttentionSession.take_whole_memory(one)
 
 
 OUT_OF_MEMORY = """
@@ -180,6 +193,31 @@ def test_it(attn, request):
 
     attn.check(kernel)
 """
+
+
+@pytest.mark.parametrize(("fails", "passed"), [(1, 1), (2, 0)])
+def test_a_judgment_that_others_left_no_memory_is_made_once_more(pytester, monkeypatch, fails, passed):
+    monkeypatch.setattr(AttentionSession, "take_whole_memory", lambda _, turns=[True, False]: turns.pop(0))
+    pytester.makepyfile(f"""
+        import pytest, torch
+        from torch.nn.functional import scaled_dot_product_attention as sdpa
+        from pytest_attn import Workload
+
+        CALLS = []
+
+        @pytest.mark.attention(Workload(2, heads=1))
+        def test_it(attn):
+            def kernel(q, k, v):
+                CALLS.append(q)
+                if len(CALLS) <= {fails}:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                return sdpa(q, k, v)
+
+            attn.check(kernel)
+        """)
+    result = pytester.runpytest_inprocess("--attn-device=cpu", "--attn-output=run.jsonl")
+    result.assert_outcomes(passed=passed, failed=1 - passed)
+    assert len((pytester.path / "run.jsonl").read_text().splitlines()) == 2, "one record, and the line of the run"
 
 
 def test_workers_share_the_memory_of_a_device_and_say_so_where_it_is_out(pytester, worker):
