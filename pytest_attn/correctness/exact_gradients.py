@@ -41,7 +41,8 @@ class BackwardRows:
     """Ingredients of the backward pass of some query rows.
 
     q: (n, heads, rows, head_dim), dout: (n, heads, rows, v_head_dim).
-    row_sum: D_i, row_sum_var: its variance, lse_var: what float32 loses of lse, all (n, heads, rows, 1).
+    row_sum: D_i, row_sum_var: its variance, lse_var: what float32 loses of lse, denominator_var: of the relative error that
+    noise leaves in the sum of exp, None without noise, all (n, heads, rows, 1).
     p, p_rounding_var: e_ij^2, p_noise_var: n_ij, slope: d(final score) / d(scaled score), slope_var: the variance of that, all
     (n, heads, rows, keys). None stands for: not formed yet (p_rounding_var), no noise, slope 1, an exact slope.
     dropped: what dropout multiplies P by, None without it; p is before dropout.
@@ -52,6 +53,7 @@ class BackwardRows:
     row_sum: torch.Tensor
     row_sum_var: torch.Tensor
     lse_var: torch.Tensor
+    denominator_var: torch.Tensor | None
     p: torch.Tensor
     p_rounding_var: torch.Tensor | None
     p_noise_var: torch.Tensor | None
@@ -77,8 +79,8 @@ class ScoreGradient:
     """The gradient of the scaled scores; all are (n, heads, rows, keys) but for row_sum_var (n, heads, rows, 1).
 
     ds: dS, and variance: its own, without that of D. weight: how much of D enters dS. p_rounding_var: e_ij^2.
-    row_sum_var: D's variance, with what only the scores tell of it. of_maximum: the variance of the maximum's gradient,
-    (n, heads, rows, 1), None where it has none.
+    row_sum_var: D's variance, with what only the scores tell of it. denominator_var: as in `BackwardRows`. of_maximum: the
+    variance of the maximum's gradient, (n, heads, rows, 1), None where it has none.
     """
 
     ds: torch.Tensor
@@ -86,6 +88,7 @@ class ScoreGradient:
     weight: torch.Tensor
     p_rounding_var: torch.Tensor
     row_sum_var: torch.Tensor
+    denominator_var: torch.Tensor | None
     of_maximum: torch.Tensor | None
 
 
@@ -106,9 +109,10 @@ class Gradients:
         chunk: Chunk,
     ) -> BackwardRows:
         """Return what the backward pass needs of a chunk's rows, after their forward pass."""
-        p, noise_var = forward.p, forward.p_noise_var
+        p, noise_var, denominator_var = forward.p, forward.p_noise_var, None
         if noise_var is not None:  # the error of the row's denominator moves all its probabilities together
-            noise_var = noise_var + p.square().mul_(noise_var.sum(-1, keepdim=True))
+            denominator_var = noise_var.sum(-1, keepdim=True)
+            noise_var = noise_var + p.square().mul_(denominator_var)
         dout = chunk.block.dout[:, :, chunk.rows].double()
         weighted = dout * forward.out
         row_sum = weighted.sum(-1, keepdim=True)
@@ -116,12 +120,13 @@ class Gradients:
         row_sum_var = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * unit_squared)
         lse_var = forward.lse.where(forward.lse.isfinite(), 0.0).unsqueeze(-1).mul_(SHARED * LSE_UNIT).square_()
         if (row_noise := forward.row_noise) is not None:
+            denominator_var = row_noise.variance if denominator_var is None else denominator_var + row_noise.variance
             noise_var = _plus(noise_var, p.square().mul_(row_noise.variance))
             row_sum_var += row_sum.square().mul_(row_noise.variance)
             if row_noise.of_out is not None:
                 row_sum_var += dout.square().mul_(row_noise.of_out).sum(-1, keepdim=True)
         dropped = forward.dropped
-        sums = row_sum, row_sum_var, lse_var
+        sums = row_sum, row_sum_var, lse_var, denominator_var
         return BackwardRows(forward.q, dout, *sums, p, p_rounding_var, noise_var, slope, slope_var, dropped)
 
     def row_sum_var_of_all_keys(self, rows: BackwardRows, chunk: Chunk) -> torch.Tensor:
@@ -168,7 +173,8 @@ class Gradients:
             of_maximum = row_sum_var + lost.mul_(share)
             variance = _plus(variance, of_maximum * _may_be_largest(p, rows.p_noise_var))
         ds, weight, variance = self._through_slope(ds, variance, rows)
-        return ScoreGradient(ds, self._plus_rounding(variance, ds, rows), weight, p_rounding_var, row_sum_var, of_maximum)
+        variance = self._plus_rounding(variance, ds, rows)
+        return ScoreGradient(ds, variance, weight, p_rounding_var, row_sum_var, rows.denominator_var, of_maximum)
 
     def _variance_of_dp(self, dp: torch.Tensor, rows: BackwardRows, v_squared: torch.Tensor) -> torch.Tensor | None:
         """Return P_ij^2 times the variance of dP_ij, (n, heads, rows, keys); None where dP counts as exact."""
@@ -222,6 +228,8 @@ class Gradients:
         dq = over_keys(scores.ds, k).mul_(self.scale)
         drift = over_keys(scores.weight, k).square_().mul_(scores.row_sum_var)
         variance = over_keys(scores.variance, k.square()).add_(drift).mul_(self.scale**2)
+        if scores.denominator_var is not None:
+            variance += dq.square().mul_(scores.denominator_var)
         times = self.precision.query_roundings(self.kv_len)
         if times > 1:  # partial sums: of random terms half of all, and more where these stray; where they agree, a third
             variance = variance * (1 + times / 6) + self.rounding.of_result(dq, self.kv_len) * (times / 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pytest_attn import Workload
+from pytest_attn import Workload, check
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
@@ -85,3 +85,17 @@ def test_rows_of_both_kinds_are_there():
     largest = weights_of(drawn.q, drawn.k).amax(-1)[0]
     assert bool((largest[0] < 0.01).all())
     assert bool((largest[1] > 0.5).all())
+
+
+def test_a_heavy_score_that_is_rounded_moves_all_of_its_row():
+    def largest_rounded_up(q, k, v):
+        scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+        top = scores.detach().amax(-1, keepdim=True)
+        step = torch.exp2(top.clamp(min=1e-9).log2().floor() - 8)
+        scores = scores + torch.where(scores.detach() == top, step, 0)
+        return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+    w = Workload(512, heads=4, head_dim=128)
+    found = check(largest_rounded_up, w, backward=True, inputs=("flat",), precision="eager", device="cpu")
+    (dq,) = (one for one in found.tensors if one.name == "dq")
+    assert dq.z_element < 1.8, "2.1 where the keys of a row count as moved apart"
