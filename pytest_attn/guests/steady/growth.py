@@ -113,7 +113,8 @@ class Growth:
         if self._device.type == "cuda":
             found[_LARGE[1]] = torch.cuda.memory_allocated(self._device)
             found[_LARGE[2]] = torch.cuda.memory_reserved(self._device)
-        for one in tracemalloc.take_snapshot().statistics("lineno"):
+        traced = tracemalloc.take_snapshot().statistics("lineno") if tracemalloc.is_tracing() else ()  # a kernel may end it
+        for one in traced:
             place = one.traceback[0]
             if _is_of_others(place.filename):
                 found[f"bytes of objects made at {os.path.relpath(place.filename)}:{place.lineno}"] = one.size

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tracemalloc
 import types
 import warnings
 from collections import deque
@@ -90,8 +91,18 @@ def counting():
     return kernel
 
 
+def tracing_itself():
+    def kernel(q, k, v):
+        tracemalloc.start()
+        out = plain(q, k, v)
+        tracemalloc.stop()
+        return out
+
+    return kernel
+
+
 @pytest.mark.filterwarnings("ignore:deprecated for")
-@pytest.mark.parametrize("make", [with_bounded_caches, into_a_pool, talking, counting])
+@pytest.mark.parametrize("make", [with_bounded_caches, into_a_pool, talking, counting, tracing_itself])
 @on_w
 @pytest.mark.usefixtures("capsys")  # which keeps what is printed
 def test_steady_kernels(attn, make):
