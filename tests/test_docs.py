@@ -299,7 +299,8 @@ def test_the_pages_that_the_code_names_are_there():
 def test_a_picture_loads_nothing_and_is_shown(picture):
     text = picture.read_text()
     assert not re.search(r"(?:href|src|url)\W*=?\W*https?:", text)
-    assert any(f"{picture.name})" in page.read_text() for page in PAGES)
+    is_badge = picture.parent.name == "certificates"  # for the README of whoever uses the kernel
+    assert is_badge or any(f"{picture.name})" in page.read_text() for page in PAGES)
 
 
 def test_every_option_in_the_pages_is_one(pytestconfig):
