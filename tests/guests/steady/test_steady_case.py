@@ -449,7 +449,7 @@ COMPILE_NOTHING = [
     "test -x /usr/bin/nvcc && echo nvcc",
     "CC=gcc python setup.py",
     ["python", "-c", "import gcc"],
-    ["git", "commit", "-m", "nvcc a.cu"],
+    ["git", "commit", "--message", "nvcc a.cu"],
     "gcc -v 2>&1 | tail -1",  # as torch.utils.cpp_extension asks
     ["nvcc", "--list-gpu-arch"],
     "gcc -Q --help=target",
