@@ -79,6 +79,8 @@ def usage_errors(given: argparse.Namespace) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except FileNotFoundError as error:
+        if not str(error.filename).endswith(".jsonl"):  # what a command writes
+            given.error(f"cannot write {error.filename}: {error.strerror}")
         given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
     except IsADirectoryError as error:
         given.error(f"{error.filename} is a folder; name the .jsonl file in it")

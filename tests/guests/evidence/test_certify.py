@@ -167,6 +167,7 @@ def test_what_cannot_be_certified_is_said_in_a_line(certify, capsys):
     assert refused(capsys, "0.jsonl", "--page=page.html") == "--page must end in .md, got 'page.html'"
     assert refused(capsys, "0.jsonl", "-o", "0.jsonl") == "-o must be a folder, got the file '0.jsonl'"
     assert refused(capsys, "gone.jsonl").startswith("there is no gone.jsonl; ")
+    assert refused(capsys, "0.jsonl", "-o", "/proc/none").startswith("cannot write /proc/none: ")
     Path("page.md").write_text("# Mine\n")
     assert refused(capsys, "0.jsonl", "--page=page.md").startswith("page.md lacks '<!-- generated: certificates -->")
 
