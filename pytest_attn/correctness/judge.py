@@ -230,13 +230,12 @@ class _Judgment:
         if self.failed is None and self.unshown:
             self.unshown = unshown_by(reference, w, tuple(tensors), self.unshown)
 
-    def _as_left_out(self, distribution: str, reference: Reference, tensors: Mapping[str, torch.Tensor]) -> Reference:
+    def _as_left_out(self, distribution: str, reference: Reference, tensors: dict[str, torch.Tensor]) -> Reference:
         """Return the reference, or that of a kernel that leaves nothing out, as it may, where only this one explains all."""
         spec = self.spec
         whole = replace(spec, declared=replace(spec.declared, skips=None))
         either = reference, self.references.reference_of(whole, distribution, self.subject)
-        limits = limits_named(spec.limits)
-        right = (one for one in either if all(row.passed for row in compare_all("", tensors, one, spec.workload, limits)))
+        right = (one for one in either if all(row.passed for row in self._compared("", one, tensors)))
         return next(right, reference)
 
     def _has_rounded_dp(self, distribution: str, reference: Reference, tensors: dict[str, torch.Tensor]) -> bool:
