@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from pytest_attn.guests.evidence.verify import CannotSayError, not_of_commit, not_whole
+from pytest_attn.guests.evidence.verify import CannotSayError, not_of_commit, not_whole, tree_of
 from pytest_attn.reports import strict_json
 from pytest_attn.reports.files import write_atomically
 from pytest_attn.reports.lines import count, some, z_figure
@@ -176,7 +176,8 @@ def _remarks(facts: RunFacts) -> Iterator[str]:
     """Yield why a run is not known to be of its commit."""
     commit = facts["commit"].partition("+")[0]
     try:
-        yield from (said.partition(";")[0] for said in (not_of_commit(facts, commit) if commit else ["is of no commit"]))
+        said = not_of_commit(facts, *tree_of(commit)) if commit else ["is of no commit"]
+        yield from (one.partition(";")[0] for one in said)
     except CannotSayError:  # whose words may name folders of this machine
         yield "could not be held against its commit"
 

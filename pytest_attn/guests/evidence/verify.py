@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_attn.processes.last_words import last_words
@@ -68,8 +68,9 @@ def _refusals(runs: Sequence[Run], given: argparse.Namespace) -> Iterator[str]:
     here, commit = commit_of(top), _commit_named(given.at or "HEAD", top)
     if not given.at and here != commit:
         yield f"this tree has uncommitted changes, expected none; commit them, or name a revision: --at={_short(commit)}"
+    sources = sources_at(top, commit)
     for run, facts in closed:
-        yield from (f"{run.path} {said}" for said in not_of_commit(facts, given.at or "HEAD"))
+        yield from (f"{run.path} {said}" for said in not_of_commit(facts, commit, sources))
         if given.seed not in (None, facts["seed"]):
             yield f"{run.path} has seed {facts['seed']}, expected {given.seed}; run it with --attn-seed={given.seed}"
         if given.device not in (None, facts["device"]):
@@ -108,11 +109,15 @@ def _commit_named(revision: str, top: Path) -> str:
     return commit
 
 
-def not_of_commit(facts: RunFacts, revision: str) -> Iterator[str]:
-    """Yield in which way a run is not of the commit of a revision. Raises CannotSayError."""
+def tree_of(revision: str) -> tuple[str, dict[str, str]]:
+    """Return the commit of a revision, and git's ids of its files. Raises CannotSayError."""
     top = _top()
     commit = _commit_named(revision, top)
-    sources = sources_at(top, commit)
+    return commit, sources_at(top, commit)
+
+
+def not_of_commit(facts: RunFacts, commit: str, sources: Mapping[str, str]) -> Iterator[str]:
+    """Yield in which way a run is not of a commit, whose files have these ids. Raises CannotSayError."""
     if not facts["commit"]:
         raise CannotSayError("its tests lay in no git repository, so it knows no commit")
     name, plus, _ = facts["commit"].partition("+")
