@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from pytest_attn.cases.api import check_invariants as check_invariants
     from pytest_attn.cases.api import measure as measure
     from pytest_attn.cases.case import AttentionCase as AttentionCase
-    from pytest_attn.cases.saved_failure import Failure as Failure
-    from pytest_attn.cases.saved_failure import load_failure as load_failure
     from pytest_attn.correctness.comparison import Comparison as Comparison
     from pytest_attn.correctness.contract import ContractError as ContractError
     from pytest_attn.correctness.rounded import Quantized as Quantized
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from pytest_attn.guests.models.check_model import check_module as check_module
     from pytest_attn.guests.models.model_case import AttentionModel as AttentionModel
     from pytest_attn.guests.models.model_comparison import ModelComparison as ModelComparison
+    from pytest_attn.guests.saving.saved_failure import Failure as Failure
+    from pytest_attn.guests.saving.saved_failure import load_failure as load_failure
     from pytest_attn.invariants.report import InvariantReport as InvariantReport
     from pytest_attn.latency.result import Latency as Latency
     from pytest_attn.latency.work import StaleError as StaleError
@@ -62,7 +62,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "backends.precision": ("Precision", "Threshold"),
     "cases.api": ("check", "check_invariants", "measure"),
     "cases.case": ("AttentionCase",),
-    "cases.saved_failure": ("Failure", "load_failure"),
     "correctness.comparison": ("Comparison",),
     "correctness.contract": ("ContractError",),
     "correctness.rounded": ("Quantized", "Rounded", "assert_rounded"),
@@ -72,6 +71,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "guests.models.check_model": ("check_model", "check_module"),
     "guests.models.model_case": ("AttentionModel",),
     "guests.models.model_comparison": ("ModelComparison",),
+    "guests.saving.saved_failure": ("Failure", "load_failure"),
     "invariants.report": ("InvariantReport",),
     "latency.result": ("Latency",),
     "latency.work": ("StaleError",),

@@ -87,6 +87,8 @@ class Guest:
         elsewhere: by the name of an option of its, whose text are names of functions or "", a class that is made of (config,
             settings): called with the name of a function, it makes what runs that elsewhere, and its `require_contained` of
             (subject, executor) fails what would run here.
+        failing: by the name of an option of its, a function of (context, text, judgment) of a failure that returns lines to
+            add; comparisons then keep what they saw.
         methods: of `attn`, by their names: functions that take the `AttentionCase` first.
         attributes: of `attn`, by their names: functions of the `AttentionCase`.
         latency: by a field of `Latency.more`, what records say of it.
@@ -95,6 +97,7 @@ class Guest:
         invariants: by name, what makes them of it: run where a test's marker, or `only`, names them.
         lines: a function of records and a width that yields what the summary shows of them under -v.
         tables: such a function whose lines it always shows.
+        advice: a function of records, and of the options of guests, that says what to type next; "" where nothing.
         timed: a function of records that yields lines to show below the table of latencies.
         closing: by the name of an option of its, a function of (session, config, reporter) that prints and writes what it asks
             for, below the summary.
@@ -115,6 +118,7 @@ class Guest:
     kernels: Mapping[str, str] = field(default_factory=dict)
     cases: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    failing: Mapping[str, str] = field(default_factory=dict)
     methods: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
     latency: Mapping[str, LatencyField] = field(default_factory=dict)
@@ -122,6 +126,7 @@ class Guest:
     invariants: Mapping[str, str] = field(default_factory=dict)
     lines: str = ""
     tables: str = ""
+    advice: str = ""
     timed: str = ""
     closing: Mapping[str, str] = field(default_factory=dict)
     results: str = ""

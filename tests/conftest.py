@@ -33,10 +33,12 @@ _OF_THE_HOST = (
 HAS_GUESTS = find_spec("pytest_attn.guests") is not None
 #: what tells that a test, or what it imports from here, is about a guest
 _OF_GUESTS = re.compile(
-    r"pytest_attn\.guests|attn_model|attn-(?:fuzz|mutants|rank|tune)|\branks=|check_m(odel|odule|erge)|pytest_attn\.capture"
+    r"\A\"{3}--attn-save-failures|pytest_attn\.(?:guests|capture)|attn_model|attn-(?:fuzz|mutants|rank|tune)|\branks=|check_m(odel|odule|erge)"
 )
 #: and one test, in its name or its text
-_OF_A_GUEST = re.compile(r"\b(natten|sage|flash[234]|flashinfer_fa2|hub|diffusers|transformers)\b|attn-against")
+_OF_A_GUEST = re.compile(
+    r"\b(natten|sage|flash[234]|flashinfer_fa2|hub|diffusers|transformers)\b|attn-against|save.failures|saved failures"
+)
 
 
 def pytest_ignore_collect(collection_path):

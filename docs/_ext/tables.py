@@ -20,9 +20,9 @@ import field_tables
 from pytest_attn import hooks, plugin
 from pytest_attn.backends.declaration import Argument
 from pytest_attn.backends.precision import PRECISIONS, Precision
-from pytest_attn.cases.saved_failure import ENVIRONMENT, FAILURE
 from pytest_attn.guests.evidence.certify import CERTIFICATE
 from pytest_attn.guests.judging.answers import ANSWER, REQUEST
+from pytest_attn.guests.saving.saved_failure import ENVIRONMENT, FAILURE
 from pytest_attn.latency.baseline_file import FILE
 from pytest_attn.reports.records import fields as fields_of_records
 from pytest_attn.reports.records import gathered, line_description

@@ -1,7 +1,7 @@
 """Declarations of a callable: how it takes and returns tensors, where it rounds, what it leaves to its caller.
 
 `Declaration` is the one place of it. The marker `attention`, `pytest_attn.check`, `check_invariants` and `measure` take its
-fields as keywords and show their documentation; checks, records and saved failures read it. A new property is a field here
+fields as keywords and show their documentation; checks, records and guests read it. A new property is a field here
 (and its type in `Declared`), and the code that makes use of it.
 """
 

@@ -22,7 +22,7 @@ from pytest_attn.cases.case_records import figures_of
 from pytest_attn.cases.conclude import conclude, skip, skip_unless_runnable
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator
-from pytest_attn.cases.judgment import FailureToSave, Judgment
+from pytest_attn.cases.judgment import FailureEvidence, Judgment
 from pytest_attn.cases.latency import Measuring
 from pytest_attn.cases.tensors import CaseTensors
 from pytest_attn.correctness import mismatch_text
@@ -317,8 +317,8 @@ class KernelEvaluator(Evaluator[Comparison]):
         self.doing, self.on = f"checking {subject.name}", spec.workload.id
 
     @property
-    def evidence(self) -> FailureToSave:
-        return FailureToSave(self._spec, self.subject)
+    def evidence(self) -> FailureEvidence:
+        return FailureEvidence(self._spec, self.subject)
 
     def judge(self, context: CaseContext) -> Judgment[Comparison]:
         __tracebackhide__ = True
@@ -352,13 +352,13 @@ class KernelEvaluator(Evaluator[Comparison]):
         unshown = "; ".join(f"{defect.issue} did not show: {defect.summary}" for defect in defects)
         return Judgment(Verdict.PASSED, comparison, unshown, **facts)
 
-    def _evidence_of(self, comparison: Comparison, context: CaseContext) -> FailureToSave:
+    def _evidence_of(self, comparison: Comparison, context: CaseContext) -> FailureEvidence:
         spec = self._spec
         if (parameter := comparison.reported.name[1:]) in PARAMETERS:  # whose gradient was asked for by name
             drawn = context.session.references.inputs_of(spec, spec.inputs[0])
             wanted = {**spec.parameters, parameter: getattr(drawn, PARAMETERS[parameter].tensor)}
             spec = replace(spec, parameters=wanted)
-        return FailureToSave(spec, self.subject, comparison)
+        return FailureEvidence(spec, self.subject, comparison)
 
     def _defects_on(self, context: CaseContext) -> list[KnownDefect]:
         """List the known defects that this shows, which are not those that take the other calls of an invariant."""
@@ -375,8 +375,8 @@ class OutputEvaluator(Evaluator[None]):
         self._output, self.workload, self.on = Output(out, spec, reference), spec.workload, spec.workload.id
 
     @property
-    def evidence(self) -> FailureToSave:
-        return FailureToSave(self._output.spec, None)
+    def evidence(self) -> FailureEvidence:
+        return FailureEvidence(self._output.spec, None)
 
     def judge(self, context: CaseContext) -> Judgment[None]:
         comparison = judged(self._output, context.judging("out"))
@@ -399,8 +399,8 @@ class InvariantEvaluator(Evaluator[InvariantReport]):
         self.doing, self.on = f"trying the invariants of {subject.name}", spec.workload.id
 
     @property
-    def evidence(self) -> FailureToSave:
-        return FailureToSave(self._spec, self.subject)
+    def evidence(self) -> FailureEvidence:
+        return FailureEvidence(self._spec, self.subject)
 
     def judge(self, context: CaseContext) -> Judgment[InvariantReport]:
         __tracebackhide__ = True

@@ -16,7 +16,7 @@ from pytest_attn.backends.subject import CallableSubject, Subject, name_of
 from pytest_attn.cases.unjudged import REFUSED
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.reports.lines import raised_words, taken_apart, z_figure
-from pytest_attn.reports.records import TEST, Record, changed, is_wrong, latency_of, new_record
+from pytest_attn.reports.records import TEST, Record, is_wrong, latency_of, new_record
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.devices import NoTorchError
 from pytest_attn.session.kinds import CaseParameter, asks_gradients, device_of, id_from_root, kind_of, parameter_of, typed_name
@@ -33,12 +33,6 @@ _SHOWN = (
     *("absmax", "mean_abs", "mse", "relative_l2", "cosine", "worst", "found", "exact", "budget", "wrong_positions"),
 )
 _SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim", "dtype")
-
-
-def change_last_record(item: pytest.Item, **changes: Any) -> None:
-    """Change fields of the record that was left last."""
-    records = item.stash[RECORDS]  # there is one: what is changed was left before
-    records[-1] = changed(records[-1], **changes)
 
 
 def figures_of(comparison: Comparison | None) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from pytest_attn.backends.subject import RefusedError, Subject, name_of
 from pytest_attn.cases.case_records import RECORDS, facts_of
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator, Refusal
-from pytest_attn.cases.judgment import FailureToSave, Judgment, Result
-from pytest_attn.cases.saving import FailureSaver
+from pytest_attn.cases.judgment import FailureEvidence, Judgment, Result
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.known_pair import JudgeChangedError, judge_kept, require_unchanged
 from pytest_attn.reports.lines import labeled, taken_apart
@@ -91,7 +90,7 @@ def _judged(context: CaseContext, evaluator: Evaluator[Result]) -> Judgment[Resu
         with ending_no_test(name, calls=False), progress, kept:
             return evaluator.judge(context)
     except RefusedError as error:
-        if isinstance(evaluator.evidence, FailureToSave) and evaluator.evidence.subject is evaluator.subject:
+        if isinstance(evaluator.evidence, FailureEvidence) and evaluator.evidence.subject is evaluator.subject:
             context.remember_refusal(evaluator.evidence.subject, evaluator.evidence.spec, str(error))
         return evaluator.ended(error)
     except (ContractError, DeadlineError, EndsTestError, RemoteRaisedError) as error:
@@ -162,17 +161,4 @@ def _end(context: CaseContext, name: str, found: Judgment[Any]) -> NoReturn:
             raise found.error
     reproduce = [labeled("reproduce", context.command(found.rows), found.width)] if found.says_command else []
     text = "\n".join([found.text, *reproduce, *found.remedies])
-    raise AssertionError("\n".join([text, *_saved(context, text, found)]))
-
-
-def _saved(context: CaseContext, message: str, found: Judgment[Any]) -> list[str]:
-    """Save a failure where --attn-save-failures asks for it; return a line that says where, or why not."""
-    folder = context.session.settings.save_failures
-    if folder is None or not context.saves_failures or not found.evidence:
-        return []
-    if not isinstance(found.evidence, FailureToSave):
-        return [labeled("not saved", found.evidence, found.width)]
-    command, unnamed = context.command(found.rows), context.executor.unnamed_because
-    saver = FailureSaver(folder, context.session, context.item, found.evidence, message, command, unnamed)
-    with context.session.progress.during("saving tensors", context.workload.id):
-        return [saver.save(found.width)]
+    raise AssertionError("\n".join([text, *(line for said in context.failing for line in said(context, text, found))]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pkgutil import resolve_name
 
 import pytest
 
@@ -126,7 +127,7 @@ class CaseContext:
             deadline=nullcontext if isinstance(subject, str) else self.deadline(subject),
             diagnosis_timeout=seconds,
             diagnosing=lambda: self.session.progress.during(f"diagnosing {name}", self.workload.id, seconds),
-            keeps_evidence=self.saves_failures,
+            keeps_evidence=bool(self.failing),
             locate=self.executor.locate,
         )
 
@@ -158,9 +159,10 @@ class CaseContext:
         return self.session.machines.machine(self.mark.device)
 
     @property
-    def saves_failures(self) -> bool:
-        """True where what a judgment saw is saved where it fails."""
-        return self.session.settings.save_failures is not None and self.session.kernels.are_tested
+    def failing(self) -> list[Callable[..., Iterable[str]]]:
+        """What guests do with a failure of what is tested."""
+        named = self.session.settings.asked["failing"] if self.session.kernels.are_tested else {}
+        return [resolve_name(name) for name in named.values()]
 
     def command(self, rows: tuple[int, ...] = ()) -> str:
         """Return the shell command that runs exactly this case again. rows: drawn by a judgment, at which it is to look."""

@@ -10,7 +10,7 @@ from typing import Any, Generic
 from pytest_attn.backends.raised import EndsTestError, RemoteRaisedError
 from pytest_attn.backends.subject import RefusedError, Subject
 from pytest_attn.cases.context import CaseContext
-from pytest_attn.cases.judgment import FailureToSave, Judgment, Result
+from pytest_attn.cases.judgment import FailureEvidence, Judgment, Result
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.mismatch_text import describe_contract
 from pytest_attn.reports.lines import labeled
@@ -48,8 +48,8 @@ class Evaluator(ABC, Generic[Result]):
         """
 
     @property
-    def evidence(self) -> FailureToSave | str:
-        """Evidence that is saved where a result cannot be compared, as `Judgment.evidence`."""
+    def evidence(self) -> FailureEvidence | str:
+        """Evidence for guests where a result cannot be compared, as `Judgment.evidence`."""
         return ""
 
     def ended(self, error: BaseException) -> Judgment[Result]:

@@ -22,7 +22,7 @@ class Executor:
     is_expendable = False
     #: whether calls there have a time limit of their own
     has_deadline = False
-    #: why a saved failure cannot name the callable of a test; None where it can
+    #: why no other process can run the callable of a test as it ran; None where one can
     unnamed_because: str | None = None
 
     def __init__(self, workload: Workload) -> None:

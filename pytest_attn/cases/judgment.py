@@ -17,11 +17,11 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class FailureToSave:
-    """The part of a failure that --attn-save-failures writes.
+class FailureEvidence:
+    """What was judged where a failure was found.
 
     subject: None where only its output is known. comparison: with the first mismatch, and the tensors that it kept; without
-    one, as of a broken contract or of `broken` invariants, the inputs are saved.
+    one, as of a broken contract or of `broken` invariants, the inputs tell all.
     """
 
     spec: CheckSpec
@@ -42,7 +42,7 @@ class Judgment(Generic[Result]):
         known_defects: those that explain all that is wrong, in words: the failure is an expected one.
         skip: what pytest says where nothing was judged or decided; it does not count as passed.
         fields: further fields of the record; they go before those that all judgments have.
-        evidence: what is saved of a failure; or why nothing can be, "" where nothing need be said of it.
+        evidence: what guests are given of a failure; or why nothing can be, "" where nothing need be said of it.
         rows: wrong ones that this judgment has drawn, at which a repeated one is to look.
         remedies: lines after the command that repeats the case.
         width: of the labels in `text`.
@@ -59,7 +59,7 @@ class Judgment(Generic[Result]):
     known_defects: str = ""
     skip: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    evidence: FailureToSave | str = ""
+    evidence: FailureEvidence | str = ""
     rows: tuple[int, ...] = ()
     remedies: Sequence[str] = ()
     width: int = LABEL_WIDTH

@@ -144,8 +144,6 @@ class Record(TypedDict):
     machine: Annotated[dict[str, Any], "name, device, kind, architecture, memory (bytes), torch, python, pytest_attn"]
     seconds: Annotated[float, "how long the test took, with all its judgments"]
     command: Annotated[str, "the command that runs this case again"]
-    saved: Annotated[str, "the folder in which --attn-save-failures put the failure, else empty"]
-    unsaved: Annotated[str, "why a failure could not be saved, else empty"]
 
 
 _OBJECT = {"type": "object"}

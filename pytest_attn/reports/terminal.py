@@ -19,8 +19,6 @@ Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 
 #: reasons that --attn-list prints, those of most cases first
 _MOST_OBSTACLES = 20
-#: of these, --attn-save-failures keeps the tensors
-_KEPT = {Verdict.MISMATCH, Verdict.BROKEN}
 #: seconds of a compilation below which it is not listed, as with pytest's own durations
 _SHORTEST = 0.005
 RED = {"red": True}
@@ -33,10 +31,15 @@ _COUNTED = (
 )  # pytest counts skips, those without a judgment too: one number, not two
 
 
-def summary(records: Sequence[Record], verbose: bool, width: int | None = None, are_saved: bool = False) -> Iterator[Line]:
+def summary(
+    records: Sequence[Record],
+    verbose: bool,
+    width: int | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[Line]:
     """Yield the lines of the summary: a row per case if verbose, a line per problem, one closing sentence.
 
-    width: what the rows of tables may have, in characters. are_saved: whether the tensors of failing cases are.
+    width: what the rows of tables may have, in characters. options: of guests, with their values.
     """
     if verbose:
         yield from _rows(records, width)
@@ -49,12 +52,10 @@ def summary(records: Sequence[Record], verbose: bool, width: int | None = None, 
     if verbose:
         yield from ((f"not applied   {line}", {}) for line in inapplicable(records))
     yield from ((f"untested      {line}", {}) for line in untested(records))
-    for why, number in Counter(r["unsaved"] for r in records if r["unsaved"]).items():
-        yield f"not saved     {count(number, 'failure')}: {why}", {"yellow": True}
     for why in dict.fromkeys(r["reason"].partition(RAN_EAGERLY)[2] for r in records if RAN_EAGERLY in r["reason"]):
         yield f"note          {RAN_EAGERLY}{why}", {"yellow": True}
     text, markup = closing(records)
-    yield f"{text}{counted_cases(records)}{_next(records, are_saved)}", markup
+    yield f"{text}{counted_cases(records)}{_next(records, options)}", markup
 
 
 def _of_guests(what: str, records: Sequence[Record], width: int | None) -> Iterator[Line]:
@@ -187,12 +188,12 @@ def _untested_sums(records: Sequence[Record]) -> Iterator[str]:
         yield f"sums {whose} in low precision: faults in them show over about 2,000 keys, the longest workload has {longest:,}"
 
 
-def _next(records: Sequence[Record], are_saved: bool) -> str:
+def _next(records: Sequence[Record], options: Mapping[str, Any]) -> str:
     """Say what to type next."""
-    verdicts = {r["verdict"] for r in records}
-    if {r["verdict"] for r in records if not r.get("calls")} & _KEPT:  # of single calls none are kept
-        return "" if are_saved else "; --lf --attn-save-failures=failures keeps the tensors"
-    return "; -rs lists the reasons of skips" if Verdict.SKIPPED in verdicts else ""
+    of_guests = (advice(records, options) for advice in each("advice"))
+    reasons = "-rs lists the reasons of skips" if any(r["verdict"] == Verdict.SKIPPED for r in records) else ""
+    said = next(filter(None, (*of_guests, reasons)), "")
+    return said and f"; {said}"
 
 
 def closing(records: Sequence[Record]) -> Line:

@@ -255,27 +255,6 @@ def recording_reason(text: str) -> str:
     return text.strip()
 
 
-def failures_folder(text: str) -> str:
-    """Return a folder that can be written to, made where it is missing."""
-    from importlib.util import find_spec  # few runs come here
-    from pathlib import Path
-
-    if not text.strip() or text.startswith("-") or "::" in text or Path(text).is_file():
-        raise ValueError(f"must be a folder, such as failures, got {text!r}")
-    for name in ("safetensors", "numpy"):  # the one writes tensors by way of the other
-        if find_spec(name) is None:
-            raise ValueError(f'needs {name}, which is not installed: pip install "pytest-attn[failures]"')
-    folder = Path(os.path.realpath(os.path.expanduser(text)))
-    probe = folder / f".{os.urandom(8).hex()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.mkdir()
-        probe.rmdir()
-    except OSError as error:
-        raise ValueError(f"cannot write to {text!r}: {error.strerror or error}") from None
-    return str(folder)
-
-
 def output_file(text: str) -> str:
     """Return the path of a file to write, links followed; refused before anything runs."""
     kind_of(text)
@@ -365,7 +344,6 @@ GROUPS = (
         "outputs",
         {
             "outputs": "NAME.jsonl, .html, .md or .support.md; repeatable",
-            "save_failures": "tensors and a script for each failing case",
             "baselines": "the folder of recorded times",
         },
         ("json_samples",),

@@ -168,11 +168,6 @@ class Settings:
         stem="output",
         is_repeatable=True,
     )
-    save_failures: str | None = action(
-        "Save the tensors of each failing case in a folder of DIR, with a script that judges the kernel again",
-        "DIR",
-        option_types.failures_folder,
-    )
     update_baselines: str | None = action(
         "Record the latencies of all selected cases that are right, in ten new processes, with this reason",
         "REASON",
@@ -228,7 +223,7 @@ class Settings:
     def asked(self) -> dict[str, dict[str, str]]:
         """What guests name in fields of `Guest` for options that were given: by the field, then by the option."""
         given = [name for name, value in self.more.items() if value not in (None, False)]
-        fields = {what: added(what) for what in ("cases", "closing", "elsewhere", "kernels")}
+        fields = {what: added(what) for what in ("cases", "closing", "elsewhere", "failing", "kernels")}
         return {what: {name: named[name] for name in given if name in named} for what, named in fields.items()}
 
     @property

@@ -195,7 +195,7 @@ def print_summary(session: AttentionSession, reporter: Any, verbosity: int) -> N
     judged = [record for record in records if record["latency"] is None]
     timed = [r for r in records if r["latency"] is not None and not (kernels.are_configurations and split(r["subject"])[1])]
     if _is_shown(judged, is_wrong, verbosity):
-        print_section(reporter, summary(judged, verbosity > 0, width, bool(settings.save_failures)))
+        print_section(reporter, summary(judged, verbosity > 0, width, settings.more))
     if _is_shown(timed, is_notable, verbosity):
         print_section(reporter, latency_summary(timed, verbosity > 0, width), "attention latency")
     if verbosity >= 0:

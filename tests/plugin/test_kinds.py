@@ -11,7 +11,7 @@ from pytest_attn.session.progress import Progress
 #: asks whether a callable returns numbers: a marker, a fixture, a case, an evaluator
 TOY = """
 from pytest_attn.cases.evaluator import Evaluator
-from pytest_attn.cases.judgment import FailureToSave, Judgment
+from pytest_attn.cases.judgment import FailureEvidence, Judgment
 from pytest_attn.cases.conclude import conclude, skip_unless_runnable
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.correctness.spec import CheckSpec
@@ -56,7 +56,7 @@ class Toy(Evaluator):
 
     @property
     def evidence(self):
-        return FailureToSave(self._spec, self.subject) if self._saves else "a toy keeps no tensors"
+        return FailureEvidence(self._spec, self.subject) if self._saves else "a toy keeps no tensors"
 
     def judge(self, context):
         inputs = draw_inputs(self.workload)

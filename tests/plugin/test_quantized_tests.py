@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_attn import load_failure
+import pytest_attn
 from pytest_attn.reports.records import read_records
 
 TESTS = """
@@ -87,7 +87,7 @@ def test_a_test_file(pytester):
     judged = [record for record in records if "is_approximate" in record]
     assert sum(bool(record["is_approximate"]) for record in judged) >= 1
     (saved,) = (pytester.path / "saved").rglob("*.safetensors")
-    failure = load_failure(saved.parent)
+    failure = pytest_attn.load_failure(saved.parent)
     q_descale, k_descale, v_descale = failure.inputs.descales
     assert failure.check(lambda q, k, v: attention(q, k, v, q_descale, k_descale, v_descale), device="cpu").passed
     with pytest.raises(AssertionError, match="with the descale of k for v"):

@@ -132,7 +132,9 @@ def test_a_run_without_failures_or_without_the_option_saves_nothing(run, kernel_
     assert list((pytester.path / "out").iterdir()) == []
     (pytester.path / "out").rmdir()
     kernel_test(WRONG)
-    assert "  saved  " not in run().stdout.str()
+    result = run()
+    assert "  saved  " not in result.stdout.str()
+    result.stdout.fnmatch_lines(["1 wrong; * judged; --lf --attn-save-failures=failures keeps the tensors"])
     assert not (pytester.path / "out").exists()
 
 

@@ -104,6 +104,6 @@ def read(pytester):
 def test_an_option_that_a_kernel_s_judgment_reads_a_model_s_reads_too(read):
     names = {one.name for one in declared_options(Settings)}
     of_kernels, of_models = read("kernel") & names, read("model") & names
-    assert of_kernels >= {"limits", "timeout", "diagnosis_timeout", "rows", "memory", "save_failures", "declines"}
+    assert of_kernels >= {"limits", "timeout", "diagnosis_timeout", "rows", "memory", "declines"}
     assert of_kernels - of_models == OF_KERNELS.keys()
     assert of_models - of_kernels == set()

@@ -11,7 +11,7 @@ import attempts
 import pytest
 from fakes.timed import CLOCK, FORKED, KERNEL
 
-from pytest_attn import load_failure
+import pytest_attn
 from pytest_attn.latency.baseline_file import read
 from pytest_attn.reports.markdown import markdown_summary
 from pytest_attn.reports.records import read_records
@@ -109,7 +109,7 @@ def broken(folder, old):
             if not is_whole:
                 yield f"{name} is neither the old nor the new one"
     for path in (folder / "saved").glob("[!.]*"):
-        load_failure(path)
+        pytest_attn.load_failure(path)
     for path in (folder / "baselines").glob("*.json"):
         (case,) = read(path).cases.values()
         told = (folder / "output").read_text()

@@ -12,7 +12,7 @@ from pytest_attn.backends.raised import message_of
 from pytest_attn.backends.subject import Subject
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator, Refusal
-from pytest_attn.cases.judgment import FailureToSave, Judgment
+from pytest_attn.cases.judgment import FailureEvidence, Judgment
 from pytest_attn.guests.steady.compilations import watching
 from pytest_attn.guests.steady.steady_case import called
 from pytest_attn.guests.steady.steady_guest import COMPILE_ONLY
@@ -80,7 +80,7 @@ class CallOnce(Evaluator[Any]):
     def judge(self, context: CaseContext) -> Judgment[Any]:
         __tracebackhide__ = True
         known, subject = self._evidence, self.subject
-        if not isinstance(known, FailureToSave) or not isinstance(subject, Subject) or not _is_here(context, subject):
+        if not isinstance(known, FailureEvidence) or not isinstance(subject, Subject) or not _is_here(context, subject):
             return Judgment(Verdict.SKIPPED, reason=f"not called: {COMPILE_ONLY} calls kernels that are handed to attn")
         spec = known.spec.for_subject(subject)
         this = context.item.nodeid, subject.name, spec.backward

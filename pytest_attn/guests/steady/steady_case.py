@@ -26,7 +26,7 @@ from pytest_attn.cases.case import AttentionCase, context_of
 from pytest_attn.cases.conclude import conclude
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator
-from pytest_attn.cases.judgment import FailureToSave, Judgment
+from pytest_attn.cases.judgment import FailureEvidence, Judgment
 from pytest_attn.correctness.contract import check_contract
 from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
@@ -220,8 +220,8 @@ class SteadyEvaluator(Evaluator[Steadiness]):
         self._compiled: list[str] = []
 
     @property
-    def evidence(self) -> FailureToSave:
-        return FailureToSave(self._spec, self.subject)
+    def evidence(self) -> FailureEvidence:
+        return FailureEvidence(self._spec, self.subject)
 
     def judge(self, context: CaseContext) -> Judgment[Steadiness]:
         __tracebackhide__ = True

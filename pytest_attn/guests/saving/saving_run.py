@@ -1,4 +1,4 @@
-"""--attn-save-failures DIR: what a judgment saw when it found a failure, written to a folder that can be judged again."""
+"""A failure of a run, written to a folder that can be judged again: what a judgment saw, and a script."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ import pytest
 
 from pytest_attn.backends.machine import versions_of
 from pytest_attn.backends.registry import Registry
-from pytest_attn.cases.case_records import change_last_record
-from pytest_attn.cases.judgment import FailureToSave
-from pytest_attn.cases.saved_failure import (
+from pytest_attn.cases.case_records import RECORDS
+from pytest_attn.cases.context import CaseContext
+from pytest_attn.cases.judgment import FailureEvidence, Judgment
+from pytest_attn.guests.saving.saved_failure import (
     ENVIRONMENT,
     FORMAT,
     SCRIPT,
@@ -38,11 +39,22 @@ from pytest_attn.cases.saved_failure import (
 )
 from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.reports.lines import labeled
-from pytest_attn.reports.records import named_numbers
+from pytest_attn.reports.records import changed, named_numbers
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import id_from_root
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.source import encode_workload
+
+
+def save_failure(context: CaseContext, message: str, found: Judgment[Any]) -> list[str]:
+    """Save a failure; return a line that says where, or why not."""
+    if not isinstance(found.evidence, FailureEvidence):
+        return [labeled("not saved", found.evidence, found.width)] if found.evidence else []
+    folder = context.session.settings.more["save_failures"]
+    command, unnamed = context.command(found.rows), context.executor.unnamed_because
+    saver = FailureSaver(folder, context.session, context.item, found.evidence, message, command, unnamed)
+    with context.session.progress.during("saving tensors", context.workload.id):
+        return [saver.save(found.width)]
 
 
 class FailureSaver:
@@ -56,7 +68,7 @@ class FailureSaver:
         folder: str,
         session: AttentionSession,
         item: pytest.Item,
-        failure: FailureToSave,
+        failure: FailureEvidence,
         message: str,
         command: str,
         unnamed_because: str | None,
@@ -75,11 +87,16 @@ class FailureSaver:
         except Exception as error:  # a failure that cannot be saved is still told
             named = "" if isinstance(error, NoSpaceError) else f"{type(error).__name__}: "
             why = f"{named}{' '.join(str(error).split())[:300]}"
-            change_last_record(self._item, unsaved=why)
+            self._note(unsaved=why)
             return labeled("not saved", why, width)
         shown = _shown(target)
-        change_last_record(self._item, saved=shown)
+        self._note(saved=shown)
         return labeled("saved", f"{shown}  (python {shlex.quote(f'{shown}/repro.py')})", width)
+
+    def _note(self, **changes: str) -> None:
+        """Change fields of the record that was left last: that of this failure."""
+        records = self._item.stash[RECORDS]
+        records[-1] = changed(records[-1], **changes)
 
     def _save(self) -> Path:
         data = self._data()

@@ -17,11 +17,15 @@ from mutations import MUTATED, mutated, read_or_refused, require_one_judgment
 from pytest_attn import BooleanMask, Document, Neighborhood, Pages, Window, Workload, draw_inputs
 from pytest_attn.backends.precision import Precision, Threshold, precision_named
 from pytest_attn.backends.registry import Registry
-from pytest_attn.cases import saved_failure as failure_module
-from pytest_attn.cases import saving as folder_module
 from pytest_attn.cases.case_records import RECORDS
-from pytest_attn.cases.judgment import FailureToSave
-from pytest_attn.cases.saved_failure import (
+from pytest_attn.cases.judgment import FailureEvidence
+from pytest_attn.correctness import spec as references_module
+from pytest_attn.correctness.judge import judge
+from pytest_attn.correctness.mismatch_text import describe
+from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.guests.saving import saved_failure as failure_module
+from pytest_attn.guests.saving import saving_run as folder_module
+from pytest_attn.guests.saving.saved_failure import (
     ENVIRONMENT,
     FAILURE,
     TENSORS,
@@ -30,7 +34,7 @@ from pytest_attn.cases.saved_failure import (
     tensors_of,
     write_tensors,
 )
-from pytest_attn.cases.saving import (
+from pytest_attn.guests.saving.saving_run import (
     FailureSaver,
     KernelSource,
     NoSpaceError,
@@ -41,10 +45,6 @@ from pytest_attn.cases.saving import (
     script,
     write_folder,
 )
-from pytest_attn.correctness import spec as references_module
-from pytest_attn.correctness.judge import judge
-from pytest_attn.correctness.mismatch_text import describe
-from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.records import new_record
 from pytest_attn.session.devices import Machines
 from pytest_attn.workloads.catalog import builtin_catalog
@@ -221,7 +221,7 @@ def save(folder, spec, target=on_module_level):
     item = SimpleNamespace(nodeid="test_x.py::test_y[z]", listchain=list, stash={RECORDS: [new_record()]}, config=config)
     subject = spec.subject(Registry(), target)
     comparison = judge(subject, spec, ReferenceCache())
-    evidence = FailureToSave(spec, subject, comparison)
+    evidence = FailureEvidence(spec, subject, comparison)
     message = f"{describe(comparison)}\n  reproduce  pytest test_x.py"
     saved = FailureSaver(str(folder), session, item, evidence, message, "pytest test_x.py", None).save(10)
     assert saved.startswith("  saved      "), saved
