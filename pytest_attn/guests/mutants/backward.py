@@ -6,24 +6,16 @@ import math
 from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, OTHER_ALIGNMENT, TAIL_MISSING, recomputed
+from pytest_attn.guests.mutants import reach
 from pytest_attn.guests.mutants.kernel import QKV, Kernel, KernelCall, Sequence, Tile
 from pytest_attn.guests.mutants.masks import BottomRightTakenForTopLeft
 from pytest_attn.guests.mutants.mutant import Defects
-from pytest_attn.guests.mutants.reach import (
-    all_of,
-    cuts_keys,
-    has_fully_masked_row_in_visited_tile,
-    has_key_tail,
-    has_several_row_tiles,
-    is_bottom_right,
-    is_dense,
-    is_grouped,
-    is_grouped_twice,
-    is_padded,
-    shows_tail,
-)
 
 GRADIENTS = Defects("gradients", backward=True)
+
+
+def _either(faults: tuple[str, ...]) -> tuple[str, ...]:
+    return *recomputed(faults), *faults
 
 
 @GRADIENTS(Kernel.dscores, "FA#2756", faults="d-missing")
@@ -38,7 +30,7 @@ def delta_of_next_head(kernel: Kernel, call: KernelCall, out: Tensor, dout: Tens
     return Kernel.delta(kernel, call, out, dout, dlse).roll(-1, -2)
 
 
-@GRADIENTS(Kernel.saved_lse, "TE#3216", applies=all_of(is_dense, lambda w: w.batch > 1), faults="lse-of-first-batch-entry")
+@GRADIENTS(Kernel.saved_lse, "TE#3216", applies=reach.all_of(reach.is_dense, lambda w: w.batch > 1))
 def lse_of_first_batch_entry(kernel: Kernel, call: KernelCall, lse: Tensor) -> Tensor:
     """The backward pass takes the lse of the batch's first entry for all."""
     return lse if call.workload.is_packed else lse[:1].expand_as(lse)
@@ -50,7 +42,7 @@ def null_lse(kernel: Kernel, call: KernelCall, lse: Tensor) -> Tensor:
     return lse.new_zeros(lse.shape)
 
 
-@GRADIENTS(Kernel.saved_lse, "cudnn-frontend#421", applies=lambda w: bool(w.sinks), faults="sink-missing-in-lse")
+@GRADIENTS(Kernel.saved_lse, "cudnn-frontend#421", applies=reach.has_sinks, faults="sink-missing-in-lse")
 def lse_without_sink_again(kernel: Kernel, call: KernelCall, lse: Tensor) -> Tensor:
     """P is computed again without the sink's share of the denominator."""
     sinks = call.inputs.sinks
@@ -77,20 +69,20 @@ def dq_scaled_twice(kernel: Kernel, tile: Tile, ds: Tensor, k: Tensor) -> Tensor
     return Kernel.dq(kernel, tile, ds, k) * kernel.scale(tile.seq.call)
 
 
-@GRADIENTS(Kernel.summed_over_group, "NATTEN#328", applies=is_grouped, faults="group-overwritten")
+@GRADIENTS(Kernel.summed_over_group, "NATTEN#328")
 def group_overwritten(kernel: Kernel, tile: Tile, x: Tensor) -> Tensor:
     """Of a group's shares of dk and dv only the last query head's is left."""
     return x[tile.workload.group - 1 :: tile.workload.group]
 
 
-@GRADIENTS(Kernel.summed_over_group, "fla#384, NATTEN#328", applies=is_grouped_twice, faults="group-summed-interleaved")
+@GRADIENTS(Kernel.summed_over_group, "fla#384, NATTEN#328", applies=reach.is_grouped_twice)
 def group_summed_interleaved(kernel: Kernel, tile: Tile, x: Tensor) -> Tensor:
     """dk and dv of query head h are added to key head h % kv_heads."""
     w = tile.workload
     return x.view(w.group, w.kv_heads, *x.shape[1:]).sum(0)
 
 
-@GRADIENTS(Kernel.add_to_keys, "NATTEN#328, xf#381", applies=has_several_row_tiles, faults="row-tiles-overwrite")
+@GRADIENTS(Kernel.add_to_keys, "NATTEN#328, xf#381", applies=reach.has_several_row_tiles, faults="row-tiles-overwrite")
 def row_tiles_overwrite_dk(kernel: Kernel, tile: Tile, total: Tensor, share: Tensor) -> None:
     """dk and dv are those of the last tile of rows: shares are stored, not added."""
     there = kernel.keys_of(tile.seq, total, tile.keys)
@@ -100,7 +92,7 @@ def row_tiles_overwrite_dk(kernel: Kernel, tile: Tile, total: Tensor, share: Ten
 @GRADIENTS(
     Kernel.masked_again,
     "FA@a4f148b6, fla#988",
-    applies=cuts_keys,
+    applies=reach.cuts_keys,
     faults=recomputed(("mask-ignored", "mask-ignored-within-tiles", "window-left-ignored", "window-right-ignored")),
 )
 def mask_missing_in_backward(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
@@ -120,7 +112,7 @@ def always_causal_in_backward(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     return kernel.masked(tile, s).masked_fill(~seen, -math.inf)
 
 
-@GRADIENTS.kernel("ffpa#300, FA@c65b5106", applies=is_bottom_right, faults=(*recomputed(OTHER_ALIGNMENT), *OTHER_ALIGNMENT))
+@GRADIENTS.kernel("ffpa#300, FA@c65b5106", applies=reach.is_bottom_right, faults=_either(OTHER_ALIGNMENT))
 class _AlignedTopLeftInBackward(Kernel):
     """The backward pass aligns a causal mask to the first key, where the forward pass took the last."""
 
@@ -131,19 +123,21 @@ class _AlignedTopLeftInBackward(Kernel):
         return BottomRightTakenForTopLeft(self.row_tile, self.key_tile).key_tiles(seq, rows)
 
 
-@GRADIENTS(Kernel.key_tiles_again, "FA@a4f148b6", applies=has_key_tail, faults=(*recomputed(TAIL_MISSING), *TAIL_MISSING))
+@GRADIENTS(Kernel.key_tiles_again, "FA@a4f148b6", applies=reach.has_key_tail, faults=_either(TAIL_MISSING))
 def last_key_tile_missing_in_backward(kernel: Kernel, seq: Sequence, rows: range) -> list[range]:
     """The backward pass leaves out the keys after the last full tile."""
     return [keys for keys in kernel.key_tiles(seq, rows) if keys.stop <= seq.kv_len]
 
 
-@GRADIENTS(Kernel.masked_again, "PT#196678, FA@a4f148b6", applies=shows_tail, condition="magnitude", faults="exp-overflow")
+@GRADIENTS(
+    Kernel.masked_again, "PT#196678, FA@a4f148b6", applies=reach.shows_tail, condition="magnitude", faults="exp-overflow"
+)
 def tail_not_masked_again(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     """The zeros that fill up the last tile of keys are not masked: they add nothing, unless exp(0 - lse) is infinite."""
     return s.masked_fill(~kernel.unmasked(tile), -math.inf)
 
 
-@GRADIENTS(Kernel.backward, "FA#2315, FA#2167", applies=is_padded, faults=(*recomputed(LENGTHS_MISREAD), *LENGTHS_MISREAD))
+@GRADIENTS(Kernel.backward, "FA#2315, FA#2167", applies=reach.is_padded, faults=_either(LENGTHS_MISREAD))
 def kv_length_ignored_in_backward(
     kernel: Kernel, call: KernelCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> QKV:
@@ -163,27 +157,25 @@ def bias_missing_in_backward(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     return kernel.capped(tile, s) if tile.workload.score_mod is None else kernel.modified(tile, s)
 
 
-@GRADIENTS(Kernel.softcap_slope, "FA#2402", applies=lambda w: w.softcap is not None, faults="softcap-slope-missing")
+@GRADIENTS(Kernel.softcap_slope, "FA#2402")
 def softcap_slope_missing(kernel: Kernel, scaled: Tensor, cap: float) -> Tensor:
     """The derivative of the softcap is taken for 1."""
     return scaled * 0 + 1
 
 
-@GRADIENTS(Kernel.softcap_slope, "FA#2402", applies=lambda w: w.softcap is not None, faults="softcap-slope-of-capped-score")
+@GRADIENTS(Kernel.softcap_slope, "FA#2402")
 def softcap_slope_of_capped_score(kernel: Kernel, scaled: Tensor, cap: float) -> Tensor:
     """The derivative of the softcap is taken at the capped score, not at the score."""
     return Kernel.softcap_slope(kernel, cap * (scaled / cap).tanh(), cap)
 
 
-@GRADIENTS(
-    Kernel.score_mod_slope, "FA#2402, PT#146377", applies=lambda w: w.score_mod is not None, faults="score-mod-slope-missing"
-)
+@GRADIENTS(Kernel.score_mod_slope, "FA#2402, PT#146377")
 def score_mod_slope_missing(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     """The derivative of score_mod is taken for 1."""
     return s * 0 + 1
 
 
-@GRADIENTS(Kernel.recomputed, "PT#125674, FA#2421", applies=has_fully_masked_row_in_visited_tile, faults=EMPTY_ROWS)
+@GRADIENTS(Kernel.recomputed, "PT#125674, FA#2421", applies=reach.has_fully_masked_row_in_visited_tile, faults=EMPTY_ROWS)
 def empty_row_is_nan_in_backward(kernel: Kernel, s: Tensor, lse: Tensor) -> Tensor:
     """P of a row that sees no key is computed again as exp(-inf - -inf)."""
     return (s - lse[..., None]).exp()

@@ -1,7 +1,5 @@
 """Heads: query heads that read another key head, head dimensions cut or misread."""
 
-import dataclasses
-
 from torch import Tensor
 
 from pytest_attn.guests.mutants.kernel import QKV, Kernel, Sequence, Tile, positions
@@ -31,18 +29,13 @@ def group_taken_for_number_of_key_heads(kernel: Kernel, seq: Sequence) -> Tensor
     return (positions(range(w.heads), seq.call.q) // w.kv_heads).clamp_(max=w.kv_heads - 1)
 
 
-@HEADS(
-    Kernel.kv_head_of,
-    "FI#1148, FI#1614",
-    applies=all_of(is_grouped_twice, lambda w: bool(w.group & (w.group - 1))),
-    faults="group-rounded-to-power-of-two",
-)
+@HEADS(Kernel.kv_head_of, "FI#1148, FI#1614", applies=all_of(is_grouped_twice, lambda w: bool(w.group & (w.group - 1))))
 def group_rounded_to_power_of_two(kernel: Kernel, seq: Sequence) -> Tensor:
     """Groups of 3, 5 or 7 query heads are taken for groups of 4 or 8."""
     return positions(range(seq.workload.heads), seq.call.q) >> (seq.workload.group - 1).bit_length()
 
 
-@HEADS(Kernel.kv_head_of, "SageAttention#302, xf#854", applies=is_grouped_twice, faults="groups-ignored")
+@HEADS(Kernel.kv_head_of, "SageAttention#302, xf#854", applies=is_grouped_twice)
 def groups_ignored(kernel: Kernel, seq: Sequence) -> Tensor:
     """Query head h reads key head h, as far as there are key heads."""
     return positions(range(seq.workload.heads), seq.call.q).clamp_(max=seq.workload.kv_heads - 1)
@@ -81,29 +74,27 @@ def values_read_with_keys_head_dim(kernel: Kernel, q: Tensor, k: Tensor, v: Tens
     return q, k, read_with_strides(v, contiguous_strides((*v.shape[:-1], k.shape[-1])))
 
 
-@HEADS(
-    Kernel.load_k, "TE#3216, jax#36702", applies=all_of(is_dense, lambda w: w.batch > 1), faults="keys-of-first-batch-entry"
-)
+@HEADS(Kernel.load_k, "TE#3216, jax#36702", applies=all_of(is_dense, lambda w: w.batch > 1))
 def keys_of_first_batch_entry(kernel: Kernel, tile: Tile) -> Tensor:
     """Every batch entry reads the keys of the first: a stride of 0."""
-    seq = tile.seq if tile.workload.kv_pages else dataclasses.replace(tile.seq, batch=0)
+    seq = tile.seq if tile.workload.kv_pages else tile.seq._replace(batch=0)
     return kernel.load(seq, seq.call.k, tile.keys)
 
 
-@HEADS(Kernel.sinks, "FI#4525", applies=all_of(is_grouped, lambda w: bool(w.sinks)), faults="sink-of-key-head")
+@HEADS(Kernel.sinks, "FI#4525", applies=is_grouped)
 def sink_of_key_head(kernel: Kernel, seq: Sequence) -> Tensor | None:
     """A query head takes the sink with the number of its key head."""
     sinks = Kernel.sinks(kernel, seq)
     return None if sinks is None else sinks[kernel.kv_head_of(seq)]
 
 
-@HEADS(Kernel.alibi_slopes, "vllm#1938", applies=all_of(is_grouped, lambda w: bool(w.alibi)), faults="alibi-slope-of-key-head")
+@HEADS(Kernel.alibi_slopes, "vllm#1938", applies=is_grouped)
 def alibi_slope_of_key_head(kernel: Kernel, tile: Tile, slopes: Tensor) -> Tensor:
     """A query head takes the slope with the number of its key head."""
     return slopes[kernel.kv_head_of(tile.seq)]
 
 
-@HEADS(Kernel.bias, "jax#36702, xf#788", applies=lambda w: w.heads > 1 and "h" in (w.bias or ""), faults="bias-of-first-head")
+@HEADS(Kernel.bias, "jax#36702, xf#788", applies=lambda w: w.heads > 1 and "h" in (w.bias or ""))
 def bias_of_first_head(kernel: Kernel, tile: Tile, bias: Tensor) -> Tensor:
     """A bias that differs between heads is read for the first."""
     return Kernel.bias(kernel, tile, bias[:, :1])

@@ -60,18 +60,8 @@ class KernelCall:
         return self._bound[mask]
 
 
-class Extent(NamedTuple):
-    """Length of a batch entry, and where it begins along the tokens of packed tensors (0 elsewhere)."""
-
-    q_start: int
-    q_len: int
-    kv_start: int
-    kv_len: int
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """One batch entry of a call, with its extent."""
+class Sequence(NamedTuple):
+    """One batch entry of a call, its length, and where it begins along the tokens of packed tensors (0 elsewhere)."""
 
     call: KernelCall
     batch: int
@@ -128,8 +118,7 @@ def positions(span: range, like: Tensor) -> Tensor:
     return torch.arange(span.start, span.stop, device=like.device)
 
 
-@dataclass(frozen=True)
-class Softmax:
+class Softmax(NamedTuple):
     """The online softmax of some rows: top, total (heads, rows) and acc (heads, rows, v_head_dim), not divided by total."""
 
     top: Tensor
@@ -137,8 +126,7 @@ class Softmax:
     acc: Tensor
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Tensors that the backward pass loads of some query rows: q, dout (heads, rows, dim), lse and delta (heads, rows)."""
 
     q: Tensor
@@ -265,19 +253,19 @@ class Memory:
 
     def sequences(self, call: KernelCall) -> list[Sequence]:
         """List the batch entries."""
-        return [Sequence(call, batch, *self.lengths(call, batch)) for batch in range(call.workload.batch)]
+        return [self.lengths(call, batch) for batch in range(call.workload.batch)]
 
-    def lengths(self, call: KernelCall, batch: int) -> Extent:
-        """Return how long a batch entry is, and where it begins."""
+    def lengths(self, call: KernelCall, batch: int) -> Sequence:
+        """Find out how long a batch entry is, and where it begins."""
         w, inputs = call.workload, call.inputs
         kv_len = w.kv_len if inputs.kv_lens is None else int(inputs.kv_lens[batch])
         if inputs.cu_seqlens is None:
-            return Extent(0, w.q_len, 0, kv_len)
+            return Sequence(call, batch, 0, w.q_len, 0, kv_len)
         q_start, q_stop = inputs.cu_seqlens[batch : batch + 2].tolist()
         if inputs.cu_seqlens_kv is None:
-            return Extent(q_start, q_stop - q_start, 0, kv_len)
+            return Sequence(call, batch, q_start, q_stop - q_start, 0, kv_len)
         kv_start, kv_stop = inputs.cu_seqlens_kv[batch : batch + 2].tolist()
-        return Extent(q_start, q_stop - q_start, kv_start, kv_stop - kv_start)
+        return Sequence(call, batch, q_start, q_stop - q_start, kv_start, kv_stop - kv_start)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,11 @@
 """Lengths: padding counted, sequences that see each other, offsets of other sequences, pages lost or mixed up."""
 
-import dataclasses
 import math
 
 from torch import Tensor
 
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, TAIL_MISSING
-from pytest_attn.guests.mutants.kernel import TILE, Extent, Index, Kernel, KernelCall, Sequence, SplitKernel, Tile
+from pytest_attn.guests.mutants.kernel import TILE, Index, Kernel, KernelCall, Sequence, SplitKernel, Tile
 from pytest_attn.guests.mutants.mutant import Defects
 from pytest_attn.guests.mutants.reach import (
     all_of,
@@ -15,7 +14,6 @@ from pytest_attn.guests.mutants.reach import (
     is_grouped,
     is_packed,
     is_padded,
-    is_paged,
     of_lengths,
 )
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -24,7 +22,7 @@ LENGTHS = Defects("lengths")
 
 
 @LENGTHS(Kernel.lengths, "TE#3331, TE#2186, FI#3871", applies=is_padded, faults=LENGTHS_MISREAD)
-def kv_length_ignored(kernel: Kernel, call: KernelCall, batch: int) -> Extent:
+def kv_length_ignored(kernel: Kernel, call: KernelCall, batch: int) -> Sequence:
     """Padded keys are seen."""
     extent = Kernel.lengths(kernel, call, batch)
     return extent if call.workload.packs_keys else extent._replace(kv_len=call.workload.kv_len)
@@ -36,14 +34,14 @@ def kv_length_ignored(kernel: Kernel, call: KernelCall, batch: int) -> Extent:
     applies=lambda w: w.kv_lens is not None and not w.packs_keys,
     faults=("newest-key-missing", "last-key-missing", "causal-hides-diagonal"),
 )
-def newest_key_not_seen(kernel: Kernel, call: KernelCall, batch: int) -> Extent:
+def newest_key_not_seen(kernel: Kernel, call: KernelCall, batch: int) -> Sequence:
     """The length of a cache is one short: it was read before the new token was appended."""
     extent = Kernel.lengths(kernel, call, batch)
     return extent if call.inputs.kv_lens is None else extent._replace(kv_len=max(extent.kv_len - 1, 0))
 
 
 @LENGTHS(Kernel.lengths, "FI#3871, Tencent-Hunyuan/HunyuanVideo#310", applies=is_padded, faults=LENGTHS_MISREAD)
-def length_of_first_sequence(kernel: Kernel, call: KernelCall, batch: int) -> Extent:
+def length_of_first_sequence(kernel: Kernel, call: KernelCall, batch: int) -> Sequence:
     """All sequences of a batch are as long as the first."""
     return Kernel.lengths(kernel, call, batch if call.workload.packs_keys else 0)
 
@@ -56,7 +54,7 @@ def length_of_first_sequence(kernel: Kernel, call: KernelCall, batch: int) -> Ex
 class _QueriesOffsetsForKeys(Kernel):
     """Packed keys are found with the cumulated lengths of the queries."""
 
-    def lengths(self, call: KernelCall, batch: int) -> Extent:
+    def lengths(self, call: KernelCall, batch: int) -> Sequence:
         extent = super().lengths(call, batch)
         return extent._replace(kv_start=extent.q_start, kv_len=extent.q_len) if call.workload.packs_keys else extent
 
@@ -66,13 +64,18 @@ class _QueriesOffsetsForKeys(Kernel):
 
 
 @LENGTHS(Kernel.lengths, "FA#1990", applies=is_packed, faults="keys-begin-late")
-def keys_begin_one_token_late(kernel: Kernel, call: KernelCall, batch: int) -> Extent:
+def keys_begin_one_token_late(kernel: Kernel, call: KernelCall, batch: int) -> Sequence:
     """Each packed sequence but the last reads the keys from its second to the first of the next."""
     extent, w = Kernel.lengths(kernel, call, batch), call.workload
     return extent._replace(kv_start=extent.kv_start + 1) if w.packs_keys and batch + 1 < w.batch else extent
 
 
-@LENGTHS(Kernel.addresses, "jax#39521", applies=all_of(is_packed, is_grouped), faults="keys-with-stride-of-queries")
+@LENGTHS(
+    Kernel.addresses,
+    "jax#39521",
+    applies=all_of(is_packed, is_grouped),
+    faults="keys-with-stride-of-queries",
+)
 def key_offset_with_queries_heads(kernel: Kernel, seq: Sequence, keys: range) -> Tensor:
     """A packed sequence's first key is found with the stride of the queries, which have more heads."""
     w, at = seq.workload, Kernel.addresses(kernel, seq, keys)
@@ -93,8 +96,8 @@ def _tail_is_followed(w: Workload) -> bool:
     return w.packs_keys and not is_top_left and any(kv_len % TILE for _, kv_len in sequence_lengths(w)[:-1])
 
 
-@LENGTHS(Kernel.lengths, "FI#942, FI#1206", applies=_tail_is_followed, faults="tail-reads-next-sequence")
-def tail_reads_next_sequence(kernel: Kernel, call: KernelCall, batch: int) -> Extent:
+@LENGTHS(Kernel.lengths, "FI#942, FI#1206", applies=_tail_is_followed)
+def tail_reads_next_sequence(kernel: Kernel, call: KernelCall, batch: int) -> Sequence:
     """The last tile of a packed sequence is filled up with, and sees, the keys of the next."""
     extent = Kernel.lengths(kernel, call, batch)
     if not call.workload.packs_keys:
@@ -119,7 +122,7 @@ def _aligns_to_its_end(w: Workload) -> bool:
 def alignment_of_longest_sequence(kernel: Kernel, seq: Sequence, row: Index) -> Index:
     """Rows stand where those of the longest sequence do, not at the end of their own."""
     w = seq.workload
-    longest = dataclasses.replace(seq, q_len=w.q_len, kv_len=w.kv_len)
+    longest = seq._replace(q_len=w.q_len, kv_len=w.kv_len)
     return Kernel.diagonal(kernel, longest, row)
 
 
@@ -129,25 +132,25 @@ def alignment_of_longest_sequence(kernel: Kernel, seq: Sequence, row: Index) -> 
     applies=lambda w: w.kv_pages is not None and any(n % w.kv_pages.size for n in w.kv_lens or ()),
     faults=("last-page-skipped", "tail-tile-missing"),
 )
-def last_page_skipped(kernel: Kernel, call: KernelCall, batch: int) -> Extent:
+def last_page_skipped(kernel: Kernel, call: KernelCall, batch: int) -> Sequence:
     """A last page that is not full is not read."""
     extent, pages = Kernel.lengths(kernel, call, batch), call.workload.kv_pages
     return extent if pages is None else extent._replace(kv_len=extent.kv_len // pages.size * pages.size)
 
 
-@LENGTHS(Kernel.pages, "FA#2550, FI#3136", applies=all_of(is_paged, lambda w: w.batch > 1), faults="pages-of-first-sequence")
+@LENGTHS(Kernel.pages, "FA#2550, FI#3136", applies=lambda w: w.batch > 1)
 def pages_of_first_sequence(kernel: Kernel, seq: Sequence, number: Tensor) -> Tensor:
     """Every sequence reads the pages of the first."""
-    return Kernel.pages(kernel, dataclasses.replace(seq, batch=0), number)
+    return Kernel.pages(kernel, seq._replace(batch=0), number)
 
 
-@LENGTHS(Kernel.pages, "hw-native-sys/pypto#470", applies=is_paged, faults="pages-taken-in-order")
+@LENGTHS(Kernel.pages, "hw-native-sys/pypto#470")
 def pages_taken_in_order(kernel: Kernel, seq: Sequence, number: Tensor) -> Tensor:
     """A sequence's pages are taken to follow each other in the pool: only the first is looked up."""
     return (Kernel.pages(kernel, seq, number * 0) + number) % len(seq.call.k)
 
 
-@LENGTHS(Kernel.pages, "FA#2709, FA#2711", applies=all_of(is_paged, is_padded), faults="page-table-stride-ignored")
+@LENGTHS(Kernel.pages, "FA#2709, FA#2711", applies=is_padded, faults="page-table-stride-ignored")
 def page_table_without_its_stride(kernel: Kernel, seq: Sequence, number: Tensor) -> Tensor:
     """A row of the page table is found by the pages that the sequence uses, not by those that the row has room for."""
     table, pages = seq.call.inputs.page_table, seq.workload.kv_pages
@@ -157,7 +160,7 @@ def page_table_without_its_stride(kernel: Kernel, seq: Sequence, number: Tensor)
     return table.flatten()[seq.batch * used + number].long()
 
 
-@LENGTHS(Kernel.gather_pages, "FA#2745", applies=is_paged, faults="page-of-another-size")
+@LENGTHS(Kernel.gather_pages, "FA#2745")
 def page_of_another_size(kernel: Kernel, seq: Sequence, pool: Tensor, at: Tensor) -> Tensor:
     """Pages are taken to be twice as long as they are: a row of the page table is stepped through at half the pace."""
     _, size, _, _ = pool.shape
@@ -181,7 +184,7 @@ def sequence_without_queries_shifts_keys(kernel: Kernel, call: KernelCall) -> li
     """Sequences without queries are dropped from the queries' list but not from the keys'."""
     every = Kernel.sequences(kernel, call)
     asked = [seq for seq in every if seq.q_len]
-    return [dataclasses.replace(a, kv_start=b.kv_start, kv_len=b.kv_len) for a, b in zip(asked, every, strict=False)]
+    return [a._replace(kv_start=b.kv_start, kv_len=b.kv_len) for a, b in zip(asked, every, strict=False)]
 
 
 @LENGTHS(SplitKernel.parts, "FI#3890, FA#2550", applies=has_odd_tiles, faults=TAIL_MISSING)
@@ -193,7 +196,7 @@ def remainder_of_split_lost(kernel: SplitKernel, tiles: list[range]) -> list[lis
 
 def _with_padding(seq: Sequence) -> Sequence:
     """Return the sequence as long as the longest, where shorter ones are padded."""
-    return seq if seq.workload.packs_keys else dataclasses.replace(seq, kv_len=seq.workload.kv_len)
+    return seq if seq.workload.packs_keys else seq._replace(kv_len=seq.workload.kv_len)
 
 
 @LENGTHS(Kernel.load_v, "cudnn-frontend#624, FI#945, FI#942", applies=is_padded, condition="poison")

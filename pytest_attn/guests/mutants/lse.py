@@ -1,6 +1,5 @@
 """The softmax's bookkeeping: lse in another base or incomplete, sums not rescaled, partial results merged wrongly."""
 
-import dataclasses
 import math
 
 from torch import Tensor
@@ -14,6 +13,7 @@ from pytest_attn.guests.mutants.reach import (
     has_fully_masked_rows,
     has_row_fully_masked_in_last_tile,
     has_several_key_tiles,
+    has_sinks,
     is_half,
 )
 
@@ -31,7 +31,7 @@ class _LseInBase2(Kernel):
         return super().recomputed(s, lse * math.log(2))
 
 
-@LSE(Kernel.lse, "SageAttention@3ec1f13, FA#404", faults="lse-without-maximum")
+@LSE(Kernel.lse, "SageAttention@3ec1f13, FA#404")
 def lse_without_maximum(kernel: Kernel, state: Softmax) -> Tensor:
     """lse is the logarithm of the sum relative to the row's maximum; the maximum is not added."""
     return state.total.log()
@@ -48,7 +48,7 @@ class _LseOffByLn2(Kernel):
         return super().recomputed(s, lse - math.log(2))
 
 
-@LSE(Kernel.attend, "FA@2f78d484, cudnn-frontend#421", applies=lambda w: bool(w.sinks), faults="sinks-ignored")
+@LSE(Kernel.attend, "FA@2f78d484, cudnn-frontend#421", applies=has_sinks, faults="sinks-ignored")
 def lse_without_sink(kernel: Kernel, seq: Sequence, rows: range) -> tuple[Tensor, Tensor]:
     """The sink takes its share of out, but is not in lse."""
     state = kernel.softmax(seq, rows, kernel.key_tiles(seq, rows))
@@ -76,20 +76,20 @@ def lse_of_empty_row_is_nan(kernel: Kernel, state: Softmax) -> Tensor:
     return Kernel.lse(kernel, state) + state.total / state.total * 0
 
 
-@LSE(Kernel.step, "FA#2082, FI#3838", applies=has_several_key_tiles, faults="sum-not-rescaled")
+@LSE(Kernel.step, "FA#2082, FI#3838", applies=has_several_key_tiles)
 def sum_not_rescaled(kernel: Kernel, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
     """Values summed so far are not rescaled to a new maximum."""
     after = Kernel.step(kernel, tile, q, state)
     factor = kernel.rescale(state.top, after.top)
-    return dataclasses.replace(after, acc=after.acc + state.acc * (1 - factor[..., None]))
+    return after._replace(acc=after.acc + state.acc * (1 - factor[..., None]))
 
 
-@LSE(Kernel.step, "FA#2082", applies=has_several_key_tiles, faults="denominator-not-rescaled")
+@LSE(Kernel.step, "FA#2082", applies=has_several_key_tiles)
 def denominator_not_rescaled(kernel: Kernel, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
     """The denominator so far is not rescaled to a new maximum."""
     after = Kernel.step(kernel, tile, q, state)
     factor = kernel.rescale(state.top, after.top)
-    return dataclasses.replace(after, total=after.total + state.total * (1 - factor))
+    return after._replace(total=after.total + state.total * (1 - factor))
 
 
 @LSE(Kernel.step, "FI#3838", applies=has_several_key_tiles)
@@ -97,16 +97,16 @@ def rescaled_by_neighbor_row(kernel: Kernel, tile: Tile, q: Tensor, state: Softm
     """Values summed so far are rescaled by the factor of the row before."""
     after = Kernel.step(kernel, tile, q, state)
     factor = kernel.rescale(state.top, after.top)
-    return dataclasses.replace(after, acc=after.acc + state.acc * (factor.roll(1, -1) - factor)[..., None])
+    return after._replace(acc=after.acc + state.acc * (factor.roll(1, -1) - factor)[..., None])
 
 
-@LSE(Kernel.step, "FA#991, FA#333", applies=has_several_key_tiles, faults="rescaled-inversely")
+@LSE(Kernel.step, "FA#991, FA#333", applies=has_several_key_tiles)
 def rescaled_inversely(kernel: Kernel, tile: Tile, q: Tensor, state: Softmax) -> Softmax:
     """Values summed so far are divided by the factor that they should be multiplied by."""
     after = Kernel.step(kernel, tile, q, state)
     factor = kernel.rescale(state.top, after.top)
     inverse = (1 / factor).masked_fill(factor == 0, 0)
-    return dataclasses.replace(after, acc=after.acc + state.acc * (inverse - factor)[..., None])
+    return after._replace(acc=after.acc + state.acc * (inverse - factor)[..., None])
 
 
 @LSE(Kernel.row_max, "FA#2082, FA#2083", applies=has_row_fully_masked_in_last_tile)
@@ -119,7 +119,7 @@ def maximum_of_tile_alone(kernel: Kernel, top: Tensor, s: Tensor) -> Tensor:
 def merge_in_base_2(kernel: SplitKernel, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
     """Partial results with a natural lse are merged as if it were one of base 2."""
     merged = SplitKernel.merge(kernel, outs, [lse * math.log(2) for lse in lses])
-    return dataclasses.replace(merged, top=merged.top / math.log(2))
+    return merged._replace(top=merged.top / math.log(2))
 
 
 @LSE(SplitKernel.merge, "NATTEN#299, rocm-libraries#12229", faults="splits-averaged")
@@ -127,10 +127,14 @@ def merge_without_weights(kernel: SplitKernel, outs: list[Tensor], lses: list[Te
     """Partial results are averaged, whatever their denominators."""
     merged = SplitKernel.merge(kernel, outs, lses)
     mean = sum(outs[1:], outs[0]) / len(outs)
-    return dataclasses.replace(merged, acc=mean * merged.total[..., None])
+    return merged._replace(acc=mean * merged.total[..., None])
 
 
-@LSE(SplitKernel.merge, "FI#4382", applies=all_of(any_of(has_several_key_tiles, has_fully_masked_rows), lambda w: w.q_len > 1))
+@LSE(
+    SplitKernel.merge,
+    "FI#4382",
+    applies=all_of(any_of(has_several_key_tiles, has_fully_masked_rows), lambda w: w.q_len > 1),
+)
 def merge_weights_of_first_row(kernel: SplitKernel, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
     """All rows' partial results are merged by the lse of the first row, as suits decoding one token."""
     merged = SplitKernel.merge(kernel, outs, [lse[:, :1].expand_as(lse) for lse in lses])
@@ -142,4 +146,4 @@ def merge_weights_of_first_row(kernel: SplitKernel, outs: list[Tensor], lses: li
 def merge_of_empty_splits_is_nan(kernel: SplitKernel, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
     """Weights of a row for which no split has a key are exp(-inf - -inf)."""
     merged = SplitKernel.merge(kernel, outs, lses)
-    return dataclasses.replace(merged, acc=merged.acc + (merged.top - merged.top)[..., None])
+    return merged._replace(acc=merged.acc + (merged.top - merged.top)[..., None])

@@ -119,7 +119,7 @@ def p_from_exponential_of_lse(kernel: Kernel, s: Tensor, lse: Tensor) -> Tensor:
     return s.exp() / kernel.shift(lse).exp()[..., None]
 
 
-@MAGNITUDE(Kernel.capped, "vllm#56578", applies=lambda w: w.softcap is not None, condition="magnitude")
+@MAGNITUDE(Kernel.capped, "vllm#56578", condition="magnitude")
 def tanh_by_exponentials(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     """The softcap's tanh is (e - 1) / (e + 1) with e = exp(2 x), infinity over infinity for large x."""
     cap = kernel.softcap(tile.seq.call)

@@ -118,8 +118,7 @@ def delta_read_before_it_is_written(
 
 
 @MEMORY.kernel(
-    "FA@a3a257c7, FA#2755",
-    applies=lambda w: w.is_packed and any(q_len % TILE for q_len, _ in sequence_lengths(w)[:-1]),
+    "FA@a3a257c7, FA#2755", applies=lambda w: w.is_packed and any(q_len % TILE for q_len, _ in sequence_lengths(w)[:-1])
 )
 class _TailRowsWrittenIntoNextSequence(Kernel):
     """A last tile of rows is stored in full, over the first rows of the next packed sequence, which was done before."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from pytest_attn.diagnosis.faults import FAULTS
+from pytest_attn.guests.mutants import reach
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend, SplitKernel
 from pytest_attn.workloads.workload import Workload
 
-#: Whether a workload reaches the faulty step.
-Applies: TypeAlias = Callable[[Workload], bool]
 AnyKernel = TypeVar("AnyKernel", bound=type[Kernel])
 AnyStep = TypeVar("AnyStep", bound=Callable[..., Any])
 
@@ -30,6 +30,18 @@ Condition: TypeAlias = Literal[
 ]
 
 
+#: what a workload has wherever it runs a step, by the step's name
+_OF_STEPS = {
+    **dict.fromkeys(("in_band", "first_key", "last_key", "diagonal"), reach.is_band),
+    **dict.fromkeys(("in_custom_mask", "mask_mod"), reach.is_custom),
+    **dict.fromkeys(("pages", "gather_pages"), reach.is_paged),
+    **dict.fromkeys(("softcap", "capped", "softcap_slope"), reach.has_softcap),
+    **dict.fromkeys(("alibi", "alibi_slopes", "distance"), reach.has_alibi),
+    "bias": reach.has_bias, "sinks": reach.has_sinks, "score_mod_slope": reach.has_score_mod,
+    "document_of": reach.is_document, "summed_over_group": reach.is_grouped,
+}
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One faulty kernel.
@@ -47,7 +59,7 @@ class Mutant:
     summary: str
     references: tuple[str, ...]
     kernel: type[Kernel]
-    reaches: Applies
+    reaches: reach.Applies
     in_backward: bool = False
     condition: Condition = "call"
     faults: tuple[str, ...] = ()
@@ -78,17 +90,19 @@ class Defects:
         return iter(self._mutants)
 
     def __call__(
-        self, step: Callable[..., Any], references: str, *, applies: Applies = lambda w: True, **declared: Any
+        self, step: Callable[..., Any], references: str, *, applies: reach.Applies = reach.always, **declared: Any
     ) -> Callable[[AnyStep], AnyStep]:
         """Declare a mutant of which one step is the decorated function. step: the honest one, as `Kernel.scaled`.
 
-        references: with commas between. declared: further fields of `Mutant`. The docstring is the summary.
+        references: with commas between. applies: beside what the step itself asks for. declared: further fields of `Mutant`;
+        where these name no fault, it is that of the mutant's name, if there is one. The docstring is the summary.
         """
 
         def declare(faulty: AnyStep) -> AnyStep:
             whole = Kernel if getattr(Kernel, step.__name__, None) is step else SplitKernel
             made = type(faulty.__name__, (whole,), {step.__name__: faulty, "__doc__": faulty.__doc__})
-            self.kernel(references, applies=applies, **declared)(made)
+            reaches = reach.all_of(_OF_STEPS.get(step.__name__, reach.always), applies)
+            self.kernel(references, applies=reaches, **declared)(made)
             return faulty
 
         return declare
@@ -97,10 +111,10 @@ class Defects:
         self,
         references: str,
         *,
-        applies: Applies = lambda w: True,
+        applies: reach.Applies = reach.always,
         backward: bool = False,
         condition: Condition = "call",
-        faults: tuple[str, ...] | str = (),
+        faults: tuple[str, ...] | str = "",
     ) -> Callable[[AnyKernel], AnyKernel]:
         """Declare a whole kernel a mutant, as where several steps are faulty; its name is that of the class in kebab-case."""
 
@@ -109,7 +123,8 @@ class Defects:
             words = re.sub(r"(?<!^)(?=[A-Z])|(?<=[a-z])(?=[0-9])|_", "-", kernel.__name__.lstrip("_")).lower()
             name = re.sub(r"(float|fp|tf|log)-(?=[0-9])", r"\1", words)  # float16 is one word
             reached = kernel, applies, backward or self.backward
-            named = (faults,) if isinstance(faults, str) else faults
+            faults_of = faults or (name if name in FAULTS else ())
+            named = (faults_of,) if isinstance(faults_of, str) else faults_of
             self._mutants.append(Mutant(name, self.kind, summary, tuple(references.split(", ")), *reached, condition, named))
             return kernel
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pytest_attn.guests.mutants.kernel import QKV, Kernel, KernelCall, Sequence, Tile
 from pytest_attn.guests.mutants.mutant import Defects
-from pytest_attn.guests.mutants.reach import all_of, is_custom, is_paged, of_lengths
+from pytest_attn.guests.mutants.reach import of_lengths
 from pytest_attn.guests.mutants.strides import read_wrapped
 from pytest_attn.workloads.masks import Mask, MaskMod
 from pytest_attn.workloads.workload import Workload, sequence_lengths
@@ -77,7 +77,7 @@ def gradient_offset_wraps(kernel: Kernel, call: KernelCall, total: Tensor, of: T
     return _wrapped_around(gradient) if of is call.q else gradient
 
 
-@OVERFLOW(Kernel.gather_pages, "FI#3136, FI#3130", applies=all_of(is_paged, _keys_are_far))
+@OVERFLOW(Kernel.gather_pages, "FI#3136, FI#3130", applies=_keys_are_far)
 def page_offset_wraps(kernel: Kernel, seq: Sequence, pool: Tensor, at: Tensor) -> Tensor:
     """A page's number times its size is a 32-bit number."""
     _, size, _, _ = pool.shape
@@ -100,7 +100,7 @@ def _elements_of_bias(w: Workload) -> int:
     return math.prod(sizes[d] for d in w.bias or "")
 
 
-@OVERFLOW(Kernel.mask_mod, "FI#1290, FI#1271", applies=all_of(is_custom, lambda w: w.q_len * w.kv_len > REACH))
+@OVERFLOW(Kernel.mask_mod, "FI#1290, FI#1271", applies=lambda w: w.q_len * w.kv_len > REACH)
 def mask_offset_wraps(kernel: Kernel, seq: Sequence, mask: Mask) -> MaskMod:
     """The place of a row and key in a written out mask is a 32-bit number."""
     mask_mod, kv_len = Kernel.mask_mod(kernel, seq, mask), seq.workload.kv_len

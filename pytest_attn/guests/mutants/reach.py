@@ -2,13 +2,20 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from pytest_attn.guests.mutants.kernel import TILE
-from pytest_attn.guests.mutants.mutant import Applies
 from pytest_attn.workloads.masks import interval
 from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload, sequence_lengths
+
+#: whether a workload reaches a faulty step
+Applies: TypeAlias = Callable[[Workload], bool]
+
+
+def always(w: Workload) -> bool:
+    """Any workload."""
+    return True
 
 
 def all_of(*conditions: Applies) -> Applies:
@@ -63,6 +70,7 @@ has_other_lengths = of_lengths(lambda q_len, kv_len: q_len != kv_len)
 
 
 is_grouped = has("grouped heads")
+has_softcap, has_bias, has_alibi, has_sinks, has_score_mod = map(has, ("softcap", "bias", "alibi", "sinks", "score_mod"))
 
 
 def is_half(w: Workload) -> bool:

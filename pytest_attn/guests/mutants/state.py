@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pytest_attn.guests.mutants.kernel import QKV, Extent, Kernel, KernelCall, Sequence
+from pytest_attn.guests.mutants.kernel import QKV, Kernel, KernelCall, Sequence
 from pytest_attn.guests.mutants.mutant import Defects
-from pytest_attn.guests.mutants.reach import any_of, is_band, is_custom, is_dense, is_packed, is_padded, is_paged
+from pytest_attn.guests.mutants.reach import any_of, is_band, is_dense, is_packed, is_padded
 from pytest_attn.guests.mutants.strides import read_with_strides
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import Mask, MaskMod
@@ -40,7 +40,7 @@ def result_kept_by_address(kernel: Kernel, call: KernelCall) -> tuple[Tensor, Te
     return out.clone(), lse.clone()
 
 
-@STATE(Kernel.mask_mod, "FI#1028", applies=is_custom, condition="workloads")
+@STATE(Kernel.mask_mod, "FI#1028", condition="workloads")
 def mask_kept_by_shape(kernel: Kernel, seq: Sequence, mask: Mask) -> MaskMod:
     """A mask written out once is used for every later one of its shape."""
     w = seq.workload
@@ -65,7 +65,7 @@ def scale_of_first_call(kernel: Kernel, call: KernelCall) -> float:
     return first
 
 
-@STATE(Kernel.softcap, "FA#2402", applies=lambda w: w.softcap is not None, condition="workloads")
+@STATE(Kernel.softcap, "FA#2402", condition="workloads")
 def softcap_of_first_call(kernel: Kernel, call: KernelCall) -> float | None:
     """The key under which a compiled kernel is found lacks the softcap."""
     first: float | None = kernel.kept.setdefault(("softcap", *_compiled_for(call)), Kernel.softcap(kernel, call))
@@ -73,17 +73,17 @@ def softcap_of_first_call(kernel: Kernel, call: KernelCall) -> float | None:
 
 
 @STATE(Kernel.lengths, "vllm#37442, vllm#37682", applies=any_of(is_padded, is_packed), condition="workloads")
-def lengths_of_first_call(kernel: Kernel, call: KernelCall, batch: int) -> Extent:
+def lengths_of_first_call(kernel: Kernel, call: KernelCall, batch: int) -> Sequence:
     """A captured graph has the lengths in it that it was captured with."""
-    first: Extent = kernel.kept.setdefault((batch, *_shapes(call)), Kernel.lengths(kernel, call, batch))
-    return first
+    first: Sequence = kernel.kept.setdefault((batch, *_shapes(call)), Kernel.lengths(kernel, call, batch))
+    return first._replace(call=call)
 
 
-@STATE(Kernel.pages, "vllm#37442, FI#2002", applies=is_paged, condition="workloads")
+@STATE(Kernel.pages, "vllm#37442, FI#2002", condition="workloads")
 def page_table_of_first_call(kernel: Kernel, seq: Sequence, number: Tensor) -> Tensor:
     """A captured graph has the page table in it that it was captured with."""
     first: Inputs = kernel.kept.setdefault(("table", *_shapes(seq.call)), seq.call.inputs)
-    return Kernel.pages(kernel, dataclasses.replace(seq, call=dataclasses.replace(seq.call, inputs=first)), number)
+    return Kernel.pages(kernel, seq._replace(call=dataclasses.replace(seq.call, inputs=first)), number)
 
 
 @STATE(Kernel.receive, "FA#2298, FA#2189, PT#146377", applies=is_dense, condition="layouts", faults="strides-misread")

@@ -5,24 +5,12 @@ import math
 
 from torch import Tensor
 
+from pytest_attn.guests.mutants import reach
 from pytest_attn.guests.mutants.kernel import Index, Kernel, KernelCall, Sequence, Softmax, SplitKernel, Tile
 from pytest_attn.guests.mutants.mutant import Defects
-from pytest_attn.guests.mutants.reach import (
-    all_of,
-    has,
-    has_left_edge,
-    has_other_lengths,
-    has_right_edge,
-    has_several_row_tiles,
-    is_band,
-    is_causal,
-)
 from pytest_attn.workloads.masks import Mask
 
 OPTIONS = Defects("options")
-
-
-_has_softcap, _has_bias, _has_alibi, _has_sinks = map(has, ("softcap", "bias", "alibi", "sinks"))
 
 
 @OPTIONS(
@@ -50,7 +38,7 @@ def scale_dropped(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     return s
 
 
-@OPTIONS(Kernel.scaled, "aiter#5661, HKUSTDial/flash-sparse-attention#203", faults="scale-applied-twice")
+@OPTIONS(Kernel.scaled, "aiter#5661, HKUSTDial/flash-sparse-attention#203")
 def scale_applied_twice(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     """Scores are scaled once with q and once more as scores."""
     return Kernel.scaled(kernel, tile, Kernel.scaled(kernel, tile, s))
@@ -62,35 +50,35 @@ def scale_with_log2e(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     return Kernel.scaled(kernel, tile, s) / math.log(2)
 
 
-@OPTIONS(Kernel.mask, "transformers#30652", applies=all_of(has_right_edge, is_causal), faults="mask-ignored")
+@OPTIONS(Kernel.mask, "transformers#30652", applies=reach.all_of(reach.has_right_edge, reach.is_causal), faults="mask-ignored")
 def causal_ignored(kernel: Kernel, seq: Sequence) -> Mask | None:
     """A causal mask is dropped."""
     mask = Kernel.mask(kernel, seq)
     return None if mask is not None and mask.band is not None and mask.is_causal else mask
 
 
-@OPTIONS(Kernel.first_key, "zml#763, sglang#34093", applies=has_left_edge, faults=("window-left-ignored", "mask-ignored"))
+@OPTIONS(
+    Kernel.first_key, "zml#763, sglang#34093", applies=reach.has_left_edge, faults=("window-left-ignored", "mask-ignored")
+)
 def window_ignored(kernel: Kernel, seq: Sequence, row: Index) -> Index:
     """The left end of a window is ignored: what is left is a causal mask."""
     return 0
 
 
-@OPTIONS(Kernel.softcap, "sglang#33915, sglang#34093", applies=_has_softcap, faults="softcap-ignored")
+@OPTIONS(Kernel.softcap, "sglang#33915, sglang#34093")
 def softcap_ignored(kernel: Kernel, call: KernelCall) -> float | None:
     """Scores are not capped."""
     return None
 
 
-@OPTIONS(Kernel.capped, "FA#2402", applies=_has_softcap, faults="softcap-not-multiplied-back")
+@OPTIONS(Kernel.capped, "FA#2402")
 def softcap_not_multiplied_back(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     """tanh(s / cap) is not multiplied by the cap."""
     cap = kernel.softcap(tile.seq.call)
     return s if cap is None else Kernel.capped(kernel, tile, s) / cap
 
 
-@OPTIONS(
-    Kernel.masked, "FA#1025, emmtrix/emx-onnx-cgen#731", applies=all_of(_has_softcap, is_band), faults="softcap-after-mask"
-)
+@OPTIONS(Kernel.masked, "FA#1025, emmtrix/emx-onnx-cgen#731", applies=reach.all_of(reach.has_softcap, reach.is_band))
 def softcap_after_mask(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
     """Scores are capped after the mask, which turns hidden ones from -inf into -cap."""
     cap = kernel.softcap(tile.seq.call)
@@ -99,9 +87,7 @@ def softcap_after_mask(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
 
 
 @OPTIONS.kernel(
-    "onnxruntime#28370",
-    applies=all_of(_has_softcap, _has_bias, lambda w: not w.bias_before_softcap),
-    faults="softcap-after-bias",
+    "onnxruntime#28370", applies=reach.all_of(reach.has_softcap, reach.has_bias, lambda w: not w.bias_before_softcap)
 )
 class _SoftcapAfterBias(Kernel):
     """Scores are capped after the bias is added, not before."""
@@ -113,56 +99,56 @@ class _SoftcapAfterBias(Kernel):
         return super().capped(tile, super().with_biases(tile, s))
 
 
-@OPTIONS(Kernel.bias, "PT#107884", applies=_has_bias, faults="bias-ignored")
+@OPTIONS(Kernel.bias, "PT#107884")
 def bias_ignored(kernel: Kernel, tile: Tile, bias: Tensor) -> Tensor:
     """No bias is added."""
     return Kernel.bias(kernel, tile, bias) * 0
 
 
-@OPTIONS(Kernel.bias, "HKUSTDial/flash-sparse-attention#199", applies=_has_bias, faults="bias-scaled")
+@OPTIONS(Kernel.bias, "HKUSTDial/flash-sparse-attention#199")
 def bias_scaled(kernel: Kernel, tile: Tile, bias: Tensor) -> Tensor:
     """The bias is added before the scale."""
     return Kernel.bias(kernel, tile, bias) * kernel.scale(tile.seq.call)
 
 
-@OPTIONS(Kernel.alibi, "meta-pytorch/attention-gym#86", applies=_has_alibi, faults="alibi-sign-flipped")
+@OPTIONS(Kernel.alibi, "meta-pytorch/attention-gym#86", faults="alibi-sign-flipped")
 def alibi_sign(kernel: Kernel, tile: Tile, slopes: Tensor) -> Tensor:
     """ALiBi rewards distance."""
     return -Kernel.alibi(kernel, tile, slopes)
 
 
-@OPTIONS(Kernel.alibi_slopes, "paiml/aprender#2143", applies=_has_alibi, faults="alibi-slope-of-next-power")
+@OPTIONS(Kernel.alibi_slopes, "paiml/aprender#2143")
 def alibi_slope_of_next_power(kernel: Kernel, tile: Tile, slopes: Tensor) -> Tensor:
     """Slopes are 2 ** (-8 h / heads), not 2 ** (-8 (h + 1) / heads)."""
     return slopes * 2 ** (8 / tile.workload.heads)
 
 
-@OPTIONS(Kernel.distance, "FA#907", applies=all_of(_has_alibi, has_other_lengths), faults="alibi-from-first-key")
+@OPTIONS(Kernel.distance, "FA#907", applies=reach.has_other_lengths)
 def alibi_from_first_key(kernel: Kernel, tile: Tile) -> Tensor:
     """ALiBi counts rows from the first key, where the last row stands at the last key."""
     return tile.row_index - tile.key_index
 
 
-@OPTIONS(Kernel.alibi, "FA#1585, vllm#945", applies=all_of(_has_alibi, lambda w: w.mask is None), faults="alibi-one-sided")
+@OPTIONS(Kernel.alibi, "FA#1585, vllm#945", applies=lambda w: w.mask is None)
 def alibi_one_sided(kernel: Kernel, tile: Tile, slopes: Tensor) -> Tensor:
     """ALiBi is that of causal attention, which rewards the keys of the future."""
     return -slopes[:, None, None] * kernel.distance(tile)
 
 
-@OPTIONS(Kernel.sinks, "FA@e81c237e, fla#831", applies=_has_sinks, faults="sinks-ignored")
+@OPTIONS(Kernel.sinks, "FA@e81c237e, fla#831", faults="sinks-ignored")
 def sink_ignored(kernel: Kernel, seq: Sequence) -> Tensor | None:
     """Sinks take no share of the denominator."""
     return None
 
 
-@OPTIONS(Kernel.sinks, "FA@2f78d484", applies=_has_sinks, faults="sinks-scaled")
+@OPTIONS(Kernel.sinks, "FA@2f78d484", faults="sinks-scaled")
 def sink_scaled(kernel: Kernel, seq: Sequence) -> Tensor | None:
     """A sink is scaled like a score."""
     sinks = Kernel.sinks(kernel, seq)
     return None if sinks is None else sinks * kernel.scale(seq.call)
 
 
-@OPTIONS.kernel("rocm-libraries#12229", applies=_has_sinks, faults="sink-in-every-split")
+@OPTIONS.kernel("rocm-libraries#12229", applies=reach.has_sinks, faults="sink-in-every-split")
 class _SinkCountedInEverySplit(SplitKernel):
     """Each split of the keys counts the sink."""
 
@@ -176,7 +162,7 @@ class _SinkCountedInEverySplit(SplitKernel):
 @OPTIONS(
     Kernel.modified,
     "vllm#47332",
-    applies=all_of(has_several_row_tiles, lambda w: w.score_mod is not None),
+    applies=reach.all_of(reach.has_several_row_tiles, reach.has_score_mod),
     faults="score-mod-rows-within-tile",
 )
 def score_mod_with_tile_rows(kernel: Kernel, tile: Tile, s: Tensor) -> Tensor:
