@@ -1,17 +1,10 @@
 """All mutants, class by class."""
 
 from pytest_attn.guests.mutants.backward import GRADIENTS
-from pytest_attn.guests.mutants.heads import HEADS
-from pytest_attn.guests.mutants.lengths import LENGTHS
-from pytest_attn.guests.mutants.lse import LSE
-from pytest_attn.guests.mutants.magnitude import MAGNITUDE
-from pytest_attn.guests.mutants.masks import MASKS
-from pytest_attn.guests.mutants.memory import MEMORY
 from pytest_attn.guests.mutants.mutant import Mutant
-from pytest_attn.guests.mutants.overflow import OVERFLOW
-from pytest_attn.guests.mutants.state import STATE
-from pytest_attn.guests.mutants.strides import LAYOUT
-from pytest_attn.guests.mutants.workload_options import OPTIONS
+from pytest_attn.guests.mutants.wrong_keys import HEADS, LENGTHS, MASKS
+from pytest_attn.guests.mutants.wrong_memory import LAYOUT, MEMORY, OVERFLOW, STATE
+from pytest_attn.guests.mutants.wrong_numbers import LSE, MAGNITUDE, OPTIONS
 
 _CLASSES = (MASKS, LENGTHS, HEADS, OPTIONS, LSE, MAGNITUDE, OVERFLOW, MEMORY, STATE, LAYOUT, GRADIENTS)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from pytest_attn.diagnosis.faults import EMPTY_ROWS, LENGTHS_MISREAD, OTHER_ALIGNMENT, TAIL_MISSING, recomputed
 from pytest_attn.guests.mutants import reach
 from pytest_attn.guests.mutants.kernel import QKV, Kernel, KernelCall, Sequence, Tile
-from pytest_attn.guests.mutants.masks import BottomRightTakenForTopLeft
 from pytest_attn.guests.mutants.mutant import Defects
+from pytest_attn.guests.mutants.wrong_keys import BottomRightTakenForTopLeft
 
 GRADIENTS = Defects("gradients", backward=True)
 

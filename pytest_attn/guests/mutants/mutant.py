@@ -37,8 +37,11 @@ _OF_STEPS = {
     **dict.fromkeys(("pages", "gather_pages"), reach.is_paged),
     **dict.fromkeys(("softcap", "capped", "softcap_slope"), reach.has_softcap),
     **dict.fromkeys(("alibi", "alibi_slopes", "distance"), reach.has_alibi),
-    "bias": reach.has_bias, "sinks": reach.has_sinks, "score_mod_slope": reach.has_score_mod,
-    "document_of": reach.is_document, "summed_over_group": reach.is_grouped,
+    "bias": reach.has_bias,
+    "sinks": reach.has_sinks,
+    "score_mod_slope": reach.has_score_mod,
+    "document_of": reach.is_document,
+    "summed_over_group": reach.is_grouped,
 }
 
 

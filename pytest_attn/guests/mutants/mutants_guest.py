@@ -36,7 +36,7 @@ def contradiction(settings: "Settings") -> str:
 GUEST = Guest(
     options=_OPTIONS,
     contradiction=f"{_HERE}.mutants_guest:contradiction",
-    fields=f"{_HERE}.mutant_record:MutantFields",
+    fields=f"{_HERE}.mutation_score:MutantFields",
     results=f"{_HERE}.mutation_score:mutation_results",
     kernels={"mutants": f"{_HERE}.mutant_run:Mutants"},
 )

@@ -1,9 +1,21 @@
-"""Which faulty kernels tests found, and what it would take to find the rest."""
+"""Which faulty kernels tests found, and what it would take to find the rest: in records, terminals and pages."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+from pytest_attn.reports.strict_json import TEXT, TRUTH, or_empty
 from pytest_attn.reports.terminal import Line, in_table
+
+
+class MutantFields(TypedDict):
+    """The field of the records of --attn-mutants."""
+
+    mutant: Annotated[
+        dict[str, Any],
+        "with --attn-mutants, the faulty kernel that took the place of the test's: name, kind, summary, condition, killed"
+        " (found), found_with (if no test found it, the change that does; else empty)",
+        or_empty({**dict.fromkeys(("name", "kind", "summary", "found_with"), TEXT), "killed": TRUTH}, condition=TEXT),
+    ]
 
 
 def mutation_summary(records: Sequence[Mapping[str, Any]], verbose: bool) -> Iterator[Line]:
