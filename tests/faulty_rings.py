@@ -12,7 +12,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.diagnosis.diagnose import diagnose
 from pytest_attn.guests.ranks.rank_faults import with_ranks
-from pytest_attn.guests.ranks.ranked_subject import RankedCallable
+from pytest_attn.guests.ranks.ranked_executor import RankedCallable
 from pytest_attn.guests.ranks.sharding import Sharding
 
 FULL = Workload(64, heads=4, kv_heads=2, head_dim=32)
