@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pytest_attn.backends.machine import usable_cores
 from pytest_attn.guests.ranks.communication import RankTimes, SharedSample
+from pytest_attn.guests.ranks.rank_group import RankGroup
 from pytest_attn.latency.anchors import NOT_BESIDE_ALL, Anchor, anchor_hashes
 from pytest_attn.latency.cuda_timer import (
     ATTEMPTS,
@@ -38,20 +39,10 @@ _FIRST_CALLS, _ESTIMATES = 3, 3
 _REST = 1.0
 
 
-class Steps(Protocol):
-    """Ranks that make a step together (ranks/pool.py): the answers by rank."""
-
-    ranks: int
-    kind: str
-
-    def step(self, what: str, **given: object) -> list[Any]:
-        """Have all ranks make a step (ranks/worker_timing.py). Raises StaleError, RemoteRaisedError, RanksLostError."""
-
-
 class RankedWork(Work):
     """A direction of a callable that ranks compute; its tensors, and what is kept of its results, are theirs."""
 
-    def __init__(self, direction: LatencyDirection, steps: Steps) -> None:
+    def __init__(self, direction: LatencyDirection, steps: RankGroup) -> None:
         self.direction, self._steps = direction, steps
 
     def verify_kept(self, is_last: bool = False) -> None:
@@ -65,7 +56,7 @@ class RankedTimer(Timer):
     taken: what was seen of the callable since it was planned.
     """
 
-    def __init__(self, steps: Steps, device: bool) -> None:
+    def __init__(self, steps: RankGroup, device: bool) -> None:
         self._steps, self._by_device = steps, device
         self._backlog = SHORTEST_BACKLOG_SECONDS
         self.taken: list[SharedSample] = []
@@ -80,7 +71,8 @@ class RankedTimer(Timer):
         launch = self._backlog if device is None else self._launch
         if device is None or choose_mode(mode, launch, device) == "host":
             self._by_device = False
-            seconds = self._host_seconds()
+            ranks = self._samples([SUBJECT] * _ESTIMATES, 1)
+            seconds = min(max(rank[at].seconds for rank in ranks) for at in range(_ESTIMATES))
             return self._plan("host", max(1, math.ceil(SHORTEST_HOST_SAMPLE / max(seconds, 1e-9))), seconds, seconds)
         chosen: Mode = "events" if device >= OWN_EVENTS_SECONDS else "batched"
         return self._plan(chosen, calls_per_sample(device, chosen), device, launch)
@@ -107,15 +99,9 @@ class RankedTimer(Timer):
         """Return the timer that uses the hosts' clocks."""
         return RankedTimer(self._steps, device=False)
 
-    # -- details -------------------------------------------------------------------------------------------------------
-
-    @property
-    def _clock(self) -> str:
-        return "device" if self._by_device else "host"
-
     def _plan(self, mode: Mode, calls: int, seconds: float, launch: float) -> Plan:
         self.taken = []
-        renew: Callable[[], object] = partial(self._steps.step, "renew", clock=self._clock)
+        renew: Callable[[], object] = partial(self._steps.step, "renew", clock="device" if self._by_device else "host")
         return Plan(mode, calls, seconds, launch, lambda: lambda: None, renew)
 
     def _device_seconds(self) -> float | None:
@@ -127,14 +113,12 @@ class RankedTimer(Timer):
         self._launch = self._enqueued / _ESTIMATES
         return median(max(rank[at].seconds for rank in ranks) for at in range(_ESTIMATES))
 
-    def _host_seconds(self) -> float:
-        ranks = self._samples([SUBJECT] * _ESTIMATES, 1)
-        return min(max(rank[at].seconds for rank in ranks) for at in range(_ESTIMATES))
-
     def _samples(self, names: list[str], calls: int) -> list[list[RankTimes]]:
         """Return by rank the samples of a block. Raises BacklogError where a device does not sleep until all is enqueued."""
         for _ in range(ATTEMPTS):
-            found = self._steps.step("block", names=names, calls=calls, clock=self._clock, backlog=self._backlog)
+            found = self._steps.step(
+                "block", names=names, calls=calls, clock="device" if self._by_device else "host", backlog=self._backlog
+            )
             self._enqueued = max(rank["enqueued"] for rank in found)
             used, self._backlog = self._backlog, wanted_backlog(self._enqueued)
             if all(rank["held"] for rank in found):
@@ -149,7 +133,7 @@ class RankedMonitor(DisturbanceMonitor):
     share: why ranks cannot have a core each, "" where they can.
     """
 
-    def __init__(self, steps: Steps, share: str = "") -> None:
+    def __init__(self, steps: RankGroup, share: str = "") -> None:
         self._steps, self._share = steps, share
         self._state: dict[str, Any] = {}
         super().__init__(None)
@@ -178,7 +162,7 @@ class RankedStopwatch(Stopwatch):
 
     timer: RankedTimer
 
-    def __init__(self, steps: Steps, device: torch.device, cold: bool, threads: int, ramp: bool) -> None:
+    def __init__(self, steps: RankGroup, device: torch.device, cold: bool, threads: int, ramp: bool) -> None:
         """threads: of each rank. ramp: whether a GPU has been idle since it was started."""
         self._steps, self.device, self.cold = steps, device, cold and device.type == "cuda"
         self.timer = RankedTimer(steps, device=device.type == "cuda")
@@ -206,7 +190,7 @@ class RankedStopwatch(Stopwatch):
         return self._used
 
 
-def _shared_cores(steps: Steps, threads: int) -> str:
+def _shared_cores(steps: RankGroup, threads: int) -> str:
     cores = usable_cores()
     if steps.kind != "cpu" or steps.ranks * threads <= cores:
         return ""

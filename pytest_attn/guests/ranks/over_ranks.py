@@ -147,9 +147,5 @@ def has_half_tile(sharding: Sharding) -> bool:
 
 def heads_refusals(workload: Workload, ranks: int) -> list[str]:
     """Refuse heads that cannot be shared out evenly over ranks, as an all-to-all from rows to heads does."""
-    reasons = []
-    if workload.heads % ranks:
-        reasons.append(f"needs heads that are a multiple of {ranks}, not {workload.heads}")
-    if workload.kv_heads % ranks:
-        reasons.append(f"needs kv_heads that are a multiple of {ranks}, not {workload.kv_heads}")
-    return reasons
+    counts = {"heads": workload.heads, "kv_heads": workload.kv_heads}
+    return [f"needs {name} that are a multiple of {ranks}, not {number}" for name, number in counts.items() if number % ranks]

@@ -117,12 +117,9 @@ class Pool(RankGroup):
         return self._call("backward", number, {"dout": dout})
 
     def step(self, what: str, **given: object) -> list[Any]:
-        """Have all ranks make a step of a measurement (ranks/worker_timing.py); return their answers, by rank."""
         self._send(do="step", what=what, given=given)
         answers = self._results()
         return [answers[rank]["result"] for rank in range(self.ranks)]
-
-    # -- its end -----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the ranks; those that do not end by themselves are killed."""
@@ -213,13 +210,18 @@ class Pool(RankGroup):
 
     def _answer(self, rank: int, wanted: str) -> Message | None:
         """Return a rank's answer, None where it had come to one more judgment. Raises RanksLostError where it has ended."""
-        answer = self._said(rank)
-        if answer is None:
+        answer = None
+        with suppress(TimeoutError):
+            answer = self._processes[rank].channel.recv(0)
+        if answer is None or answer == FINISHED:
             self._give_up_on(rank)
         if "ended" in answer:
             self._ended[rank] = answer
             if wanted != "ended":
-                self._give_up_test(rank, answer)
+                how = f":\n{answer['text']}" if answer["text"] else " without it"
+                raise RanksLostError(
+                    f"rank {rank} of {self.ranks}: its test {answer['ended']} before the judgment was made{how}"
+                )
         elif wanted == "ended":
             return None
         return answer
@@ -233,13 +235,6 @@ class Pool(RankGroup):
             if time.monotonic() >= end:
                 return []
         return [channels[one] for one in ready]
-
-    def _said(self, rank: int) -> Message | None:
-        """Return what a rank has said, None where it has ended, or its pytest has."""
-        with suppress(TimeoutError):
-            message = self._processes[rank].channel.recv(0)
-            return None if message == FINISHED else message
-        return None
 
     # -- what went wrong -----------------------------------------------------------------------------------------------------
 
@@ -264,22 +259,16 @@ class Pool(RankGroup):
         when = "while the case ran" if self._is_ready else "before it was ready"
         raise RanksLostError(describe_ended(rank, seen, when, others))
 
-    def _give_up_test(self, rank: int, ended: Message) -> NoReturn:
-        """Raise RanksLostError: a rank is through with its test, while the judge waits for its callable."""
-        how = f":\n{ended['text']}" if ended["text"] else " without it"
-        raise RanksLostError(f"rank {rank} of {self.ranks}: its test {ended['ended']} before the judgment was made{how}")
-
     def _seen(self, rank: int) -> RankPostMortem:
         return RankPostMortem.of(self.folder, rank)
 
 
 def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun sets for a process of one host."""
-    made = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank, "WORLD_SIZE": ranks}
-    made |= {"LOCAL_WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
-    given = {name: str(value) for name, value in made.items()}
-    given |= {"MASTER_ADDR": "127.0.0.1"}
-    given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    made: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank)
+    made |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), ranks)
+    made |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given = {name: str(value) for name, value in made.items()} | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if Path("/sys/class/net/lo").exists():
         given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not be known to itself
     return given

@@ -198,15 +198,12 @@ def faults_of_ranks(name: str, sharding: Sharding) -> Iterator[Hypothesis]:
     else:
         groups, tolerance = [_of_gradients(name, sharding)], _OF_RANKS
     for fault, words, made in chain(*groups):
-        yield FaultHypothesis(fault, words, _predicting(made), tolerance)
+        yield FaultHypothesis(fault, words, partial(_predicted, made), tolerance)
 
 
-def _predicting(made: Made) -> Callable[[RankRows], Prediction]:
-    def predict(seen: RankRows) -> Prediction:
-        tensors = [made(entry, seen.rank) for entry in seen.entries]
-        return Prediction(_of_rank(seen.name, seen.rank, seen.entries, tensors))
-
-    return predict
+def _predicted(made: Made, seen: RankRows) -> Prediction:
+    tensors = [made(entry, seen.rank) for entry in seen.entries]
+    return Prediction(_of_rank(seen.name, seen.rank, seen.entries, tensors))
 
 
 # -- keys that are missing, doubled or stale -------------------------------------------------------------------------------
@@ -340,18 +337,18 @@ def _of_masks(sharding: Sharding) -> Iterator[RankFault]:
         return
     in_order = Sharding(sharding.workload, "contiguous", sharding.ranks)
     words = "attention masked by positions within the shards, not within the sequence"
-    yield "mask-by-positions-in-shards", words, _moved(lambda entry, rank: (entry.row_at, entry.key_at))
+    yield "mask-by-positions-in-shards", words, partial(_moved, lambda entry, rank: (entry.row_at, entry.key_at))
     words = "attention masked as if the rows of each rank began the sequence"
-    yield "mask-as-if-rows-begin-sequence", words, _moved(lambda entry, rank: (entry.row_at, entry.keys_as(in_order)))
+    yield "mask-as-if-rows-begin-sequence", words, partial(_moved, lambda entry, rank: (entry.row_at, entry.keys_as(in_order)))
     words = "attention masked within its own chunk only: it sees all of the others"
     yield "mask-within-own-chunk-only", words, _own_chunk
     for name in SHARDS:
         if name != sharding.shard:
             taken = partial(_as, Sharding(sharding.workload, name, sharding.ranks))
-            yield "mask-of-other-shards", f"attention masked as if shards were {name}", _moved(taken)
+            yield "mask-of-other-shards", f"attention masked as if shards were {name}", partial(_moved, taken)
     if sharding.shard != "contiguous":
         words = "attention masked as if gathered keys lay in the order of the sequence: they lie by rank"
-        yield "mask-of-keys-in-order", words, _moved(lambda entry, rank: (entry.in_order, entry.keys_as(in_order)))
+        yield "mask-of-keys-in-order", words, partial(_moved, lambda entry, rank: (entry.in_order, entry.keys_as(in_order)))
     by_source: tuple[tuple[str, str, Callable[[int, int], int]], ...] = (
         ("mask-of-opposite-direction", "came in the opposite direction", lambda source, rank: 2 * rank - source),
         ("mask-of-reverse-order", "were in reverse order", lambda source, rank: -1 - source),
@@ -359,17 +356,13 @@ def _of_masks(sharding: Sharding) -> Iterator[RankFault]:
         ("mask-of-earlier-step", "came one step earlier", lambda source, rank: source - 1),
     )
     for fault, words, of in by_source:
-        yield fault, f"attention masked as if chunks {words}", _moved(partial(_sources, of))
+        yield fault, f"attention masked as if chunks {words}", partial(_moved, partial(_sources, of))
 
 
-def _moved(places: Positions) -> Made:
+def _moved(places: Positions, entry: Entry, rank: int) -> torch.Tensor:
     """Return attention in which rows and keys see one another as those at other places do."""
-
-    def made(entry: Entry, rank: int) -> torch.Tensor:
-        rows, keys = places(entry, rank)
-        return entry.out(entry.unmasked.masked_fill(~entry.visible[:, :, rows][..., keys], -math.inf), entry.v)
-
-    return made
+    rows, keys = places(entry, rank)
+    return entry.out(entry.unmasked.masked_fill(~entry.visible[:, :, rows][..., keys], -math.inf), entry.v)
 
 
 def _own_chunk(entry: Entry, rank: int) -> torch.Tensor:
@@ -554,7 +547,8 @@ def with_ranks(mismatch: Mismatch, evidence: Evidence, sharding: Sharding) -> Mi
         named = explained("out", evidence, sharding, [0])
         of_ranks = [Hint(one.fault, f"out is {one.words}") for one in named.values()]
     else:
-        name, ranks = mismatch.row.name, _wrong_ranks(mismatch, sharding)
+        name, (rank_of, _) = mismatch.row.name, owners(sharding.of(mismatch.row.name))
+        ranks = sorted(set(rank_of[list(mismatch.location.rows.found)].tolist()))
         named = explained(name, evidence, sharding, ranks)
         of_ranks = [Hint("", _whose_rows(mismatch, sharding, ranks), "ranks"), *_reported(name, named, sharding.ranks)]
     is_certain = bool(named) and not any(one.fault in _AMBIGUOUS for one in named.values())
@@ -596,11 +590,6 @@ def _explained(name: str, evidence: Evidence, sharding: Sharding, ranks: Sequenc
 def _left(fit: Fit) -> float:
     """Return what a fault leaves, as far as it tells: faults may amount to the same, and the rest is rounded."""
     return round(fit.rank, 3)
-
-
-def _wrong_ranks(mismatch: Mismatch, sharding: Sharding) -> list[int]:
-    rank, _ = owners(sharding.of(mismatch.row.name))
-    return sorted(set(rank[list(mismatch.location.rows.found)].tolist()))
 
 
 def _whose_rows(mismatch: Mismatch, sharding: Sharding, ranks: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -33,6 +33,10 @@ class RankGroup(ABC):
     RanksLostError.
     """
 
+    ranks: int
+    #: of device
+    kind: str
+
     @abstractmethod
     def forward(self, number: int, tensors: Tensors, backward: bool) -> list[Tensors]:
         """Call the callable on the shards of q, k and v. backward: whether `backward` may follow for this number."""
@@ -40,6 +44,10 @@ class RankGroup(ABC):
     @abstractmethod
     def backward(self, number: int, dout: torch.Tensor) -> list[Tensors]:
         """Return dq, dk and dv of the call of this number."""
+
+    def step(self, what: str, **given: object) -> list[Any]:
+        """Have all ranks make a step of a measurement (worker_timing.py); return their answers, by rank. Raises StaleError."""
+        raise NotImplementedError
 
 
 def write_tensors(path: Path, tensors: Tensors) -> None:

@@ -140,18 +140,15 @@ class RankServer:
     def backward(self, number: int, dout: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the rank's shards of dq, dk and dv. Raises as `forward` does."""
         call = self._calls[number]
-        found = gradients_of([call.out], list(call.given.values()), [self._shard_of_dout(dout, call.out)], retain_graph=True)
+        dout = dout.detach()
+        if call.out.shape == dout.shape:  # out is whole on every rank
+            mine = dout.clone().to(self._device or dout.device)
+        else:
+            mine = cut(dout, "dout", self._sharding, self._layout, self._rank, self._device)
+        found = gradients_of([call.out], list(call.given.values()), [mine], retain_graph=True)
         with self._naming_rank():
             _require_unchanged(call.given, call.kept)
             return {f"d{name}": _checked(name, leaf, one) for (name, leaf), one in zip(call.given.items(), found, strict=True)}
-
-    # -- details -------------------------------------------------------------------------------------------------------
-
-    def _shard_of_dout(self, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return the rank's shard of dout; all of it where out is whole on every rank."""
-        if out.shape == dout.shape:
-            return dout.detach().clone().to(self._device or dout.device)
-        return cut(dout.detach(), "dout", self._sharding, self._layout, self._rank, self._device)
 
     def _named(self, result: object) -> dict[str, torch.Tensor]:
         """Return the results by name; raise ContractError where these are other than expected."""

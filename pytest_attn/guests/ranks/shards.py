@@ -74,10 +74,8 @@ def _split_along(name: str, sharding: Sharding, layout: str) -> tuple[int, list[
     """Return the dimension along which ranks share a result, and what each has of it: rows; heads where keys are in pages."""
     if not sharding.shares_pages:
         return rows_dim(name, layout), sharding.of(name)
-    heads_dim = {"bhsd": 1, "bshd": 2, "thd": 1}[layout]
-    if name == "lse":
-        heads_dim = 0 if layout == "thd" else 1
-    return heads_dim, list(torch.arange(sharding.workload.heads).tensor_split(sharding.ranks))
+    dims = {"bhsd": 1, "bshd": 1, "thd": 0} if name == "lse" else {"bhsd": 1, "bshd": 2, "thd": 1}
+    return dims[layout], list(torch.arange(sharding.workload.heads).tensor_split(sharding.ranks))
 
 
 def _replicated(shards: list[torch.Tensor], name: str) -> torch.Tensor:

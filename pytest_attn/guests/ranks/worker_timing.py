@@ -36,7 +36,7 @@ from pytest_attn.latency.fresh_data import PartSets, RandomPool, TensorSets
 from pytest_attn.latency.kernel_work import KernelWork, of_timed
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, several
-from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, Work, first_of, peak_of, verified
+from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, first_of, peak_of, verified
 from pytest_attn.processes.worker import own_processes
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 
@@ -104,14 +104,14 @@ class RankTiming:
         self._work.rotate_over(max(_FEWEST_SETS, calls))
         op = Item(SUBJECT, several(self._work, calls), calls, self._work.keep)
         others = {name: anchor_item(name, anchor) for name, anchor in self._anchors.items()}
-        taken = self._clocks[clock].block([others.get(name, op) for name in names], backlog)
+        taken = self._clocks[clock].take([others.get(name, op) for name in names], backlog)
         return {**taken._asdict(), "samples": [list(sample) for sample in taken.samples]}
 
     def renew(self, clock: str) -> None:
         """Have other memory, on a GPU."""
         found = self._clocks[clock]
         if isinstance(found, DeviceClock):
-            found.renew(self._work)
+            found.move(self._work)
 
     def verify(self, is_last: bool) -> None:
         """Look at a result that was kept."""
@@ -130,8 +130,6 @@ class RankTiming:
     def communication(self) -> dict[str, float] | None:
         """Return seconds of a call's span, of NCCL's kernels in it, and of all others."""
         return communication_of(self._work, self._device)
-
-    # -- details -------------------------------------------------------------------------------------------------------
 
     @property
     def _device(self) -> torch.device:
@@ -243,7 +241,7 @@ class HostClock:
         self._device, self._collectives = device, collectives
         self._start = collectives.watching("the timer's barrier", "", barrier.wait)
 
-    def block(self, items: Sequence[Item], backlog: float) -> Taken:
+    def take(self, items: Sequence[Item], backlog: float) -> Taken:
         """Take a sample of each item."""
         with no_collection():
             return Taken([self.sample(item) for item in items])
@@ -261,28 +259,17 @@ class HostClock:
         return RankTimes(seconds / item.calls, inside / item.calls, late)
 
 
-class DeviceClock:
+class DeviceClock(CudaTimer):
     """CUDA events behind a sleeping device; a small all-reduce before the first event of each sample aligns all devices."""
-
-    def __init__(self, device: torch.device, cold: bool, group: ProcessGroup) -> None:
-        self._timer = _AlignedTimer(device, cold, group)
-
-    def block(self, items: Sequence[Item], backlog: float) -> Taken:
-        """Enqueue a sample of each item once: whether all devices still slept is for the judge to say."""
-        attempt = self._timer.attempt(items, backlog)
-        return Taken([RankTimes(seconds) for seconds in attempt.seconds], attempt.enqueued, attempt.held)
-
-    def renew(self, work: Work) -> None:
-        """Give a work other memory."""
-        self._timer.move(work)
-
-
-class _AlignedTimer(CudaTimer):
-    """A timer whose samples begin when the device of the last rank comes to them."""
 
     def __init__(self, device: torch.device, cold: bool, group: ProcessGroup) -> None:
         super().__init__(device, cold)
         self._group, self._word = group, torch.zeros(1, device=device)
+
+    def take(self, items: Sequence[Item], backlog: float) -> Taken:
+        """Enqueue a sample of each item once: whether all devices still slept is for the judge to say."""
+        attempt = self.attempt(items, backlog)
+        return Taken([RankTimes(seconds) for seconds in attempt.seconds], attempt.enqueued, attempt.held)
 
     def _flush(self) -> None:
         super()._flush()
