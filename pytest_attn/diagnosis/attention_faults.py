@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from pytest_attn.backends.precision import PRECISIONS, Precision
 from pytest_attn.correctness.arithmetic import slopes_of
+from pytest_attn.diagnosis.faults import FAULTS
 from pytest_attn.diagnosis.hypothesis import AttentionFault, Other, of_tensors, of_workload
 from pytest_attn.workloads.inputs import Descales, Inputs, dequantized, factors_of
 from pytest_attn.workloads.kv_layout import with_keys_moved
@@ -479,25 +480,17 @@ def _heads(w: Workload) -> Iterator[AttentionFault]:
     for fault, head_of, words in (
         ("heads-interleaved", lambda h: h % keys, "query head h uses key head h % kv_heads (interleaved groups)"),
         ("heads-in-neighboring-groups", lambda h: h // w.group, "query head h uses key head h // group (groups of neighbors)"),
-        (
-            "group-taken-for-kv-heads",
-            lambda h: min(h // keys, keys - 1),
-            "query head h uses key head h // kv_heads, not h // group",
-        ),
-        (
-            "group-rounded-to-power-of-two",
-            lambda h: h >> (w.group - 1).bit_length(),
-            "groups are rounded up to a power of two",
-        ),
-        ("groups-ignored", lambda h: min(h, keys - 1), "query head h uses key head h, as far as there are any"),
-        ("first-key-head-for-all", lambda h: 0, "all query heads use the first key head"),
+        ("group-taken-for-kv-heads", lambda h: min(h // keys, keys - 1), ""),
+        ("group-rounded-to-power-of-two", lambda h: h >> (w.group - 1).bit_length(), ""),
+        ("groups-ignored", lambda h: min(h, keys - 1), ""),
+        ("first-key-head-for-all", lambda h: 0, ""),
         ("key-heads-wrap", lambda h: own[h] % 32, "numbers of key heads wrap round at 32"),
-        ("next-key-head", lambda h: (own[h] + 1) % keys, "query heads use the next key head"),
+        ("next-key-head", lambda h: (own[h] + 1) % keys, ""),
     ):
         order = tuple(map(head_of, range(w.heads)))
         if order != own and order not in tried:
             tried.add(order)
-            yield AttentionFault(fault, f"in which {words}", partial(_with_key_heads, w, order))
+            yield AttentionFault(fault, f"in which {words or FAULTS[fault]}", partial(_with_key_heads, w, order))
 
 
 def _with_key_heads(w: Workload, order: tuple[int, ...], inputs: Inputs) -> Other:
@@ -602,11 +595,6 @@ def _with_whole_pages(w: Workload, inputs: Inputs) -> Other:
     return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens), workload=longer), longer
 
 
-def _following_pages(few: int, pages: int, table: torch.Tensor) -> torch.Tensor:
-    at = torch.arange(table.shape[1], device=table.device)
-    return (table[:, at // few * few] + at % few) % pages
-
-
 def _ends_on_pages(w: Workload) -> list[bool]:
     """Return of each sequence whether its last page is full."""
     return [w.kv_pages is not None and n > 0 and n % w.kv_pages.size == 0 for n in w.kv_lens or ()]
@@ -659,7 +647,8 @@ def _pages(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     yield AttentionFault("pages-taken-in-order", words, _with(w, "page_table", lambda t: (t[:, :1] + numbers(t)) % pages))
     for few in (2, 4, 8):
         words = f"that looks up one page in {few}, and takes the others to follow it"
-        yield AttentionFault("some-pages-looked-up", words, _with(w, "page_table", partial(_following_pages, few, pages)))
+        followed = _with(w, "page_table", lambda t, few=few: (t[:, numbers(t) // few * few] + numbers(t) % few) % pages)
+        yield AttentionFault("some-pages-looked-up", words, followed)
     for whose, page in (("page 0", 0), ("the page after the last one", None)) if any(_ends_on_pages(w)) else ():
         words = f"that sees a page of {size} keys beyond the length where the last page is full: {whose}"
         yield AttentionFault("page-beyond-length", words, partial(_with_one_page_more, w, page))
@@ -733,7 +722,8 @@ def _contents(w: Workload) -> Iterator[AttentionFault]:
     for whole in dict.fromkeys((*(w.head_dim // step * step for step in (64, 32, 16)), 256, 128, 64)):
         if 0 < whole < w.head_dim:
             words = f"with q . k over the first {whole} of {w.head_dim} elements of a head"
-            yield AttentionFault("head-dim-tail-unread", words, _with(w, "q", partial(_shortened, whole)))
+            cut = _with(w, "q", lambda q, whole=whole: F.pad(q[..., :whole], (0, q.shape[-1] - whole)))
+            yield AttentionFault("head-dim-tail-unread", words, cut)
     if not w.is_packed:
         yield from _queries_elsewhere(w)
     if not w.is_packed and not w.kv_pages:
@@ -790,10 +780,6 @@ def read_rows_first(t: torch.Tensor) -> torch.Tensor:
 def read_heads_first(t: torch.Tensor) -> torch.Tensor:
     """Read memory (batch, rows, heads, dim) as (batch, heads, rows, dim)."""
     return t.transpose(1, 2).reshape(t.shape)
-
-
-def _shortened(whole: int, q: torch.Tensor) -> torch.Tensor:
-    return F.pad(q[..., :whole], (0, q.shape[-1] - whole))
 
 
 def _far_rows(w: Workload, v: torch.Tensor) -> torch.Tensor:
@@ -997,7 +983,7 @@ def _constant_in_tiles(place: int, tile: int, bias: torch.Tensor) -> torch.Tenso
     return bias.index_select(place, at // tile * tile)
 
 
-def _with(w: Workload, name: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], Other]:
+def _with(w: Workload, name: str, changed: Callable[..., torch.Tensor]) -> Callable[[Inputs], Other]:
     return of_tensors(w, lambda inputs: {name: changed(getattr(inputs, name))})
 
 
@@ -1009,11 +995,7 @@ def _times_a_factor(w: Workload, scaled: str, tensor: str, whose: str) -> Iterat
         (f"log2e-missing-in-{option}", math.log(2), "taken as of base 2: its factor log2 e is missing"),
         (f"log2e-not-meant-in-{option}", 1 / math.log(2), "multiplied by log2 e, though scores are not"),
     ):
-        yield AttentionFault(fault, f"whose {whose} {words}", _with(w, tensor, partial(_multiplied, factor)))
-
-
-def _multiplied(factor: float, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() * factor
+        yield AttentionFault(fault, f"whose {whose} {words}", _with(w, tensor, lambda t, factor=factor: t.double() * factor))
 
 
 def _misread_sinks(w: Workload) -> Iterator[AttentionFault]:
@@ -1022,16 +1004,13 @@ def _misread_sinks(w: Workload) -> Iterator[AttentionFault]:
     yield from _times_a_factor(w, "sinks-scaled", "sinks", "sinks are")
     for times in (2, 3, 4, 8):
         words = f"that counts each sink {times} times, as if once for every split of the keys"
-        yield AttentionFault("sink-in-every-split", words, _with(w, "sinks", partial(_counted, times)))
+        counted = _with(w, "sinks", lambda sinks, times=times: sinks.double() + math.log(times))
+        yield AttentionFault("sink-in-every-split", words, counted)
     for dtype in ("bfloat16", "float16"):
         if dtype != w.sinks_dtype:
             words = f"with sinks rounded to {dtype}"
             yield AttentionFault("sinks-rounded", words, _with(w, "sinks", partial(_rounded, getattr(torch, dtype))))
     yield from _of_another_head(w, "sinks", "the sink", "sink-of-another-head", "sink-of-key-head")
-
-
-def _counted(times: int, sinks: torch.Tensor) -> torch.Tensor:
-    return sinks.double() + math.log(times)
 
 
 def _rounded(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -1211,7 +1190,7 @@ def roundings(profile: Precision, w: Workload, smaller: str = "") -> Iterator[Ca
             yield of_workload(w, score_mod=lambda s, *index: rounded(of_products(s)))
     for is_rounded, name in ((profile.rounds_scaled_query, "q"), (profile.rounds_scaled_key, "k")):
         for factor in (w.softmax_scale, w.softmax_scale / math.log(2)) if is_rounded else ():
-            yield _with(w, name, partial(_scaled_before, dtype, factor))
+            yield _with(w, name, lambda t, factor=factor: rounded(t.double() * factor).double() / factor)
     if profile.rounds_sinks and w.sinks:
         yield _with(w, "sinks", lambda sinks: (sinks / math.log(2)).double() * math.log(2))
     if profile.operand_unit and w.dtype == "float32":
@@ -1224,10 +1203,6 @@ def rounded_scores(w: Workload) -> Iterator[AttentionFault]:
     for dtype in ("float16", "bfloat16"):
         for attention in roundings(PRECISIONS["eager"], w, dtype) if dtype != w.out_dtype else ():
             yield AttentionFault("scores-rounded", f"whose scores are rounded to {dtype}", attention)
-
-
-def _scaled_before(dtype: torch.dtype, scale: float, tensor: torch.Tensor) -> torch.Tensor:
-    return _rounded(dtype, tensor.double() * scale).double() / scale
 
 
 def _cut(added: int, inputs: Inputs) -> dict[str, torch.Tensor]:

@@ -34,38 +34,11 @@ from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Reference, compute_reference, few_threads, score_elements
 from pytest_attn.correctness.spec import ReferenceCache
+from pytest_attn.diagnosis import backward_faults, forward_faults
 from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores, roundings
-from pytest_attn.diagnosis.backward_faults import (
-    GradientOfRegion,
-    WholeGradient,
-    faults_of_steps,
-    multiples_of_gradient,
-    scaled_gradient,
-    swapped_gradients,
-    with_rounded_dp,
-    wrong_slope_of_cap,
-)
+from pytest_attn.diagnosis.backward_faults import GradientOfRegion, WholeGradient
 from pytest_attn.diagnosis.faults import PRECISION, is_of_rounding
-from pytest_attn.diagnosis.forward_faults import (
-    FEW_ROWS,
-    MANY_ROWS,
-    OnlineRows,
-    RowsOfOut,
-    WholeResult,
-    blind_split,
-    blind_tile,
-    evenly_spread,
-    faults_of_counts,
-    faults_of_extra,
-    faults_of_lse,
-    faults_of_running_sums,
-    heads_as_rows,
-    misplaced_columns,
-    misplaced_rows,
-    on_rows,
-    scaled_rows,
-    worst_rows,
-)
+from pytest_attn.diagnosis.forward_faults import FEW_ROWS, MANY_ROWS, OnlineRows, RowsOfOut, WholeResult, on_rows
 from pytest_attn.diagnosis.hypothesis import (
     AttentionFault,
     FaultHypothesis,
@@ -232,7 +205,7 @@ def _explanation(row: TensorComparison, evidence: Evidence, case: Case) -> tuple
     location = location_of(bad, expected.rows)
     if name in ("weights", "max"):
         results = [WholeResult.of(name, got, of) for got, of in case.of(name)]
-        if named := _hints(_first(faults_of_extra(name, reference), lambda: results)):
+        if named := _hints(_first(forward_faults.faults_of_extra(name, reference), lambda: results)):
             return location, named
     if row.wrong_positions:
         mended = got.where(got.isfinite(), expected.value.to(got.dtype))
@@ -260,9 +233,6 @@ def _of_tensor(row: TensorComparison, got: torch.Tensor, bad: torch.Tensor, refe
     return [] if row.name in ("weights", "max") else _of_gradient(row, bad, reference, case)
 
 
-# -- searches --------------------------------------------------------------------------------------------------------------
-
-
 def _first(hypotheses: Iterable[FaultHypothesis[Seen]], every: Callable[[], Iterable[Seen]]) -> FaultHypothesis[Seen] | None:
     """Return the first hypothesis that explains what is seen on every distribution."""
     return next((one for one in hypotheses if all(explains(one, seen) for seen in every())), None)
@@ -286,7 +256,7 @@ def _best(
 
 def _of_out(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
     """Return what explains out, heads-first, whose rows `bad` (batch, heads, rows) are wrong; nothing where nothing does."""
-    few, many = (worst_rows(got, bad, reference, number) for number in (FEW_ROWS, MANY_ROWS))
+    few, many = (forward_faults.worst_rows(got, bad, reference, number) for number in (FEW_ROWS, MANY_ROWS))
     return (
         _in_smaller_dtype(few, case)
         or _other_attention(few, many, case)
@@ -359,7 +329,7 @@ def _in_part(bad: torch.Tensor, few: RowsOfOut, many: RowsOfOut, case: Case) -> 
         if not fault.fault.endswith("ignored")  # no part ignores an option that others read
     )
     if (found := _online_rows(bad, few.reference, case, what)) is not None:
-        faults = chain(faults, faults_of_counts(case.workload, found[1]))
+        faults = chain(faults, forward_faults.faults_of_counts(case.workload, found[1]))
     return _named(faults, there(few), there(many), lambda: map(there, _spread_rows(case)), what, case, f", {words} alone")
 
 
@@ -394,9 +364,9 @@ def _other_places(got: torch.Tensor, reference: Reference, case: Case) -> list[H
 
     is_sampled = reference.tensors["out"].rows is not None
     moves = chain(
-        misplaced_rows(got.shape, is_sampled, case.limits[0]),
-        misplaced_columns(RowsOfOut.of(got, reference, None), case.limits[0]),
-        () if is_sampled else heads_as_rows(case.workload, case.limits[0]),
+        forward_faults.misplaced_rows(got.shape, is_sampled, case.limits[0]),
+        forward_faults.misplaced_columns(RowsOfOut.of(got, reference, None), case.limits[0]),
+        () if is_sampled else forward_faults.heads_as_rows(case.workload, case.limits[0]),
     )
     return _hints(_first(case.time.each("other places of rows", moves), every))
 
@@ -406,7 +376,7 @@ def _of_counted_keys(bad: torch.Tensor, reference: Reference, many: RowsOfOut, c
     if (found_rows := _online_rows(bad, reference, case, what)) is None:
         return []
     _, seen = found_rows
-    faults = (on_rows(fault, case.limits[0]) for fault in faults_of_counts(case.workload, seen))
+    faults = (on_rows(fault, case.limits[0]) for fault in forward_faults.faults_of_counts(case.workload, seen))
     found = _best(faults, _in_all_rows(many), lambda: _spread_rows(case), what, case.time)
     return [Hint(found[0].fault, f"{found[0].words} (z {found[1].z:.1f} there)")] if found else []
 
@@ -415,7 +385,7 @@ def _of_factors(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case
     seen = RowsOfOut.of(got, reference, None)
     first = replace(seen, view=seen.view._replace(bad=bad))
     every = [first, *(RowsOfOut.of(each, of, None) for each, of in case.of("out") if of is not reference)]
-    return _hints(_first(case.time.each("factors of rows", scaled_rows(first, case.limits[0])), lambda: every))
+    return _hints(_first(case.time.each("factors of rows", forward_faults.scaled_rows(first, case.limits[0])), lambda: every))
 
 
 def _of_running_sums(bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
@@ -430,7 +400,7 @@ def _of_running_sums(bad: torch.Tensor, reference: Reference, case: Case) -> lis
             rows.extend(OnlineRows.of(each, of, region, None) for each, of in case.of("out"))
         return rows
 
-    found = _best(faults_of_running_sums(first), first, every, what, case.time)
+    found = _best(forward_faults.faults_of_running_sums(first), first, every, what, case.time)
     return _hints(found[0] if found else None)
 
 
@@ -447,12 +417,9 @@ def _hints(found: FaultHypothesis[Seen] | None) -> list[Hint]:
     return [] if found is None else [Hint(found.fault, found.words)]
 
 
-# -- what else is returned -------------------------------------------------------------------------------------------------
-
-
 def _of_lse(reference: Reference, case: Case) -> list[Hint]:
     every = [WholeResult.of("lse", got, of) for got, of in case.of("lse")]
-    hypotheses = case.time.each("mistakes of lse", faults_of_lse(case.workload, reference))
+    hypotheses = case.time.each("mistakes of lse", forward_faults.faults_of_lse(case.workload, reference))
     moving = (name for name, profile in SUGGESTED.items() if profile.moves_lse and name not in RARE)
     return _hints(_first(hypotheses, lambda: every)) or fitting_profiles("lse", moving, case)
 
@@ -463,14 +430,14 @@ def _of_lse(reference: Reference, case: Case) -> list[Hint]:
 def _of_gradient(row: TensorComparison, bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
     name = row.name
     every = [WholeGradient.of(name, got, of, bad if of is reference else None) for got, of in case.of(name)]
-    multiple = _hints(_first(multiples_of_gradient(name, case.workload, row.alpha), lambda: every))
+    multiple = _hints(_first(backward_faults.multiples_of_gradient(name, case.workload, row.alpha), lambda: every))
     if multiple or name[1:] in PARAMETERS:
         return multiple
     return (
-        _hints(_first(swapped_gradients(name), lambda: every))
+        _hints(_first(backward_faults.swapped_gradients(name), lambda: every))
         or _of_slope(row, case)
         or _of_steps(name, bad, reference, case)
-        or _hints(_first([scaled_gradient(name, row.alpha)], lambda: every))
+        or _hints(_first([backward_faults.scaled_gradient(name, row.alpha)], lambda: every))
         or fitting_profiles(name, _profiles_of_gradient(name, bad, reference, case), case)
     )
 
@@ -480,7 +447,7 @@ def _profiles_of_gradient(name: str, bad: torch.Tensor, reference: Reference, ca
     for profile, precision in SUGGESTED.items():
         if precision.rounds_dp:
             seen = _seen_first(name, bad, reference, case)
-            if seen is None or not _moves_alike(with_rounded_dp(seen), seen.view):
+            if seen is None or not _moves_alike(backward_faults.with_rounded_dp(seen), seen.view):
                 continue
         yield profile
 
@@ -532,8 +499,10 @@ def _of_steps(name: str, bad: torch.Tensor, reference: Reference, case: Case) ->
         for got, of in case.of(name):
             yield from (GradientOfRegion(name, got, of, each, None) for each in regions_of(of, name, bad))
 
-    known = _best(faults_of_steps(name, reference), first, every, _STEPS, case.time)
-    found = known or _best(wrong_slope_of_cap(first), first, every, _STEPS, case.time)  # which is fitted, and comes nearer
+    known = _best(backward_faults.faults_of_steps(name, reference), first, every, _STEPS, case.time)
+    found = known or _best(
+        backward_faults.wrong_slope_of_cap(first), first, every, _STEPS, case.time
+    )  # which is fitted, and comes nearer
     return _hints(found[0] if found else None)
 
 
@@ -554,10 +523,10 @@ def _non_finite(got: torch.Tensor, bad: torch.Tensor, reference: Reference, name
         else:
             words = f"lse beyond 88 ({lowest:.1f} to {largest:.1f}), where exp(lse) leaves float32"
         found.append(Hint("exp-overflow" if largest < 0 else "exp-out-of-reach", f"each of these rows has {words}"))
-    elif name in ("out", "lse") and (tile := blind_tile(bad, reference)):
+    elif name in ("out", "lse") and (tile := forward_faults.blind_tile(bad, reference)):
         words = f"each of these rows sees no key in the first tile of {tile} keys that is visited: -inf less -inf is NaN"
         found.append(Hint("blind-tile", words))
-    elif name == "out" and not infinities and (splits := blind_split(bad, reference))[0]:
+    elif name == "out" and not infinities and (splits := forward_faults.blind_split(bad, reference))[0]:
         words = f"each of these rows sees no key in one of {splits[0]} splits of the keys (whole tiles of {splits[1]})"
         found.append(Hint("blind-split", f"{words}: its share of 0 / 0 is NaN"))
     return found
@@ -864,4 +833,4 @@ def _spread_rows(case: Case) -> Iterator[RowsOfOut]:
     """Yield rows of out on each distribution, evenly spread; all of packed sequences."""
     for got, reference in case.of("out"):
         every = torch.arange(got.shape[2], device=got.device)
-        yield RowsOfOut.of(got, reference, None if case.workload.is_packed else evenly_spread(every, MANY_ROWS))
+        yield RowsOfOut.of(got, reference, None if case.workload.is_packed else forward_faults.evenly_spread(every, MANY_ROWS))

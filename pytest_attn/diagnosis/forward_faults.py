@@ -292,7 +292,7 @@ def _of_tiles(tile: int) -> Iterator[OnlineFault]:
 
 
 def _of_splits(tile: int, number: int, heads: int) -> Iterator[OnlineFault]:
-    def fault(name: str, words: str, weigh: Callable[[torch.Tensor], torch.Tensor]) -> OnlineFault:
+    def fault(name: str, words: str, weigh: Callable[..., torch.Tensor]) -> OnlineFault:
         def predict(seen: OnlineRows) -> Prediction:
             splits = seen.splits(tile, number)
             weights = weigh(splits.lse)
@@ -309,11 +309,7 @@ def _of_splits(tile: int, number: int, heads: int) -> Iterator[OnlineFault]:
     yield fault("splits-merged-as-natural", words, lambda lse: (lse / math.log(2)).softmax(0).nan_to_num(0))
     for whose, order in other_places(heads, few=True):
         words = f"merges the results of {number} splits of the keys by the lse of other heads: {whose}"
-        yield fault("splits-merged-by-another-head", words, partial(_weights_of_heads, order))
-
-
-def _weights_of_heads(order: list[int], lse: torch.Tensor) -> torch.Tensor:
-    return lse[:, :, order].softmax(0).nan_to_num(0)
+        yield fault("splits-merged-by-another-head", words, lambda lse, order=order: lse[:, :, order].softmax(0).nan_to_num(0))
 
 
 # -- tile by tile ------------------------------------------------------------------------------------------------------------
@@ -534,24 +530,23 @@ def _end_of_seen(p: torch.Tensor, v: torch.Tensor, got: torch.Tensor, bad: torch
 
 def blind_tile(bad: torch.Tensor, reference: Reference) -> int:
     """Return the size of tiles for which the wrong rows are just those that see no key in the first tile visited; else 0."""
+    parts = [] if reference.inputs.workload.is_packed else _whole_parts(bad, reference)
+    blind = (tile for tile in TILES if all(bool((_is_blind(part, tile) == part.of_rows(bad)).all()) for part in parts))
+    return next(blind, 0) if parts else 0
+
+
+def _whole_parts(bad: torch.Tensor, reference: Reference) -> list[RegionScores]:
+    """Return all regions of out; none where some rows or keys would be left out."""
     regions = list(regions_of(reference, "dq", bad))
-    if not regions or not all(region.is_whole for region in regions) or reference.inputs.workload.is_packed:
-        return 0
-    parts = [RegionScores(reference.inputs, reference.inputs.workload, region) for region in regions]
-    for tile in TILES:
-        if all(bool((_is_blind(part, tile) == part.of_rows(bad)).all()) for part in parts):
-            return tile
-    return 0
+    are_whole = all(region.is_whole for region in regions)
+    return [RegionScores(reference.inputs, reference.inputs.workload, region) for region in regions] if are_whole else []
 
 
 def blind_split(bad: torch.Tensor, reference: Reference) -> tuple[int, int]:
     """Return the number and tiles of splits for which the wrong rows are those that see no key in one of them; else 0, 0."""
-    w, regions = reference.inputs.workload, list(regions_of(reference, "dq", bad))
-    if w.kv_lens or bool(bad.all()):  # padding that is read makes NaN as well
+    w = reference.inputs.workload
+    if w.kv_lens or bool(bad.all()) or not (parts := _whole_parts(bad, reference)):  # padding that is read makes NaN as well
         return 0, 0
-    if not regions or not all(region.is_whole for region in regions):
-        return 0, 0
-    parts = [RegionScores(reference.inputs, w, region) for region in regions]
     for number, tile in itertools.product(_SPLITS, reversed(TILES)):
         size = math.ceil(math.ceil(w.kv_len / tile) / number) * tile
         if size * (number - 1) < w.kv_len and all(bool((_sees_part(part, size) == part.of_rows(bad)).all()) for part in parts):
@@ -632,28 +627,16 @@ def _hypothesis(fault: str, words: str, value: Value, near: float = _NEAR, floor
 
 def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
     """Yield what lse may be, the cheapest to find out first."""
-
-    def times(factor: float) -> Value:
-        return lambda seen: _exact(seen) * factor
-
-    def plus(shift: float) -> Value:
-        return lambda seen: _exact(seen) + shift
-
-    for fault, factor, words in (
-        ("lse-base-2", 1 / math.log(2), "log2 e: it is in base 2 (where that is meant, the marker says lse_base=2)"),
-        (
-            "lse-converted-twice",
-            math.log(2),
-            "ln 2: it was converted from base 2 twice, or is natural where lse_base=2 is said",
-        ),
-        ("lse-negative", -1.0, "-1"),
+    twice = "ln 2: it was converted from base 2 twice, or is natural where lse_base=2 is said"
+    base_2 = "log2 e: it is in base 2 (where that is meant, the marker says lse_base=2)"
+    for fault, factor, shift, words in (
+        ("lse-base-2", 1 / math.log(2), 0.0, f"off by a factor of {base_2}"),
+        ("lse-converted-twice", math.log(2), 0.0, f"off by a factor of {twice}"),
+        ("lse-negative", -1.0, 0.0, "off by a factor of -1"),
+        ("lse-ln-2-too-large", 1.0, math.log(2), "ln 2 too large in every row"),
+        ("lse-ln-2-too-small", 1.0, -math.log(2), "ln 2 too small in every row"),
     ):
-        yield _hypothesis(fault, f"lse is off by a factor of {words}", times(factor))
-    for fault, shift, words in (
-        ("lse-ln-2-too-large", math.log(2), "ln 2 too large"),
-        ("lse-ln-2-too-small", -math.log(2), "ln 2 too small"),
-    ):
-        yield _hypothesis(fault, f"lse is {words} in every row", plus(shift))
+        yield _hypothesis(fault, f"lse is {words}", partial(_scaled, factor, shift))
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         predict = partial(_rounded_to, dtype)
@@ -678,6 +661,10 @@ def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
 
 def _exact(seen: WholeResult) -> torch.Tensor:
     return seen.reference.tensors["lse"].value
+
+
+def _scaled(factor: float, shift: float, seen: WholeResult) -> torch.Tensor:
+    return _exact(seen) * factor + shift
 
 
 def _rounded_to(dtype: torch.dtype, seen: WholeResult) -> Prediction:
