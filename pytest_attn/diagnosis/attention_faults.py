@@ -312,7 +312,6 @@ def misread_tensors(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
 
 
 def _misread_lengths(w: Workload, lens: Sequence[int]) -> Iterator[AttentionFault]:
-    """Yield other lengths of keys than these."""
     has_padding, lies_in_rows = min(lens) < w.kv_len, not w.is_packed and not w.kv_pages
     if has_padding:
         words = "that ignores kv_lens and sees padding"
@@ -474,7 +473,6 @@ def _filled_with_low_scores(w: Workload, filled: tuple[int, ...], low: float, in
 
 
 def _heads(w: Workload) -> Iterator[AttentionFault]:
-    """Yield other key heads for the query heads."""
     own, keys = tuple(key_heads(w)), w.kv_heads
     tried: set[tuple[int, ...]] = set()
     for fault, head_of, words in (
@@ -517,7 +515,6 @@ def in_order(place: int, order: list[int], tensor: torch.Tensor) -> torch.Tensor
 
 
 def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
-    """Yield keys and values of other batch entries."""
     if w.batch == 1 or w.is_packed or w.kv_pages:
         return
 
@@ -542,7 +539,6 @@ def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
 
 
 def _packed_keys(w: Workload) -> Iterator[AttentionFault]:
-    """Yield other places at which the keys of packed sequences are taken to be."""
     if w.q_lens is None or w.kv_lens is None or w.batch == 1 or not w.packs_keys:
         return
     total = sum(w.kv_lens)
@@ -596,7 +592,6 @@ def _with_whole_pages(w: Workload, inputs: Inputs) -> Other:
 
 
 def _ends_on_pages(w: Workload) -> list[bool]:
-    """Return of each sequence whether its last page is full."""
     return [w.kv_pages is not None and n > 0 and n % w.kv_pages.size == 0 for n in w.kv_lens or ()]
 
 
@@ -615,7 +610,6 @@ def _with_one_page_more(w: Workload, page: int | None, inputs: Inputs) -> Other:
 
 
 def _pages(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
-    """Yield other pages, or fewer."""
     if w.kv_pages is None or drawn.kv_lens is None:
         return
     size, pages = w.kv_pages.size, len(drawn.k)
@@ -883,7 +877,6 @@ _MOST_HEADS = 8
 
 
 def _each(names: str, change: Callable[[torch.Tensor], torch.Tensor], descales: Descales) -> Descales:
-    """Change the descales of these tensors."""
     return descales._replace(**{name: change(getattr(descales, name)) for name in names})
 
 
@@ -955,7 +948,6 @@ def misread_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
 
 
 def _misread_bias(w: Workload) -> Iterator[AttentionFault]:
-    """Yield a bias of other batch entries, heads or tiles."""
     for place, number, what in ((0, w.batch, "batch entries"), (1, w.heads, "heads")):
         for words, order in other_places(number) if "bh"[place] in (w.bias or "") else ():
             fault = "bias-of-another-" + ("batch-entry", "head")[place]
@@ -1153,7 +1145,6 @@ def _with_softcap_as_factor_1(w: Workload, inputs: Inputs) -> Other:
 
 
 def _with_alibi(w: Workload, distance: Callable[..., torch.Tensor], inputs: Inputs) -> Other:
-    """Return attention whose ALiBi takes other distances, of (b, q, kv)."""
     slopes = inputs.alibi_slopes
     assert slopes is not None
 

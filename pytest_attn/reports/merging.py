@@ -163,7 +163,6 @@ def _damaged(run: Run) -> Iterator[str]:
 
 
 def _incomplete(run: Run, facts: RunFacts) -> Iterator[str]:
-    """Say what a run has not collected, run or written."""
     if facts["records"] != run.records and not run.damaged:
         yield f"{run.path} has {count(run.records, 'record')}, and its run wrote {facts['records']:,}; {_again(facts)}"
     if uncollected := facts["uncollected"]:

@@ -442,7 +442,6 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _described(name: str) -> Mapping[str, Any]:
-    """Return the description of a field, nothing of a newer one."""
     return fields()[name].description if name in fields() else {}
 
 

@@ -127,7 +127,6 @@ class CallServer:
         return self._returns(self._gradients_of(call.results, call.tensors, order["douts"]), call)
 
     def _called(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
-        """Call the function, and return what it returns."""
         kept = [one.clone() for one in storages]
         device = tensors[0].device
         if order["threads"] != torch.get_num_threads():
@@ -196,7 +195,6 @@ class CallServer:
         return results
 
     def _gradients_of(self, result: object, given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of what was given."""
         found: list[Tensor] = []
         _structure(result, found, given)
         pairs = [(out, dout) for out, dout in zip(found, douts, strict=True) if dout is not None]
@@ -234,7 +232,6 @@ class CallServer:
 
 
 def _tensors_in(result: object) -> list[Tensor]:
-    """Return the tensors of a result, in the order in which they are returned."""
     found: list[Tensor] = []
     _structure(result, found, ())
     return found
@@ -266,7 +263,6 @@ def _described(one: Tensor) -> dict[str, Any]:
 
 
 def _raised(error: BaseException) -> dict[str, str]:
-    """Return what a function has raised, with its own frames."""
     kind, _, said = traceback.format_exception_only(type(error), error)[0].partition(":")
     frames = traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if f"{_OWN}{os.sep}" not in one.filename]

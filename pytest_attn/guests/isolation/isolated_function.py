@@ -189,7 +189,6 @@ class IsolatedProcess:
         return self._next_answer(when, seconds or self._seconds)
 
     def _next_answer(self, when: str, seconds: float) -> dict[str, Any]:
-        """Return what it says next."""
         end = min(time.monotonic() + seconds, self._until)
         try:
             frame = self._frames.receive(end, _LONGEST, self._has_ended)
@@ -213,7 +212,6 @@ class IsolatedProcess:
         return answer
 
     def _end(self) -> str:
-        """Say how it has ended."""
         if not self._has_ended(_END_SECONDS):
             return "has closed its channel"
         try:
@@ -350,8 +348,6 @@ class IsolatedFunction(NamedFunction):
 
 
 class _Differentiable(torch.autograd.Function):
-    """One call, and its backward pass."""
-
     @staticmethod
     def forward(ctx: Any, call: IsolatedCall, *_: Tensor) -> Any:
         ctx.call = call
@@ -481,8 +477,6 @@ class Recorded:
 
 
 class _Replayed(torch.autograd.Function):
-    """A result whose gradients are known."""
-
     @staticmethod
     def forward(ctx: Any, recorded: Recorded, result: Tensor, *given: Tensor) -> Tensor:
         ctx.recorded = recorded
@@ -502,7 +496,6 @@ def _described(one: Any) -> tuple[torch.dtype, tuple[int, ...], bool, bool]:
 
 
 def _built(structure: Any, results: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-    """Return what a structure of JSON stands for."""
     ((kind, value),) = [(kind, value) for kind, value in structure.items() if kind != "has_shape"]
     if kind == "tensor":
         return results[value]

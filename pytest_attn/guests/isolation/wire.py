@@ -211,8 +211,6 @@ def pickled(order: object) -> tuple[bytes, list[Tensor]]:
     tensors: list[Tensor] = []
 
     class Pickler(pickle.Pickler):
-        """Leaves tensors out."""
-
         def persistent_id(self, obj: Any) -> int | None:
             if type(obj) is not Tensor:
                 return None
@@ -228,8 +226,6 @@ def unpickled(text: bytes, tensors: Sequence[Tensor]) -> Any:
     """Return the order of `pickled`. Raises what importing its functions raises."""
 
     class Unpickler(pickle.Unpickler):
-        """Puts tensors back."""
-
         def persistent_load(self, pid: Any) -> Tensor:
             return tensors[int(pid)]
 

@@ -77,7 +77,6 @@ class _Attention:
         self.graphs: dict[object, Graph] = {}
 
     def inference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return out."""
         return self.forward(q, k, v)["out"]
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -86,7 +85,6 @@ class _Attention:
         return self._run(forward_graph, given, _results(given, self.training))
 
     def backward(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return dq, dk and dv."""
         given = {**given, **self.auxiliary}
         return self._run(backward_graph, given, _gradients(given))
 

@@ -632,8 +632,6 @@ class Kernel(Backward):
 
 
 class _KernelFunction(torch.autograd.Function):
-    """The autograd node of all kernels."""
-
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, inputs: Inputs, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)

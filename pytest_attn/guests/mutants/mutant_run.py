@@ -112,7 +112,6 @@ class Mutants(SelectedKernels):
         report.attn = [*records[:-1], changed(last, verdict=str(verdict), mutant=fate)]  # type: ignore[attr-defined]
 
     def _found_with(self, name: str, progress: Progress) -> str:
-        """Say what would have found a mutant."""
         spec, mutant = self._asked.get(name), self._mutants[name]
         if spec is None:
             return "It did not run: call attn.check, check_invariants or measure"

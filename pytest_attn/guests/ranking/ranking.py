@@ -396,7 +396,6 @@ def _is_timed(record: Record) -> bool:
 
 
 def _line(empty: RankingLine, candidates: Sequence[Candidate]) -> RankingLine:
-    """Return a line with its candidates."""
     kind, ranked = str(empty.machine.get("kind", "")), [one for one in candidates if not one.excluded]
     return replace(
         empty,
@@ -407,7 +406,6 @@ def _line(empty: RankingLine, candidates: Sequence[Candidate]) -> RankingLine:
 
 
 def _stand(candidates: Sequence[Candidate], kind: str) -> Standing:
-    """Order candidates that are right and timed."""
     if not candidates:
         return Standing()
     timed = [one.timed for one in candidates if one.timed is not None]

@@ -13,7 +13,6 @@ _HERE = "pytest_attn.guests.ranking"
 
 
 def _one_backend(text: str) -> str:
-    """Return the name of one backend."""
     if not text.strip() or "," in text:
         raise ValueError(f"must be the name of one backend, got {text!r}")
     return text

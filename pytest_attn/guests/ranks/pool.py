@@ -143,7 +143,6 @@ class Pool(RankGroup):
     # -- details -----------------------------------------------------------------------------------------------------------
 
     def _start(self, config: pytest.Config, launcher: Launcher) -> None:
-        """Start all ranks, and wait until each has met the others."""
         timeout = self._seconds + _LATER_SECONDS if self._seconds else 1e6
         message = {"folder": str(self.folder), "kind": self.kind, "timeout": timeout}
         port = _free_port()
@@ -252,7 +251,6 @@ class Pool(RankGroup):
         raise RanksLostError(describe_hang(self.ranks, seconds, seen, raised, answers))
 
     def _give_up_on(self, rank: int) -> NoReturn:
-        """Raise RanksLostError: a rank has ended."""
         returncode = _returncode(self._processes[rank], _END_SECONDS)
         seen = self._seen(rank)._replace(returncode=returncode)
         others = {other: self._seen(other).collective for other in range(self.ranks) if other != rank}

@@ -238,8 +238,6 @@ def _of_keys(sharding: Sharding) -> Iterator[RankFault]:
 
 
 def _of_keys_of(source: int) -> Iterator[RankFault]:
-    """Yield what becomes of the keys of one rank."""
-
     def zeroed(entry: Entry, rank: int) -> torch.Tensor:
         k, v, at = entry.k.clone(), entry.v.clone(), entry.of_key == source
         k[:, :, at], v[:, :, at] = 0.0, 0.0
@@ -251,7 +249,6 @@ def _of_keys_of(source: int) -> Iterator[RankFault]:
 
 
 def _weighted(times: Mapping[int, int], entry: Entry, rank: int) -> torch.Tensor:
-    """Return attention in which the keys of some ranks count so often."""
     scores = entry.scores.clone()
     for source, number in times.items():
         scores[..., entry.of_key == source] += math.log(number) if number else -math.inf
@@ -259,7 +256,6 @@ def _weighted(times: Mapping[int, int], entry: Entry, rank: int) -> torch.Tensor
 
 
 def _without(sources: Iterable[int], entry: Entry) -> torch.Tensor:
-    """Return attention without the keys of some ranks."""
     return _weighted(dict.fromkeys(sources, 0), entry, 0)
 
 

@@ -173,7 +173,6 @@ class RankServer:
 
 
 def _require_unchanged(given: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-    """Raise ContractError where a callable has changed its inputs."""
     if changes := changes_of(given, kept):
         raise ContractError(fault_of_change(changes))
 
@@ -298,7 +297,6 @@ class Rank:
             self._answer(order, server, step, fn_name or "the callable")
 
     def _answer(self, order: Message, server: RankServer, step: Step, fn_name: str) -> None:
-        """Answer an order with its result, or with what went wrong."""
         try:
             is_step = order["do"] == "step"
             with judged_code(fn_name, is_quiet=False), functions_kept():
@@ -377,7 +375,6 @@ def pytest_runtestloop(session: pytest.Session) -> object:
 
 
 def _run(session: pytest.Session, rank: Rank, name: str) -> tuple[str, str]:
-    """Run one test; return how it ended, and what is to be told of that."""
     try:
         items = session.perform_collect([name])
     except pytest.UsageError as error:
