@@ -18,8 +18,8 @@ from pytest_attn.backends.configured import Options, out_of_resources
 from pytest_attn.backends.defects import FLASH4_DQ, KnownDefect
 from pytest_attn.backends.library import FLASH4
 from pytest_attn.backends.machine import Machine, release
-from pytest_attn.backends.subject import AttentionFn
-from pytest_attn.backends.variants import compilation_of, compile_kernel
+from pytest_attn.backends.subject import AttentionFn, compilation_of
+from pytest_attn.backends.variants import compile_kernel
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.masks import MaskMod, ScoreMod, Sequences
 from pytest_attn.workloads.workload import Workload, is_interleaved, repeated

@@ -46,6 +46,20 @@ Dequantizer: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], A
 AttentionFn: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]"
 
 
+@dataclasses.dataclass
+class Compilation:
+    """The cost of compiling one callable: seconds of its first call in a test, never part of a latency, and graph breaks."""
+
+    seconds: float = 0.0
+    graph_breaks: int = 0
+
+
+def compilation_of(kernel: AttentionFn) -> Compilation | None:
+    """Return what compiling `kernel` took, None where it was not compiled."""
+    found = getattr(kernel, "compilation", None)
+    return found if isinstance(found, Compilation) else None  # a mock has any attribute that it is asked for
+
+
 class RefusedError(Exception):
     """A backend refused a workload that it had claimed, when it compiled, or a function declined one; the text says why."""
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.contexts import unlimited_recompiles
 from pytest_attn.backends.machine import Machine
-from pytest_attn.backends.subject import AttentionFn
+from pytest_attn.backends.subject import AttentionFn, Compilation
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -50,14 +49,6 @@ class Variant(Backend):
 # -- +compile, +max_autotune -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Compilation:
-    """The cost of compiling one callable: seconds of its first call in a test, never part of a latency, and graph breaks."""
-
-    seconds: float = 0.0
-    graph_breaks: int = 0
-
-
 class Compiled(Variant):
     """A backend's callable under torch.compile(dynamic=False), in one graph where the library allows it."""
 
@@ -90,12 +81,6 @@ def compile_kernel(kernel: AttentionFn, max_autotune: bool = False, full_graph: 
 
     call.compilation = compilation  # type: ignore[attr-defined]
     return call
-
-
-def compilation_of(kernel: AttentionFn) -> Compilation | None:
-    """Return what compiling `kernel` took, None where it was not compiled."""
-    found = getattr(kernel, "compilation", None)
-    return found if isinstance(found, Compilation) else None  # a mock has any attribute that it is asked for
 
 
 def _graph_breaks() -> int:

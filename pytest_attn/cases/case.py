@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import count
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import pytest
 import torch
@@ -43,13 +43,32 @@ from pytest_attn.session.kinds import CaseParameter, name_for_processes, test_of
 from pytest_attn.session.marks import arguments_of_attention
 from pytest_attn.session.session import WorkerContext, session_of
 from pytest_attn.session.worker_pool import Isolated, run_isolated
-from pytest_attn.workloads.fields import did_you_mean, suggests_arguments
+from pytest_attn.workloads.fields import did_you_mean, instead_of
 from pytest_attn.workloads.parameters import PARAMETERS
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 #: with which the names of judgments begin
 _JUDGES = ("check", "measure", "assert")
-_suggests_arguments = suggests_arguments(lambda: [one.name for one in arguments_of_attention()])
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _suggests_arguments(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have a method of `attn` answer an unknown argument by what was meant, or by its place in the marker or workload."""
+    known = method.__code__.co_varnames[1 : method.__code__.co_argcount + method.__code__.co_kwonlyargcount]
+
+    @wraps(method)
+    def called(*args: _P.args, **given: _P.kwargs) -> _T:
+        __tracebackhide__ = True
+        for name in given:
+            if name not in known:
+                is_of_marker = name in [one.name for one in arguments_of_attention()]
+                of_marker = f" the marker takes it: @pytest.mark.attention(..., {name}=...);"
+                said = of_marker if is_of_marker else instead_of(name, known)
+                raise TypeError(f"attn.{method.__name__} has no argument {name!r};{said} it takes {', '.join(known)}")
+        return method(*args, **given)
+
+    return called
 
 
 def make_case(request: pytest.FixtureRequest, parameter: CaseParameter) -> AttentionCase:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_attn.backends.variants import Compilation
+from pytest_attn.backends.subject import Compilation
 from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Expected, Reference, as_compared
 from pytest_attn.workloads.workload import Workload

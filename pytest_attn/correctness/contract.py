@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pytest_attn.backends.declaration import IGNORED, Declaration, turned
 from pytest_attn.backends.dense import index_tensors
-from pytest_attn.backends.subject import AttentionFn, CallableSubject
-from pytest_attn.backends.variants import Compilation, compilation_of
+from pytest_attn.backends.subject import AttentionFn, CallableSubject, Compilation, compilation_of
 from pytest_attn.correctness.reference import Reference, compute_reference, own_dims
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.functions import describe

@@ -13,8 +13,7 @@ from pytest_attn.backends.gradients import casts_weights, hides_casts
 from pytest_attn.backends.machine import current
 from pytest_attn.backends.precision import default_on
 from pytest_attn.backends.raised import EndsTestError
-from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
-from pytest_attn.backends.variants import compilation_of
+from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject, compilation_of
 from pytest_attn.correctness.call import (
     CONTIGUOUS,
     PROJECTED,

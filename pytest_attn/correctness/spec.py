@@ -16,8 +16,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.registry import Registry
-from pytest_attn.backends.subject import AttentionFn, CallableSubject, Dequantizer, Subject
-from pytest_attn.backends.variants import compilation_of
+from pytest_attn.backends.subject import AttentionFn, CallableSubject, Dequantizer, Subject, compilation_of
 from pytest_attn.correctness.contract import AdaptedCallable, ContractError
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import EXTRA, Reference, compute_reference, with_drawn_rows

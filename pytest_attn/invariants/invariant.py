@@ -17,8 +17,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.gradients import gradients_of
 from pytest_attn.backends.machine import current, machine_of, wait
 from pytest_attn.backends.raised import EndsTestError, message_of
-from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject
-from pytest_attn.backends.variants import compilation_of
+from pytest_attn.backends.subject import AttentionFn, RefusedError, Subject, compilation_of
 from pytest_attn.correctness.call import HeldResults, is_cuda_error, late_refusals_of, seeded, set_among
 from pytest_attn.correctness.comparison import TensorComparison
 from pytest_attn.correctness.contract import ContractError, EmptyRows, check_contract, plain

@@ -6,16 +6,15 @@ Each check raises ValueError, naming the field, what was found and what was expe
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from pytest_attn.workloads.dtypes import DTYPES, QUANTIZED_DTYPES, known_dtype
 
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -70,30 +69,6 @@ def suggests_fields(made: type[_T]) -> type[_T]:
 
     of_class.__init__ = init
     return made
-
-
-def suggests_arguments(marker_takes: Callable[[], Iterable[str]]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Let methods of `attn` answer an unknown argument by what was meant, or by its place in the marker or workload.
-
-    marker_takes: returns the names of the marker's arguments. The method raises TypeError, naming itself and the argument.
-    """
-
-    def suggesting(method: Callable[_P, _T]) -> Callable[_P, _T]:
-        known = method.__code__.co_varnames[1 : method.__code__.co_argcount + method.__code__.co_kwonlyargcount]
-
-        @functools.wraps(method)
-        def called(*args: _P.args, **given: _P.kwargs) -> _T:
-            __tracebackhide__ = True
-            for name in given:
-                if name not in known:
-                    of_marker = f" the marker takes it: @pytest.mark.attention(..., {name}=...);"
-                    said = of_marker if name in marker_takes() else instead_of(name, known)
-                    raise TypeError(f"attn.{method.__name__} has no argument {name!r};{said} it takes {', '.join(known)}")
-            return method(*args, **given)
-
-        return called
-
-    return suggesting
 
 
 #: what one descale is of

@@ -9,7 +9,7 @@ from pytest_attn.backends import contexts
 from pytest_attn.backends.contexts import eager_because
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.sdpa import Math
-from pytest_attn.backends.variants import Compilation
+from pytest_attn.backends.subject import Compilation
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.guests.models.token_invariants import judge_model_invariants

@@ -276,7 +276,7 @@ def test_a_compiled_callable_that_is_wrong_prints_no_trace_of_its_compiler(run, 
 def test_durations_name_what_compilers_took_apart(run, kernel_test, pytester, option, listed):
     pytester.makeconftest("""
         from pytest_attn import Backend
-        from pytest_attn.backends.variants import Compilation
+        from pytest_attn.backends.subject import Compilation
         from torch.nn.functional import scaled_dot_product_attention
 
         class Compiling(Backend):
