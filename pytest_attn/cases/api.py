@@ -130,10 +130,11 @@ def check(
         parameters = {name: getattr(drawn, PARAMETERS[name].tensor) for name in wanted}
         spec = replace(spec, parameters=parameters)
     spec = replace(spec, leaves=leaves) if backward else spec
-    context = Context()
-    if reference is not None:  # of which no fault of a softmax is the cause
-        context = Context(OwnReferences(reference, spec), is_known=lambda comparison: True)
-    return _checked(spec.subject(Registry(), fn, name, dequantized=dequantized), spec, context)
+    subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
+    if reference is None:
+        return checked(subject, spec)
+    # no fault of a softmax is the cause
+    return checked(subject, spec, references=OwnReferences(reference, spec), is_known=lambda comparison: True)
 
 
 @takes_declaration
@@ -187,10 +188,7 @@ def check_invariants(
     spec = CheckSpec(asked, resolve_device(device), bool(backward), declared=made, seed=seed)
     spec = replace(spec, leaves=leaves) if backward else spec
     subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
-    report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, ReferenceCache(), only, skip, thorough))
-    if not report.passed:
-        raise AssertionError(describe_invariants(report))
-    return report
+    return checked_invariants(subject, spec, references=ReferenceCache(), only=only, skip=skip, thorough=thorough)
 
 
 @takes_declaration
@@ -238,7 +236,7 @@ def measure(
     made = declaration_of(measure, declared)
     spec = CheckSpec(_named(workload), where, bool(backward), distribution_names(inputs), made, seed)
     subject = spec.subject(Registry(), fn, name)
-    _checked(subject, spec)
+    checked(subject, spec)
 
     def take(work: KernelWork) -> Latency:
         return stopwatch_of(where, cold).measure(work, spec.workload.id, subject.name)
@@ -261,13 +259,22 @@ def timed(
         return take(work_of(subject, spec, direction, machine_of(where)))
 
 
-def _checked(subject: Subject, spec: CheckSpec, context: Context | None = None) -> Comparison:
-    """Judge a subject; raises as `check` does."""
+def checked(subject: Subject, spec: CheckSpec, *lines: str, **context: Any) -> Comparison:
+    """Judge a subject; raises as `check` does, with lines added. context: of `Context`."""
     __tracebackhide__ = True
-    comparison = judged_in_words(subject, spec, lambda: judged(Kernel(subject, spec), context or Context()))
+    comparison = judged_in_words(subject, spec, lambda: judged(Kernel(subject, spec), Context(**context)), *lines)
     if not comparison.passed:
-        raise AssertionError(mismatch_text.describe(comparison))
+        raise AssertionError("\n".join([mismatch_text.describe(comparison), *lines]))
     return comparison
+
+
+def checked_invariants(subject: Subject, spec: CheckSpec, *lines: str, **asked: Any) -> InvariantReport:
+    """Check invariants of a subject; raises as `check_invariants` does, with lines added. asked: of `judge_invariants`."""
+    __tracebackhide__ = True
+    report = judged_in_words(subject, spec, lambda: judge_invariants(subject, spec, **asked), *lines)
+    if not report.passed:
+        raise AssertionError("\n".join([describe_invariants(report), *lines]))
+    return report
 
 
 def judged_in_words(subject: Subject, spec: CheckSpec, answer: Callable[[], _Judged], *lines: str) -> _Judged:

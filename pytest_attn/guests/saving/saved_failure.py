@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,11 @@ from pytest_attn.backends.machine import resolve_device
 from pytest_attn.backends.precision import PRECISIONS, Precision, Threshold, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Dequantizer, Subject
-from pytest_attn.cases.api import judged_in_words
-from pytest_attn.correctness import mismatch_text
+from pytest_attn.cases.api import checked, checked_invariants
 from pytest_attn.correctness.comparison import Comparison
-from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
-from pytest_attn.diagnosis.diagnose import Context, judged
-from pytest_attn.invariants.all_invariants import judge_invariants
-from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport, describe_invariants
+from pytest_attn.invariants.report import INVARIANT_WIDTH, InvariantReport
 from pytest_attn.reports.lines import LABEL_WIDTH, labeled
 from pytest_attn.reports.strict_json import COUNT, TEXT, TRUTH, array_of, first_fault, object_of, or_null, parse_json
 from pytest_attn.reports.verdict import Verdict
@@ -257,17 +252,9 @@ class Failure:
         spec, references = self._spec(device or self.environment["machine"]["kind"])
         subject = spec.subject(Registry(), fn, name, dequantized=dequantized)
         if broken := self.environment["invariants"]:
-            reproduce, thorough = self._reproduce(INVARIANT_WIDTH), self.environment["question"]["thorough"]
-            tried = partial(judge_invariants, subject, spec, references, broken, None, thorough)
-            report = judged_in_words(subject, spec, tried, reproduce)
-            if not report.passed:
-                raise AssertionError(f"{describe_invariants(report)}\n{reproduce}")
-            return report
-        tell = partial(judged, Kernel(subject, spec), Context(references))
-        comparison = judged_in_words(subject, spec, tell, self._reproduce())
-        if not comparison.passed:
-            raise AssertionError(f"{mismatch_text.describe(comparison)}\n{self._reproduce()}")
-        return comparison
+            asked = {"only": broken, "thorough": self.environment["question"]["thorough"]}
+            return checked_invariants(subject, spec, self._reproduce(INVARIANT_WIDTH), references=references, **asked)
+        return checked(subject, spec, self._reproduce(), references=references)
 
     def _workload(self) -> Workload:
         if self.workload is None:

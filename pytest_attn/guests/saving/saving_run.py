@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from pytest_attn.backends.machine import versions_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.cases.case_records import RECORDS
@@ -42,7 +40,6 @@ from pytest_attn.reports.lines import labeled
 from pytest_attn.reports.records import changed, named_numbers
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import id_from_root
-from pytest_attn.session.session import AttentionSession
 from pytest_attn.workloads.source import encode_workload
 
 
@@ -50,35 +47,20 @@ def save_failure(context: CaseContext, message: str, found: Judgment[Any]) -> li
     """Save a failure; return a line that says where, or why not."""
     if not isinstance(found.evidence, FailureEvidence):
         return [labeled("not saved", found.evidence, found.width)] if found.evidence else []
-    folder = context.session.settings.more["save_failures"]
-    command, unnamed = context.command(found.rows), context.executor.unnamed_because
-    saver = FailureSaver(folder, context.session, context.item, found.evidence, message, command, unnamed)
+    saver = FailureSaver(context, found.evidence, message, context.command(found.rows))
     with context.session.progress.during("saving tensors", context.workload.id):
         return [saver.save(found.width)]
 
 
 class FailureSaver:
-    """Saves the failure of one judgment, which `message` tells, in a folder.
+    """Saves the failure of one judgment, which `message` tells, in a folder."""
 
-    unnamed_because: why the script cannot name the callable, None where it can.
-    """
-
-    def __init__(
-        self,
-        folder: str,
-        session: AttentionSession,
-        item: pytest.Item,
-        failure: FailureEvidence,
-        message: str,
-        command: str,
-        unnamed_because: str | None,
-    ) -> None:
-        self.folder, self._session, self._item = folder, session, item
+    def __init__(self, context: CaseContext, failure: FailureEvidence, message: str, command: str) -> None:
+        self._session, self._item, self._message, self._command = context.session, context.item, message, command
         self._spec, self._subject, self._failure = failure.spec, failure.subject, failure
-        self._case = id_from_root(item)
+        self._case, self._unnamed_because = id_from_root(context.item), context.executor.unnamed_because
         #: the kernel's name in the diagnosis; "out" where only its output was given
         self._name = failure.subject.name if failure.subject else "out"
-        self._message, self._command, self._unnamed_because = message, command, unnamed_because
 
     def save(self, width: int) -> str:
         """Save, and say where, or why not, in the case's record; return a line that says so. width: of the line's label."""
@@ -101,7 +83,7 @@ class FailureSaver:
     def _save(self) -> Path:
         data = self._data()
         tensors = tensors_of(data)
-        folder = Path(self.folder)
+        folder = Path(self._session.settings.more["save_failures"])
         target = folder / safe_name(self._case)
         folder.mkdir(parents=True, exist_ok=True)
         require_space(folder, sum(tensor.nbytes for tensor in tensors.values()))

@@ -215,7 +215,7 @@ def test_tensors_of_every_dtype_and_stride_come_back(tmp_path, dtype):
 
 def save(folder, spec, target=on_module_level):
     """Save what `judge` finds, as a run would, and return its message."""
-    settings = SimpleNamespace(thorough=False)
+    settings = SimpleNamespace(thorough=False, more={"save_failures": str(folder)})
     session = SimpleNamespace(settings=settings, machines=Machines("cpu"), references=ReferenceCache(), rootpath=folder)
     config = SimpleNamespace(getini=lambda name: [])
     item = SimpleNamespace(nodeid="test_x.py::test_y[z]", listchain=list, stash={RECORDS: [new_record()]}, config=config)
@@ -223,7 +223,8 @@ def save(folder, spec, target=on_module_level):
     comparison = judge(subject, spec, ReferenceCache())
     evidence = FailureEvidence(spec, subject, comparison)
     message = f"{describe(comparison)}\n  reproduce  pytest test_x.py"
-    saved = FailureSaver(str(folder), session, item, evidence, message, "pytest test_x.py", None).save(10)
+    context = SimpleNamespace(session=session, item=item, executor=SimpleNamespace(unnamed_because=None))
+    saved = FailureSaver(context, evidence, message, "pytest test_x.py").save(10)
     assert saved.startswith("  saved      "), saved
     (found,) = folder.iterdir()
     return load_failure(found)
