@@ -32,7 +32,7 @@ from torch import nn
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.machine import current, machine_of, resolve_device
 from pytest_attn.guests.models.check_model import judge_model
-from pytest_attn.suite.models import torch_model
+from pytest_attn.guests.models.small_models import torch_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 #: models of a family that may fail to be built before it is given up, and seconds for what is under way at the end

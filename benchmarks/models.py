@@ -32,9 +32,9 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.guests.models.check_model import judge_model
 from pytest_attn.guests.models.compiled import compilations
 from pytest_attn.guests.models.model_comparison import ModelComparison
+from pytest_attn.guests.models.small_models import Block
 from pytest_attn.guests.models.step_timing import AttentionShare, attention_share
 from pytest_attn.guests.models.substitution import BackendSubstitute, substitutes_of
-from pytest_attn.suite.models import Block
 
 Case = tuple[nn.Module, Callable[[], torch.Tensor]]
 BACKENDS = "eager,sdpa_flash,sdpa_efficient,sdpa_cudnn,flex,flash2,flash3,te_fused,xformers,flash4,math"

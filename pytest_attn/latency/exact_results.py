@@ -147,14 +147,6 @@ class Attention:
         return not abs(row.alpha - 1) <= _SHARE + _DEVIATIONS * deviation or bool(row.wrong_positions)
 
 
-class AnyResult(Attention):
-    """Results of what cannot be told here, which the process that judges compares with what they must be."""
-
-    def fault_of(self, results: Mapping[str, Tensor], tensors: Sequence[Tensor], dout: Tensor) -> str:
-        """Find none."""
-        return ""
-
-
 #: a budget of zero, by which one can divide
 _NO_BUDGET = 1e-37
 

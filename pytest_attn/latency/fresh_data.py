@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pytest_attn.workloads.dtypes import is_quantized, movable
-from pytest_attn.workloads.kv_layout import copies_of, spans_of
+from pytest_attn.workloads.kv_layout import spans_of
 
 #: elements of both blocks, which have no common divisor; on a GPU few tensors are longer
 _PERIODS, _PERIODS_OF_GPU = (65_521, 65_519), (4_194_301, 4_194_287)
@@ -24,7 +24,7 @@ _STEP, _PLACES = 64, 9
 #: bytes to which places in both blocks are aligned, as a GPU likes them
 _ALIGNED = 16
 #: a set begins at a multiple of so many bytes, and so many more than the one before: where tensors lie moves short kernels
-_APART = 256
+APART = 256
 #: bytes of what rooms are made of
 _WORD = 8
 #: how many sets of tensors are filled together at most
@@ -126,7 +126,7 @@ class RandomPool:
     def _rows(self) -> list[int]:
         """Elements of a row of `rooms`."""
         sizes = [(size * like.element_size(), like.element_size()) for size, like in zip(self._sizes, self._like, strict=True)]
-        return [(1 - -size // _APART) * _APART // element for size, element in sizes]
+        return [(1 - -size // APART) * APART // element for size, element in sizes]
 
     def _further(self, place: Place, by: int) -> Place:
         return Place(*((start + by) % period for start, period in zip(place, self._periods, strict=False)))
@@ -220,27 +220,6 @@ class WholeSets(TensorSets):
 
     def _copy(self, first: int, places: Sequence[Places]) -> None:
         self._pool.fill([room[first : first + len(places)] for room in self._rooms], places)
-
-
-class PartSets(TensorSets):
-    """Sets of a part of what is in the pool. part: returns it, of q, k and v."""
-
-    def __init__(self, pool: RandomPool, number: int, part: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
-        self._part = part
-        super().__init__(pool, number)
-
-    def move(self) -> None:
-        self.tensors = [copies_of(tensors, _APART * at) for at, tensors in enumerate(self.tensors)]
-
-    def _allocated(self, number: int) -> list[list[Tensor]]:
-        part = self._part(self._pool.at(self._pool.draw()[0]))
-        return [copies_of(part, _APART * at) for at in range(number)]
-
-    def _copy(self, first: int, places: Sequence[Places]) -> None:
-        with torch.no_grad():
-            for at, where in enumerate(places, first):
-                data = self._part(self._pool.at(where))
-                torch._foreach_copy_([movable(t) for t in self.tensors[at]], [movable(t) for t in data])
 
 
 def _runs(sets: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -95,9 +95,9 @@ def _require_gradients(backend: Backend) -> None:
 
 def _models() -> ModuleType:
     """Return the models; torch is imported by a test that runs, and not when it is collected."""
-    from pytest_attn.suite import models
+    from pytest_attn.guests.models import small_models
 
-    return models
+    return small_models
 
 
 def _of_torch(name: str, case: AttentionModel, dtype: str = "bfloat16") -> tuple[Any, Any]:

@@ -220,15 +220,15 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def old_library(monkeypatch):
-    from pytest_attn.suite import models
+    from pytest_attn.guests.models import small_models
 
-    made = models.torch_model
+    made = small_models.torch_model
 
     def with_a_warning(*args):
         warnings.warn("this library is old", DeprecationWarning, stacklevel=1)
         return made(*args)
 
-    monkeypatch.setattr(models, "torch_model", with_a_warning)
+    monkeypatch.setattr(small_models, "torch_model", with_a_warning)
 """)
     pytester.makeini("[pytest]\nfilterwarnings = error")
 

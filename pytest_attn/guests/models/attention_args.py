@@ -162,3 +162,43 @@ def imported_functions() -> list[AttentionFunction]:
     files = dict.fromkeys(file for module, file in CALLED_BY_MODELS.items() if module in sys.modules)
     functions = [one for file in files for one in import_module(f"pytest_attn.guests.models.calls.{file}").FUNCTIONS]
     return [function for function in functions if function.module in sys.modules]
+
+
+def visible_and_bias(
+    mask: torch.Tensor, lead: tuple[int, ...], q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what an attn_mask hides and adds, each (batch or 1, heads or 1, q_len, kv_len) or None."""
+    import torch
+
+    mask = mask.detach()
+    if mask.dim() > 4:
+        mask = mask.expand(*lead, *mask.shape[-2:])
+    mask = four_dimensional(mask)
+    mask = mask.expand(-1, -1, q.shape[2] if mask.shape[2] == 1 else -1, k.shape[2] if mask.shape[3] == 1 else -1)
+    return (mask, None) if mask.dtype == torch.bool else split_additive(mask)
+
+
+def four_dimensional(tensor: torch.Tensor) -> torch.Tensor:
+    """View (..., rows, dim) as (batch, heads, rows, dim): what is before the heads becomes the batch."""
+    if tensor.dim() == 4:
+        return tensor
+    if tensor.dim() > 4:
+        return tensor.flatten(0, -4)
+    return tensor[(None,) * (4 - tensor.dim())]
+
+
+def split_additive(mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return an additive mask as (visible, bias): what it hides, and what it adds elsewhere; None where it does neither.
+
+    A number near the dtype's lowest hides, unless it hides a whole row: there all keys count alike, which only the sum says.
+    Beside float16's, scores count still, as much as a kernel rounds them: such rows see no key.
+    """
+    import torch
+
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    is_whole_row = (hidden.all(-1) & mask.isfinite().all(-1)).any()
+    if mask.dtype != torch.float16 and bool(is_whole_row):
+        return None, mask
+    bias = mask.masked_fill(hidden, 0)
+    has_bias = mask.requires_grad or bool(bias.any())
+    return (~hidden if bool(hidden.any()) else None), (bias if has_bias else None)

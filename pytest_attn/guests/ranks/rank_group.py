@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ import torch
 
 from pytest_attn.guests.ranks.communication import last_collective
 from pytest_attn.processes.channel import Message
-from pytest_attn.processes.last_words import ending, last_words, stack_of
+from pytest_attn.processes.last_words import ending, last_words
 from pytest_attn.session.deadline import DeadlineError
 
 #: tensors by name: q, k, v or dout; out, lse, dq, dk, dv
@@ -67,6 +67,8 @@ STACK, COLLECTIVE, OUTPUT = "stack-{}", "collective-{}", "output-{}"
 _OWN = tuple(f"pytest_attn/{name}.py" for name in ("guests/ranks/rank", "guests/ranks/worker_timing", "latency/kernel_work"))
 #: frames that tell nothing
 _WRAPPERS = ("pytest_attn/guests/ranks/communication.py", "c10d_logger.py", "<frozen importlib")
+#: frames that are shown at either end of a long stack
+_INNERMOST, _OUTERMOST = 4, 8
 
 
 class RankPostMortem(NamedTuple):
@@ -81,8 +83,22 @@ class RankPostMortem(NamedTuple):
     def of(cls, folder: Path, rank: int) -> RankPostMortem:
         """Read what a rank has left in the folder of its pool."""
         stack, output = (_text(folder / name.format(rank)) for name in (STACK, OUTPUT))
-        frames = stack_of(stack, partial(_is_any_of, _OWN), partial(_is_any_of, _WRAPPERS))
-        return cls(last_collective(folder / COLLECTIVE.format(rank)), frames, last_words(output, silence=""))
+        return cls(last_collective(folder / COLLECTIVE.format(rank)), _stack_of(stack), last_words(output, silence=""))
+
+
+def _stack_of(text: str) -> tuple[str, ...]:
+    """Return the main thread's frames from faulthandler's text, the innermost first; a long stack without its middle."""
+    _, _, main = text.rpartition("Current thread ")
+    frames: list[str] = []
+    for line in main.splitlines()[1:]:
+        match = re.match(r'  File "(.*)", line (\d+) in (.*)', line)
+        if not match or any(own in match[1] for own in _OWN):
+            break
+        if not any(wrapper in match[1] for wrapper in _WRAPPERS):
+            frames.append(f"{match[1]}:{match[2]} in {match[3]}")
+    if len(frames) > _INNERMOST + _OUTERMOST:
+        frames[_INNERMOST:-_OUTERMOST] = ["..."]
+    return tuple(frames)
 
 
 def describe_ended(rank: int, seen: RankPostMortem, when: str, others: Mapping[int, str]) -> str:
@@ -129,7 +145,3 @@ def describe_hang(
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _is_any_of(files: Sequence[str], file: str) -> bool:
-    return any(one in file for one in files)

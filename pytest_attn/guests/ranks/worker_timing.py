@@ -32,13 +32,15 @@ from pytest_attn.latency.anchors import anchor_item, make_anchors
 from pytest_attn.latency.cuda_timer import CudaTimer
 from pytest_attn.latency.disturbance import DisturbanceMonitor, WaitingMonitor
 from pytest_attn.latency.exact_results import Attention
-from pytest_attn.latency.fresh_data import PartSets, RandomPool, TensorSets
+from pytest_attn.latency.fresh_data import APART, Places, RandomPool, TensorSets
 from pytest_attn.latency.kernel_work import KernelWork, of_timed
 from pytest_attn.latency.protocol import SUBJECT, Warmer
 from pytest_attn.latency.timer import Item, several
 from pytest_attn.latency.work import DISTRIBUTION, LatencyDirection, first_of, peak_of, verified
 from pytest_attn.processes.worker import own_processes
+from pytest_attn.workloads.dtypes import movable
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
+from pytest_attn.workloads.kv_layout import copies_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which not every build of torch has
@@ -47,6 +49,27 @@ __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
 #: sets of tensors that calls take in turn, at least: each call of a sample has its own
 _FEWEST_SETS = 2
+
+
+class PartSets(TensorSets):
+    """Sets of a part of what is in the pool. part: returns it, of q, k and v."""
+
+    def __init__(self, pool: RandomPool, number: int, part: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> None:
+        self._part = part
+        super().__init__(pool, number)
+
+    def move(self) -> None:
+        self.tensors = [copies_of(tensors, APART * at) for at, tensors in enumerate(self.tensors)]
+
+    def _allocated(self, number: int) -> list[list[torch.Tensor]]:
+        part = self._part(self._pool.at(self._pool.draw()[0]))
+        return [copies_of(part, APART * at) for at in range(number)]
+
+    def _copy(self, first: int, places: Sequence[Places]) -> None:
+        with torch.no_grad():
+            for at, where in enumerate(places, first):
+                data = self._part(self._pool.at(where))
+                torch._foreach_copy_([movable(t) for t in self.tensors[at]], [movable(t) for t in data])
 
 
 class RankTiming:

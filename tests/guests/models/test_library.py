@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from pytest_attn.suite.models import Library
+from pytest_attn.guests.models.small_models import Library
 
 
 class Lazy(ModuleType):

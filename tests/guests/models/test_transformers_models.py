@@ -12,7 +12,7 @@ from guests.models.tiny import HEADS, tiny
 from pytest_attn import Causal, Window, capture, check_model
 from pytest_attn.guests.models.capture import other_sinks
 from pytest_attn.guests.models.check_model import judge_model
-from pytest_attn.suite.models import Library
+from pytest_attn.guests.models.small_models import Library
 
 transformers = Library("transformers")
 if not hasattr(transformers.modeling_utils.AttentionInterface, "get_interface"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pytest_attn.suite.models import Library
+from pytest_attn.guests.models.small_models import Library
 
 #: what the configurations of most kinds say of heads
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 16}

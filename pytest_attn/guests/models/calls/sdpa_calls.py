@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from pytest_attn.backends.dense import four_dimensional, visible_and_bias
-from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
+from pytest_attn.guests.models.attention_args import (
+    AttentionArguments,
+    AttentionFunction,
+    UnreadableError,
+    four_dimensional,
+    refuse_unread,
+    visible_and_bias,
+)
 from pytest_attn.workloads.masks import Causal
 
 _QKV, _OPTIONS = ("query", "key", "value"), ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

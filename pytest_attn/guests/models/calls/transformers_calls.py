@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.dense import visible_and_bias
 from pytest_attn.guests.libraries.transformers import BOUNDARIES
 from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
@@ -16,6 +15,7 @@ from pytest_attn.guests.models.attention_args import (
     refuse_unread,
     shortened,
     swap_rows_and_heads,
+    visible_and_bias,
 )
 from pytest_attn.guests.models.calls.flex_calls import read_block_mask
 from pytest_attn.guests.models.calls.sdpa_calls import autocast

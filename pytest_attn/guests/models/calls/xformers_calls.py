@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from pytest_attn.backends.dense import visible_and_bias
 from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
     refuse_unread,
     swap_rows_and_heads,
+    visible_and_bias,
 )
 from pytest_attn.workloads.masks import Causal, Mask, Window
 
