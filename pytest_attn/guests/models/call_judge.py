@@ -32,7 +32,7 @@ from pytest_attn.correctness.reference import Expected, Reference, compute_refer
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.guests.models.capture import AttentionCall
-from pytest_attn.guests.models.exact_attention import Dithered, Passes
+from pytest_attn.guests.models.exact_attention import Passes, Rounder
 from pytest_attn.workloads.inputs import Inputs
 
 #: by what share of itself, and how many of its taus, a gradient of sinks is off that is another one
@@ -222,7 +222,7 @@ def _emulated_kernel(number: int, inputs: Inputs, reference: Reference, backward
     """Return what a fault-free kernel returns: rounded where the profile says so, or in float32 on values of another scale."""
     is_float32 = inputs.workload.dtype == "float32"
     factor = 2.0 ** ((number + 1) * _STEP % 1)
-    rounding = None if is_float32 else Dithered(reference.precision, factor)
+    rounding = None if is_float32 else Rounder(reference.precision, factor=factor)
     # float64 whose scores are the same, and whose every product and sum is rounded elsewhere
     scales = {"q": factor, "k": 1 / factor, "v": factor, "dout": factor}
     values = {name: getattr(inputs, name).double() * (scale if is_float32 else 1.0) for name, scale in scales.items()}

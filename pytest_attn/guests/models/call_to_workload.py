@@ -236,14 +236,6 @@ def _mask_of(given: AttentionArguments, extras: dict[str, Any]) -> dict[str, Any
     return {"mask": mask, "kv_lens": kv_lens}
 
 
-def says_the_same(given: AttentionArguments, visible: torch.Tensor) -> bool:
-    """Return whether a call hides by an additive mask alone what is not visible; rows that see nothing are not checked."""
-    if given.bias is None or given.visible is not None or given.mask is not None:
-        return False
-    shown = given.bias > torch.finfo(given.bias.dtype).min / 2
-    return bool(((shown == visible) | ~visible.any(-1, keepdim=True)).all())
-
-
 def with_mask(given: AttentionArguments, visible: torch.Tensor) -> AttentionArguments:
     """Return the same call with another mask, which is all that it may see."""
     bias = given.bias

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils import checkpoint
@@ -28,10 +28,9 @@ from pytest_attn.correctness.contract import EmptyRows
 from pytest_attn.guests.models.attention_args import (
     AttentionArguments,
     AttentionFunction,
-    UnreadableError,
     unchanged,
 )
-from pytest_attn.guests.models.call_to_workload import says_the_same, to_inputs, with_mask
+from pytest_attn.guests.models.call_to_workload import to_inputs, with_mask
 from pytest_attn.guests.models.calls.flex_calls import FLEX
 from pytest_attn.guests.models.calls.sdpa_calls import autocast
 from pytest_attn.guests.models.calls.transformers_calls import is_stock
@@ -59,9 +58,9 @@ class AttentionCall:
         module: the qualified name of the module that made it.
         number: which call of that module, from 1.
         function: what it went through.
-        precision: the profile of where that rounds.
         inputs: the workload with its tensors; dout is the gradient that arrived.
         out: its output, in the layout of q: (batch, heads, rows, dim), or packed.
+        precision: the profile of where what computed it rounds.
         subject: what computed it instead; None where the model did.
         gradients: those that arrived, by name, in the same layout.
         has_dout: whether a gradient of out arrived.
@@ -83,9 +82,9 @@ class AttentionCall:
     module: str
     number: int
     function: str
-    precision: str | Precision
     inputs: Inputs
-    out: torch.Tensor
+    out: torch.Tensor = field(init=False)
+    precision: str | Precision = field(init=False)
     subject: Subject | None = None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     has_dout: bool = False
@@ -177,7 +176,7 @@ class AttentionCall:
         return dataclasses.replace(self.inputs, **tensors)
 
 
-def label_of(module: str, number: int) -> str:
+def label_of(module: str, number: int = 1) -> str:
     """Return how reports name a call: by its module, and which of its calls where it made more than one."""
     return f"{module or 'outside any module'}{f', call {number}' if number > 1 else ''}"
 
@@ -209,12 +208,8 @@ class ConfiguredMasks(NamedTuple):
     handed: tuple[HandedMasks, ...]
 
 
-class Computed(NamedTuple):
-    """Result of a call: what the function returned, the precision profile of who computed it, and who, if not the model."""
-
-    result: Any
-    precision: str | Precision
-    subject: Subject | None
+#: what a function returned, the precision profile of who computed it, and who, if not the model
+Computed: TypeAlias = tuple[Any, str | Precision, Subject | None]
 
 
 def precision_of(intercepted: InterceptedCall, registry: Registry, kind: str) -> str | Precision:
@@ -238,7 +233,7 @@ def _believed(intercepted: InterceptedCall, visible: torch.Tensor | None) -> tup
     if is_stock(intercepted.function) and getattr(intercepted.arguments.get("attention_mask"), "ndim", 4) == 4:
         shown = shown_by(arguments)
         return arguments, bool((visible & ~shown & shown.any(-1, keepdim=True)).any())
-    return arguments if says_the_same(arguments, visible) else with_mask(arguments, visible), False
+    return with_mask(arguments, visible), False
 
 
 #: bytes of a tensor of which a digest is made
@@ -278,55 +273,34 @@ def _misled(arguments: AttentionArguments, intercepted: InterceptedCall, expecte
     return window or other_sinks(arguments, intercepted) or causal_across(arguments, handed)
 
 
-#: from the layout of a function to (batch, heads, rows, dim), or packed
-ToNative = Callable[[torch.Tensor], torch.Tensor]
+class Watched:
+    """The tensors of a call, and what autograd and the count of changes say of them before it is computed.
 
-
-@dataclass
-class ReadCall:
-    """A call that was read, and is to be computed on aliases of its tensors.
-
-    number: which call of its module. sinks: an alias of its sinks. misled, is_narrower, masks: as in `AttentionCall`.
+    sinks: an alias of its sinks, None where it has none.
     """
 
-    intercepted: InterceptedCall
-    number: int
-    arguments: AttentionArguments
-    inputs: Inputs
-    sinks: torch.Tensor | None
-    misled: str
-    is_narrower: bool
-    masks: tuple[MaskUse, ...]
-
-    def __post_init__(self) -> None:
-        #: q, k and v, and what autograd and the count of changes say of them so far
-        self.tensors = self.intercepted.tensors
-        self._nodes, self._versions = [t.grad_fn for t in self.tensors], [_version_of(t) for t in self.tensors]
-
-    @property
-    def needed(self) -> set[str]:
-        """The gradients that the model needs."""
-        return {name for name, t in zip(GRADIENTS, self.tensors, strict=True) if t.requires_grad}
+    def __init__(self, intercepted: InterceptedCall, sinks: torch.Tensor | None) -> None:
+        self.tensors, self._sinks = dict(zip(GRADIENTS, intercepted.tensors, strict=True)), sinks
+        self._nodes = {name: t.grad_fn for name, t in self.tensors.items()}
+        self._versions = {name: _version_of(t) for name, t in self.tensors.items()}
 
     @property
     def changed(self) -> str:
-        """The first of q, k and v that was changed in place since it was read, "" for none."""
-        before = zip("qkv", self.tensors, self._versions, strict=True)
-        return next((name for name, t, version in before if version != _version_of(t)), "")
+        """The first of q, k and v that was changed in place, "" for none."""
+        return next((name[1:] for name, t in self.tensors.items() if self._versions[name] != _version_of(t)), "")
 
     def unreached_from(self, out: torch.Tensor, needed: set[str]) -> list[str]:
         """Return the gradients that a backward pass from out does not give, of those needed, as autograd sees it."""
-        nodes = set(nodes_behind(out, self._nodes))
-        return [name for name, node in zip(GRADIENTS, self._nodes, strict=True) if name in needed and node not in nodes]
+        nodes = set(nodes_behind(out, list(self._nodes.values())))
+        return [name for name, node in self._nodes.items() if name in needed and node not in nodes]
 
-    def awaited(self, names: set[str], out: torch.Tensor) -> dict[str, tuple[torch.Tensor, ToNative]]:
-        """Return the tensors whose gradients arrive, that of sinks too, and how each is put into the native layout."""
-        to_native, sinks = self.arguments.to_native, self.sinks
-        found = {name: (t, to_native) for name, t in zip(GRADIENTS, self.tensors, strict=True) if name in names}
-        if sinks is None or not sinks.requires_grad:
-            return found
-        is_behind = sinks.grad_fn in set(nodes_behind(out, [*self._nodes, sinks.grad_fn]))
-        return {**found, "dsinks": (sinks, unchanged)} if is_behind else found
+    def awaited(self, names: set[str], out: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors whose gradients arrive, that of sinks too."""
+        found, sinks = {name: t for name, t in self.tensors.items() if name in names}, self._sinks
+        if sinks is not None and sinks.requires_grad:
+            is_behind = sinks.grad_fn in set(nodes_behind(out, [*self._nodes.values(), sinks.grad_fn]))
+            found |= {"dsinks": sinks} if is_behind else {}
+        return found
 
 
 class Recorder:
@@ -376,79 +350,59 @@ class Recorder:
         by = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
         self._numbers[by] += 1
         expected = self._expected.get((intercepted.module, self._numbers[by]), ConfiguredMasks(None, ()))
-        try:
-            arguments, is_narrower = _believed(intercepted, expected.visible)
-            inputs = to_inputs(arguments)
-        except UnreadableError as error:
-            self.unread(intercepted.module, intercepted.function.shown, str(error))
-            return intercepted.compute()
-        is_first = self._judges and not intercepted.is_again
-        misled = _misled(arguments, intercepted, expected) if is_first else ""
-        masks = tuple(uses_of(arguments, intercepted.handed)) if is_first else ()
-        return self._record(ReadCall(intercepted, self._numbers[by], arguments, inputs, sinks, misled, is_narrower, masks))
-
-    def _record(self, read: ReadCall) -> Any:
-        """Compute a call, and record it; return what the model is given."""
-        intercepted, arguments = read.intercepted, read.arguments
-        tensors = {name: t for name, t in vars(read.inputs).items() if isinstance(t, torch.Tensor)}
+        arguments, is_narrower = _believed(intercepted, expected.visible)
+        inputs = to_inputs(arguments)
+        tensors = {name: t for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
         kept: Any = {name: self._keep(bare(t)) for name, t in tensors.items()}
-        pristine = dataclasses.replace(read.inputs, **kept)
-        needed = read.needed if self._backward and torch.is_grad_enabled() else set()
-        result, precision, subject = self.computed(intercepted, arguments, read.inputs)
+        pristine = dataclasses.replace(inputs, **kept)
+        call = AttentionCall(intercepted.module, self._numbers[by], intercepted.function.shown, pristine)
+        call.is_again, call.order, call.is_narrower = intercepted.is_again, self._numbers.total(), is_narrower
+        if self._judges:
+            memory = intercepted.handed[0].memory if intercepted.handed else None
+            call.empty_rows, call.memory = EmptyRows(inputs, "finite"), "" if memory is None else digest_of(memory)
+            if not call.is_again:
+                call.misled = _misled(arguments, intercepted, expected)
+                call.masks = tuple(uses_of(arguments, intercepted.handed))
+        return self._record(call, intercepted, arguments, inputs, Watched(intercepted, sinks))
+
+    def _record(
+        self,
+        call: AttentionCall,
+        intercepted: InterceptedCall,
+        arguments: AttentionArguments,
+        inputs: Inputs,
+        watched: Watched,
+    ) -> Any:
+        """Compute a call, and record it; return what the model is given."""
+        needs = self._backward and torch.is_grad_enabled()
+        needed = {name for name, t in watched.tensors.items() if needs and t.requires_grad}
+        result, call.precision, call.subject = self.computed(intercepted, arguments, inputs)
         raw = first_of(result)
         if self._judges:
             result = self._apart(intercepted.function, result)
-        call = self._call_of(read, pristine, raw, precision, subject)
+        call.out, call.kernel = self._keep(arguments.out_to_native(bare(raw))), intercepted.kernel
         if not call.is_again:
             self.made(call)
-        if subject is None and needed and (name := read.changed):
+        if call.subject is None and needed and (name := watched.changed):
             reason = f"it changes its {name} in place, which hides the gradient; let it work on a copy"
             self.unread(intercepted.module, intercepted.function.shown, reason)
             return result
-        if subject is not None:
-            call.changes = changes_of(*({name: getattr(held, name) for name in "qkv"} for held in (arguments, pristine)))
-        self._follow(call, read, raw, needed)
-        return result
-
-    def _follow(self, call: AttentionCall, read: ReadCall, raw: torch.Tensor, needed: set[str]) -> None:
-        """See which of the gradients that are needed a call gives, and wait for these; or hand it on."""
+        if call.subject is not None:
+            call.changes = changes_of(*({name: getattr(held, name) for name in "qkv"} for held in (arguments, call)))
         if raw.requires_grad or call.subject is not None:
-            call.missing = read.unreached_from(raw, needed)
+            call.missing = watched.unreached_from(raw, needed)
         call.is_detached = bool(needed) and not raw.requires_grad
         if raw.requires_grad and (awaited := needed.difference(call.missing)):
-            self._await(call, read.awaited(awaited, raw), read.arguments, raw)
+            self._await(call, watched.awaited(awaited, raw), arguments, raw)
         else:
             self._finish(call)
-
-    def _call_of(
-        self, read: ReadCall, pristine: Inputs, raw: torch.Tensor, precision: str | Precision, subject: Subject | None
-    ) -> AttentionCall:
-        """Return the record of a call. pristine: copies of its inputs; raw: its output, as the function returned it."""
-        intercepted = read.intercepted
-        memory = intercepted.handed[0].memory if self._judges and intercepted.handed else None
-        return AttentionCall(
-            intercepted.module,
-            read.number,
-            intercepted.function.shown,
-            precision,
-            pristine,
-            self._keep(read.arguments.out_to_native(bare(raw))),
-            subject,
-            is_again=intercepted.is_again,
-            order=self._numbers.total(),
-            empty_rows=EmptyRows(read.inputs, "finite") if self._judges else None,
-            kernel=intercepted.kernel,
-            misled=read.misled,
-            is_narrower=read.is_narrower,
-            memory="" if memory is None else digest_of(memory),
-            masks=read.masks,
-        )
+        return result
 
     def computed(self, intercepted: InterceptedCall, arguments: AttentionArguments, inputs: Inputs) -> Computed:
         """Return what the model is given, and what computed it."""
         del arguments
         result = intercepted.compute()
-        return Computed(result, self._precision or precision_of(intercepted, self._registry, inputs.device.type), None)
+        return result, self._precision or precision_of(intercepted, self._registry, inputs.device.type), None
 
     def finish(self) -> None:
         """Hand on the calls whose gradients did not all arrive."""
@@ -485,7 +439,7 @@ class Recorder:
     def _await(
         self,
         call: AttentionCall,
-        waiting: Mapping[str, tuple[torch.Tensor, ToNative]],
+        waiting: Mapping[str, torch.Tensor],
         arguments: AttentionArguments,
         raw: Any,
     ) -> None:
@@ -495,7 +449,7 @@ class Recorder:
         self._waiting[id(call)] = call, awaited
         call.is_awaited = True
 
-        def arrives(name: str, to_native: ToNative) -> Callable[[torch.Tensor | None], None]:
+        def arrives(name: str, to_native: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor | None], None]:
             def hook(gradient: torch.Tensor | None) -> None:
                 self._is_going_back = call.is_again or not is_checkpointed
                 if name not in awaited or (gradient is None and not call.has_dout):
@@ -517,9 +471,9 @@ class Recorder:
             native.copy_(call.empty_rows.blanked(native))
             raw.register_hook(lambda gradient: gradient.masked_fill(~counts, 0))
         raw.register_hook(arrives("dout", arguments.out_to_native))
-        for name, (tensor, to_native) in waiting.items():
+        for name, tensor in waiting.items():
             hooked: Any = tensor
-            hooked.register_hook(arrives(name, to_native))
+            hooked.register_hook(arrives(name, unchanged if name == "dsinks" else arguments.to_native))
 
     def _finish(self, call: AttentionCall) -> None:
         self._waiting.pop(id(call), None)

@@ -7,7 +7,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -104,43 +103,20 @@ def check_model(
     return comparison
 
 
-@dataclass
-class JudgeOptions:
-    """Options of `judge_model`: those of `check_model`, and two more. Raises ValueError for an unknown precision.
-
-    compiled: judge the run of a compiled model, too. context: of each call; its deadline surrounds the run that is judged.
-    """
-
-    functions: Iterable[Named] = ()
-    inline: Iterable[str] | str = ()
-    limits: str = "default"
-    scatter: int = 4
-    precision: str | Precision | None = None
-    compiled: bool = True
-    context: Context = field(default_factory=Context)
-
-    def __post_init__(self) -> None:
-        if self.precision is not None:
-            precision_named(self.precision)
-        self.functions = as_functions(self.functions)
-        self.inline = (self.inline,) if isinstance(self.inline, str) else tuple(self.inline)
-
-
 def judge_model(
     model: torch.nn.Module, step: Callable[[], Any], backend: Target | None = None, backward: bool = True, **options: Any
 ) -> ModelComparison:
     """Return what `check_model` judges; wrong calls raise nothing. Arguments and other errors are those of `check_model`.
 
-    options: the fields of `JudgeOptions`.
+    options: those of `check_model`, and two more. compiled: judge the run of a compiled model, too. context: of each call; its
+    deadline surrounds the run that is judged.
     """
     require_arguments(model, step)
     refuse_scripted(model)
     if torch.is_inference_mode_enabled():  # the step alone runs in it
         step = torch.inference_mode()(step)
-    how = JudgeOptions(**options)
-    subject = None if backend is None else replacement(backend, precision=how.precision)
-    judge = _ModelJudge(model, step, subject, backward, how)
-    name = subject.name if subject else "the step"
+    judge = _ModelJudge(model, step, backend, backward, **options)
+    name = judge.subject.name if judge.subject else "the step"
     try:
         with outside_inference(), ending_no_test(name), unlimited_recompiles(), untouched(model) as again:
             judge.judge_calls(again)
@@ -163,10 +139,29 @@ class _ModelJudge:
     """Judges the calls of a model's step, then compares its whole with runs of exact attention. subject: None for its own."""
 
     def __init__(
-        self, model: torch.nn.Module, step: Callable[[], Any], subject: Subject | None, backward: bool, options: JudgeOptions
+        self,
+        model: torch.nn.Module,
+        step: Callable[[], Any],
+        backend: Target | None,
+        backward: bool,
+        *,
+        functions: Iterable[Named] = (),
+        inline: Iterable[str] | str = (),
+        limits: str = "default",
+        scatter: int = 4,
+        precision: str | Precision | None = None,
+        compiled: bool = True,
+        context: Context | None = None,
     ) -> None:
-        self._model, self._step, self._subject, self._backward, self._options = model, step, subject, backward, options
-        self._judged = _CallJudge(options.limits, machine_of(device_of(model)), options.context)
+        if precision is not None:
+            precision_named(precision)
+        self._model, self._step, self._backward = model, step, backward
+        self._functions, self._precision = as_functions(functions), precision
+        self._inline = (inline,) if isinstance(inline, str) else tuple(inline)
+        self._scatter, self._looks_at_compiled = scatter, compiled
+        self.subject = None if backend is None else replacement(backend, precision=precision)
+        self._context = context or Context()
+        self._judged = _CallJudge(limits, machine_of(device_of(model)), self._context)
         #: None where the step did not end
         self._result: StepResult | None = None
         self._ratios: dict[str, float] = {}
@@ -175,17 +170,17 @@ class _ModelJudge:
 
     def judge_calls(self, again: Callable[[], None]) -> None:
         """Run the step, and judge each attention call that it makes. again: makes the model what it was."""
-        model, subject, backward = self._model, self._subject, self._backward
+        model, subject, backward = self._model, self.subject, self._backward
         if subject is None:
             masks, self._note = configured_masks(self._step, model)
             again()
-            self._recorder = Recorder(self._judged.judge, backward, masks, judges=True, precision=self._options.precision)
+            self._recorder = Recorder(self._judged.judge, backward, masks, judges=True, precision=self._precision)
         else:
             self._recorder = Replacer(subject, self._judged.machine, self._judged.judge, backward)
         self._replaces = subject is not None and lacks_masks(model, is_replaced=True)
-        intercepting = intercept_attention(self._recorder, model, self._options.functions, self._replaces)
+        intercepting = intercept_attention(self._recorder, model, self._functions, self._replaces)
         calling = subject.calling() if subject else nullcontext()
-        with self._options.context.deadline(), intercepting as self._tracker, calling:
+        with self._context.deadline(), intercepting as self._tracker, calling:
             try:
                 self._result = run_step(self._step, model, backward)
             except Exception as error:
@@ -197,11 +192,11 @@ class _ModelJudge:
 
     def repeat_unexplained(self, again: Callable[[], None]) -> None:
         """Say of wrong calls of the model's own that no cause explains whether two equal ones differ."""
-        if self._subject is not None or not any(map(_is_unexplained, self._calls)):
+        if self.subject is not None or not any(map(_is_unexplained, self._calls)):
             return
         repeated = RepeatedCalls()
         again()
-        with suppress(Exception), intercept_attention(repeated, self._model, self._options.functions):
+        with suppress(Exception), intercept_attention(repeated, self._model, self._functions):
             run_step(self._step, self._model, backward=False)
         self._calls = tuple(
             _as_differing(call) if _is_unexplained(call) and call.label in repeated.differing else call for call in self._calls
@@ -213,17 +208,17 @@ class _ModelJudge:
             return
         if self._backward and self._result.infers and not self._result.gradients:
             self._backward, self._about_gradients = False, _INFERS
-        how, model, step, beside = self._options, self._model, self._step, self._recorder.beside
-        repeatable = RepeatableStep(model, step, again, self._backward, how.functions, self._subject, how.precision, beside)
-        is_approximate = self._subject is not None and self._subject.is_approximate
-        if how.scatter and self._judged.all_are_rounded and not is_approximate:
-            self._ratios = ratios_of(self._result, repeatable, how.scatter)
-        if how.compiled and runs_compiled(model, step):
+        model, step, subject, beside = self._model, self._step, self.subject, self._recorder.beside
+        repeatable = RepeatableStep(model, step, again, self._backward, self._functions, subject, self._precision, beside)
+        is_approximate = subject is not None and subject.is_approximate
+        if self._scatter and self._judged.all_are_rounded and not is_approximate:
+            self._ratios = ratios_of(self._result, repeatable, self._scatter)
+        if self._looks_at_compiled and runs_compiled(model, step):
             self._judge_compiled(repeatable)
 
     def _judge_compiled(self, repeatable: RepeatableStep) -> None:
-        if self._subject is not None:
-            self._about_compiled = _NOT_COMPILED.format(self._subject.name)
+        if self.subject is not None:
+            self._about_compiled = _NOT_COMPILED.format(self.subject.name)
             return
         self._compiled, self._about_compiled = judge_compiled(repeatable), eager_because()
         if self._judged.has_empty_rows and self._compiled.wrong:
@@ -231,17 +226,17 @@ class _ModelJudge:
 
     def comparison(self) -> ModelComparison:
         """Return what was found."""
-        tracker, recorder, options = self._tracker, self._recorder, self._options
+        tracker, recorder = self._tracker, self._recorder
         comparison = ModelComparison(
-            subject="" if self._subject is None else self._subject.name,
+            subject="" if self.subject is None else self.subject.name,
             calls=self._calls,
             unread=tuple(recorder.unread_calls),
             refused=tuple(recorder.refused) if isinstance(recorder, Replacer) else (),
             silent=tuple(tracker.silent),
-            unseen=() if self._replaces else never_called(options.functions, tracker.functions),
+            unseen=() if self._replaces else never_called(self._functions, tracker.functions),
             with_softmax=tuple(tracker.with_softmax),
             written_out=tracker.written_out,
-            inline=tuple(options.inline),
+            inline=self._inline,
             backward=self._backward,
             ratios=self._ratios,
             compiled=self._compiled,
@@ -254,7 +249,7 @@ class _ModelJudge:
         tracker = self._tracker
         yield self._note
         names = dict.fromkeys((*tracker.written_out, *tracker.silent))
-        if left_out := [name for name in names if any(fnmatchcase(name, pattern) for pattern in self._options.inline)]:
+        if left_out := [name for name in names if any(fnmatchcase(name, pattern) for pattern in self._inline)]:
             yield f"not judged, because inline= names them: {some(left_out)}"
         yield self._about_gradients
         yield from self._judged.notes()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pytest_attn.guests.models.exact_attention import SeededGenerators
 from pytest_attn.guests.models.interception import in_backward_pass, uncompiled
-from pytest_attn.guests.models.ratios import Exact, Nearest, RepeatableStep, distances, scatter_of
+from pytest_attn.guests.models.ratios import RepeatableStep, at_random, distances, scatter_of, to_nearest
 from pytest_attn.guests.models.step import device_of
 from pytest_attn.latency.profiler import launches_of
 from pytest_attn.workloads.dtypes import DTYPES
@@ -97,20 +97,21 @@ def _compared(run: CompiledRun, found: dict[str, torch.Tensor], repeatable: Repe
     kinds, modules = torch.nn.modules.dropout._DropoutNd, repeatable.model.named_modules()
     if name := next((name for name, m in modules if isinstance(m, kinds) and m.training and m.p > 0), ""):
         return run.not_compared(f"{name} drops at random, and a compiled model draws other numbers; call model.eval()")
-    options: Any = {"precision": repeatable.precision, "beside": repeatable.beside, "is_whole": True}
-    first = Exact(**options)
-    exact = repeatable.through(first)
-    redrawn = distances(repeatable.through(Exact(**options), _drawing_otherwise()), exact)
+    dtypes: list[torch.dtype] = []
+    exact = repeatable.exact(is_whole=True, dtypes=dtypes)
+    redrawn = distances(repeatable.exact(_drawing_otherwise(), is_whole=True), exact)
     if any(distance > _RANDOM * float(exact[name].double().norm()) for name, distance in redrawn.items()):
         return run.not_compared("the step draws random numbers, and a compiled one draws others; call model.eval()")
-    scattered = (repeatable.through(Exact(seed=seed, **options), perturb_rounding(seed)) for seed in range(RUNS))
-    unit = _unit(exact, scattered, lambda: repeatable.through(Nearest(first.dtypes, **options), emulate_fusion()))
-    ratios = _ratios(found, exact, unit)
-    meaningful = _meaningful(exact, unit, first.dtypes)
+    unit = _unit(exact, repeatable, dtypes)
+    far = distances(found, exact)  # infinitely where it is missing, or not finite and should be
+    ratios = {name: far.get(name, math.inf) / unit[name] for name in exact if unit[name] > 0}
+    half = [torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize == 2]
+    most = _MOST_ROUNDING * max(half) if half else math.inf
     limits = {}
     for name in ratios:
         limit = next((limit for least, limit in LIMITS if exact[name].numel() >= least), None)
-        if limit is not None and name in meaningful:
+        is_meaningful = unit[name] <= most * float(exact[name].double().norm())  # not what cancels, or vanishes in float16
+        if limit is not None and is_meaningful:
             limits[name] = limit
     unknown = "" if limits else "every output and gradient has fewer than 32 elements, or is mostly rounding error"
     return replace(run, ratios=ratios, limits=limits, unknown=unknown)
@@ -123,32 +124,18 @@ def _drawing_otherwise() -> Iterator[None]:
     yield
 
 
-def _unit(
-    exact: dict[str, torch.Tensor],
-    scattered: Iterable[dict[str, torch.Tensor]],
-    fused_run: Callable[[], dict[str, torch.Tensor]],
-) -> dict[str, float]:
-    """Return by how much honest rounding moves each tensor."""
-    scatter = scatter_of(scattered, exact)
+def _unit(exact: dict[str, torch.Tensor], repeatable: RepeatableStep, dtypes: list[torch.dtype]) -> dict[str, float]:
+    """Return by how much honest rounding moves each tensor. dtypes: in which each call is given its tensors."""
+    runs = (repeatable.exact(perturb_rounding(seed), is_whole=True, rounding=at_random(seed)) for seed in range(RUNS))
+    scatter = scatter_of(runs, exact)
     try:
-        fused = distances(fused_run(), exact)
+        fused = repeatable.exact(emulate_fusion(), is_whole=True, rounding=to_nearest, into=iter(dtypes))
     except Exception:  # an operator, or the model's own code, that takes no other dtype than the model's
         fused = {}
-    apart = {name: math.sqrt(2) * distance for name, distance in fused.items()}  # of two runs that round, each otherwise
+    apart = {
+        name: math.sqrt(2) * far for name, far in distances(fused, exact).items()
+    }  # of two runs that round, each otherwise
     return {name: max(least, min(apart.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
-
-
-def _ratios(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], unit: dict[str, float]) -> dict[str, float]:
-    """Return how far each tensor is off: infinitely where it is missing, or not finite and should be."""
-    far = distances(found, exact)
-    return {name: far.get(name, math.inf) / unit[name] for name in exact if unit[name] > 0}
-
-
-def _meaningful(exact: dict[str, torch.Tensor], unit: dict[str, float], dtypes: Iterable[torch.dtype]) -> set[str]:
-    """Return the tensors that are more than rounding error: not what is left where all cancels, or vanishes in float16."""
-    half = [torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize == 2]
-    most = _MOST_ROUNDING * max(half) if half else math.inf
-    return {name for name, t in exact.items() if unit[name] <= most * float(t.double().norm())}
 
 
 # -- what torch.compile did --------------------------------------------------------------------------------------------------

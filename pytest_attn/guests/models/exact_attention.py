@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -46,32 +46,22 @@ class SeededGenerators(dict[torch.device, torch.Generator]):
 
 
 @dataclass
-class Scatter:
-    """Rounds at random, up or down with the odds that keep the mean. precision: says which values a kernel rounds."""
+class Rounder:
+    """Rounds the values that a kernel keeps in the dtype, as `precision` says.
+
+    At random, up or down with the odds that keep the mean, where there is a generator; else to nearest, as kernels do, on a
+    grid that is moved by a factor: equal values get equal errors.
+    """
 
     precision: Precision
-    generator: torch.Generator
+    generator: torch.Generator | None = None
+    factor: float = 1.0
 
     def __call__(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
         """Return x (float64) rounded to a dtype, still as float64."""
-        chance = torch.rand(x.shape, generator=self.generator, device=x.device, dtype=torch.float64)
-        return on_grid(x, dtype, chance)
-
-
-@dataclass
-class Dithered:
-    """Rounds to nearest, as kernels do, on a grid that is moved by a factor: equal values get equal errors. See `Scatter`."""
-
-    precision: Precision
-    factor: float
-
-    def __call__(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
-        """Return x (float64) rounded to a dtype, still as float64."""
-        return on_grid(x * self.factor, dtype, 0.5) / self.factor
-
-
-#: how the values are rounded that a kernel keeps in the dtype
-Rounder: TypeAlias = "Scatter | Dithered"
+        if self.generator is None:
+            return on_grid(x * self.factor, dtype, 0.5) / self.factor
+        return on_grid(x, dtype, torch.rand(x.shape, generator=self.generator, device=x.device, dtype=torch.float64))
 
 
 def on_grid(x: torch.Tensor, dtype: str, chance: torch.Tensor | float) -> torch.Tensor:

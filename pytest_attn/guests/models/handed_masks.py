@@ -32,6 +32,8 @@ HIDES = -1e3
 _UNDERFLOWS = 104.0
 #: what a float mask among the arguments of a layer surely hides, which may pass a part of this value on
 _LOW = 9 * HIDES
+#: tells by its name that an argument is a mask
+_NAMES_MASK = re.compile(r"((src|tgt|memory)_)?mask|.*(attention|attn|padding|causal)_mask").fullmatch
 #: tells by its name that an argument holds another sequence, to which a layer attends as well
 _NAMES_OTHER = re.compile("encoder|cross|memory|context|key_value|decoder").search
 
@@ -81,7 +83,7 @@ def handed_to(
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
     may_hide = {n: t for n, t in tensors.items() if not t.is_nested and 2 <= t.dim() <= 4}
-    takes = tuple(filter(_names_mask, dict.fromkeys((*parameters, *given))))
+    takes = tuple(filter(_NAMES_MASK, dict.fromkeys((*parameters, *given))))
     masks = {n: t for n, t in may_hide.items() if n in takes}
     second = [t for key, t in tensors.items() if key not in takes and _NAMES_OTHER(key)]
     memory = next(filter(_is_sequence, second), None)
@@ -108,12 +110,6 @@ def _alone(tensors: Mapping[str, torch.Tensor], names: Set[str]) -> Mapping[str,
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     found = parameters_of(forward) or {}
     return tuple(one.name for one in found.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))[1:]
-
-
-def _names_mask(name: str) -> bool:
-    return name in ("mask", "src_mask", "tgt_mask", "memory_mask") or name.endswith(
-        ("attention_mask", "attn_mask", "padding_mask", "causal_mask")
-    )
 
 
 def forgotten(given: AttentionArguments, handed: Sequence[HandedMasks]) -> str:

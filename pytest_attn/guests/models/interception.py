@@ -111,7 +111,7 @@ class Handler(Protocol):
     """Decides what becomes of a call that was intercepted."""
 
     def handle(self, intercepted: InterceptedCall) -> Any:
-        """Return the result of the call."""
+        """Return the result of the call. Raises UnreadableError where it cannot be read."""
 
     def unread(self, module: str, function: str, reason: str) -> None:
         """Take note of a call whose arguments cannot be read; the model is given what the function returns."""
@@ -158,13 +158,13 @@ class Interceptor:
                 if missing := [name for name in function.tensors if name not in arguments]:
                     raise UnreadableError(f"no argument {missing[0]}")
                 _refuse_vmap(arguments[name] for name in function.tensors)
+                call = InterceptedCall(module, function, arguments, original, self._tracker.handed(), len(args), infers)
+                self._ran = call.ran
+                with outside_inference():
+                    return self._handler.handle(call)
             except UnreadableError as error:
                 self._handler.unread(module, function.shown, str(error))
                 return original(*args, **kwargs)
-            call = InterceptedCall(module, function, arguments, original, self._tracker.handed(), len(args), infers)
-            self._ran = call.ran
-            with outside_inference():
-                return self._handler.handle(call)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

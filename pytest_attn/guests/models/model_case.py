@@ -25,17 +25,15 @@ from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.guests.models.check_model import Target, judge_model, module_step
 from pytest_attn.guests.models.compiled import compilations, is_compiled
 from pytest_attn.guests.models.interception import as_functions
-from pytest_attn.guests.models.model_comparison import CallComparison, ModelComparison, headline
+from pytest_attn.guests.models.model_comparison import CallComparison, ModelComparison
 from pytest_attn.guests.models.step import untouched
-from pytest_attn.guests.models.step_timing import StepWork, attention_share, optimizer_untouched
+from pytest_attn.guests.models.step_timing import StepWork, attention_share, optimizer_untouched, substituted
 from pytest_attn.guests.models.substitution import (
     BackendSubstitute,
     ModelAttention,
     Substitute,
-    Substitution,
     SubstitutionError,
     replacement,
-    substitutes_of,
 )
 from pytest_attn.guests.models.token_invariants import judge_model_invariants
 from pytest_attn.guests.models.token_model import TokenStep
@@ -218,7 +216,7 @@ def make_model_case(request: pytest.FixtureRequest, parameter: CaseParameter) ->
 class ModelEvaluator(Evaluator[ModelComparison]):
     """Holds every attention call of a step against exact attention.
 
-    target: what computes the calls, None for the model itself. options: fields of `JudgeOptions`. Raises ValueError for an
+    target: what computes the calls, None for the model itself. options: as of `judge_model`. Raises ValueError for an
     excuse that is none.
     """
 
@@ -275,7 +273,7 @@ class ModelEvaluator(Evaluator[ModelComparison]):
         is_excused = subject is not None or "known defects" in self._excused
         known = "; ".join(found.known_defects) if is_excused else ""
         facts |= {"rows": comparison.drawn if comparison else (), "evidence": _NOT_SAVED, "known_defects": known}
-        return Judgment(Verdict.MISMATCH, reason=headline(found), text=found.message, **facts)
+        return Judgment(Verdict.MISMATCH, reason=found.message.splitlines()[0], text=found.message, **facts)
 
     def _is_refused(self, found: ModelComparison) -> bool:
         """Return whether all calls were refused, or some, where that is excused and the others are right."""
@@ -400,29 +398,19 @@ class ModelMeasurement(Measurement):
     def _prepared(self, stack: ExitStack) -> tuple[list[Substitute] | None, StepWork]:
         """Return what computes the calls, None for the model itself, and the step as it is timed."""
         before = compilations()
-        substitutes: list[Substitute] | None = None
+        timed = self.model, self.step, self.direction
         if isinstance(self.subject, ModelAttention):
-            work = StepWork(self.model, self.step, self.direction, self.optimizer)
+            substitutes, work = None, StepWork(*timed, self.optimizer)
         else:
-            substitutes, work = self._with_substitutes(stack)
+            backend = BackendSubstitute(self.subject, self.direction != "forward")
+            try:
+                work, _ = stack.enter_context(substituted(backend, *timed, self.functions, self.optimizer))
+            except SubstitutionError as error:
+                raise StaleError(f"{self.subject.name} cannot take the place of the model's attention: {error}") from None
+            substitutes = backend.substitutes
         graphs, breaks = compilations().since(before)
         self.found.update(first_call=work.first_seconds, graphs=graphs, graph_breaks=breaks)
         return substitutes, work
-
-    def _with_substitutes(self, stack: ExitStack) -> tuple[list[Substitute], StepWork]:
-        try:
-            first = StepWork(self.model, self.step, self.direction)
-            backend = BackendSubstitute(self.subject, self.direction != "forward")
-            with first.context():
-                substitutes = substitutes_of(backend, first.stage(), self.model, self.functions)
-            substitution = Substitution(substitutes)
-            stack.enter_context(substitution.applied(self.model, self.functions))
-            work = StepWork(self.model, self.step, self.direction, self.optimizer, substitution.reset, backend.look)
-            with work.context():
-                substitution.require_complete(work.stage())
-            return substitutes, work
-        except SubstitutionError as error:
-            raise StaleError(f"{self.subject.name} cannot take the place of the model's attention: {error}") from None
 
     def _attention(self, substitutes: list[Substitute] | None) -> dict[str, Any]:
         if is_compiled(self.model) or self.found["graphs"]:

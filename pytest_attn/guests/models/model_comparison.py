@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pytest_attn.correctness import mismatch_text
 from pytest_attn.correctness.comparison import Comparison
 from pytest_attn.correctness.judge import without_each
-from pytest_attn.guests.models.capture import Unread
+from pytest_attn.guests.models.capture import Unread, label_of
 from pytest_attn.guests.models.compiled import CompiledRun
 from pytest_attn.guests.models.handed_masks import MaskUse
 from pytest_attn.reports.lines import labeled, some
@@ -190,11 +190,6 @@ def describe(model: ModelComparison) -> str:
     )
 
 
-def headline(model: ModelComparison) -> str:
-    """Say in one line what is wrong."""
-    return describe(model).splitlines()[0]
-
-
 def _not_judged(model: ModelComparison) -> Iterator[str]:
     is_caught = bool(model.calls or model.unread)
     if not is_caught:
@@ -217,7 +212,7 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
     if model.hidden:
         yield from _written_out(model)
     for call in model.unread:
-        yield f"{_place(call.module)}: a call of {call.function} was not judged: {call.reason}"
+        yield f"{label_of(call.module)}: a call of {call.function} was not judged: {call.reason}"
     yield from _not_replaced(model)
     if model.backward and model.calls and not any(call.has_gradients for call in model.calls):
         yield "backward=True, and no gradient arrived at any attention call: is something detached?"
@@ -228,7 +223,7 @@ def _not_judged(model: ModelComparison) -> Iterator[str]:
 
 def _not_replaced(model: ModelComparison) -> Iterator[str]:
     for call in model.refused:
-        yield f"{_place(call.module)}: a call of {call.function} was not replaced: {model.subject}: {call.reason}"
+        yield f"{label_of(call.module)}: a call of {call.function} was not replaced: {model.subject}: {call.reason}"
     if model.subject and model.kept:
         yield (
             f"{some(model.kept)}: ran without an attention call that could be replaced by {model.subject}, while others"
@@ -293,7 +288,3 @@ def _compiled(model: ModelComparison) -> Iterator[str]:
     yield labeled("furthest", ", ".join(worst))
     yield labeled("launched", ", ".join(run.kernels) or "no known attention kernel")
     yield labeled("do", "torch.compile(model, backend='aot_eager') tells whether the compiler's kernels are at fault")
-
-
-def _place(module: str) -> str:
-    return module or "outside any module"

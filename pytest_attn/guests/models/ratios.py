@@ -8,10 +8,10 @@ is what a fault-free kernel gives. A fault hidden by the rounding of the rest is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -20,88 +20,72 @@ from pytest_attn.backends.layouts import first_of
 from pytest_attn.backends.precision import Precision, precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
-from pytest_attn.guests.models.attention_args import UnreadableError
 from pytest_attn.guests.models.call_to_workload import to_inputs
 from pytest_attn.guests.models.capture import alias, precision_of, without_gradient
-from pytest_attn.guests.models.exact_attention import (
-    Dithered,
-    Rounder,
-    Scatter,
-    SeededGenerators,
-    exact_attention,
-    exact_weights,
-)
+from pytest_attn.guests.models.exact_attention import Rounder, SeededGenerators, exact_attention, exact_weights
 from pytest_attn.guests.models.interception import NAME, Handler, InterceptedCall, Named, intercept_attention, lacks_masks
 from pytest_attn.guests.models.step import StepResult, run_step
 
+#: how a call rounds, by the profile of who computes it and its device
+Rounding: TypeAlias = Callable[[Precision, torch.device], Rounder]
 
+
+def at_random(seed: int) -> Rounding:
+    """Return random rounding where kernels round."""
+    generators = SeededGenerators(seed)
+    return lambda precision, device: Rounder(precision, generators[device])
+
+
+def to_nearest(precision: Precision, device: torch.device) -> Rounder:
+    """Round to nearest where kernels round, as they do."""
+    del device
+    return Rounder(precision)
+
+
+@dataclass
 class Exact(Handler):
-    """Computes every call exactly. seed: of random rounding where kernels round, None for none; subject: whose profile.
+    """Computes every call exactly, but for what `rounding` rounds. subject: whose profile, None for the model's functions.
 
-    precision: the profile of the model's own functions, where that is said. beside: where the functions are of which the step
-    uses more than out; it gets that as well. is_whole: with its gradient, as where nothing is judged.
+    precision: the profile of these, where that is said. beside: where the functions are of which the step uses more than out;
+    it gets that as well. is_whole: with its gradient, as where nothing is judged. dtypes: gets that of q, call by call. into:
+    in which each call is given its tensors, whatever the run that it belongs to computes in.
     """
 
-    def __init__(
-        self,
-        subject: Subject | None = None,
-        seed: int | None = None,
-        precision: str | Precision | None = None,
-        beside: Collection[tuple[str, str]] = (),
-        is_whole: bool = False,
-    ) -> None:
-        self._subject, self._precision = subject, precision
-        self._beside, self._is_whole = beside, is_whole
-        self._generators = None if seed is None else SeededGenerators(seed)
+    subject: Subject | None
+    precision: str | Precision | None
+    beside: Collection[tuple[str, str]]
+    is_whole: bool = False
+    rounding: Rounding | None = None
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    into: Iterator[torch.dtype] | None = None
+
+    def __post_init__(self) -> None:
         self._registry = Registry()
-        #: of q, call by call
-        self.dtypes: list[torch.dtype] = []
 
     def handle(self, intercepted: InterceptedCall) -> Any:
         """Return exact attention in the place of a call; an unread call stays the model's own."""
+        if self.into is not None:
+            dtype = next(self.into)
+            intercepted = intercepted.with_tensors(*(t.double().to(dtype) for t in intercepted.tensors))
         intercepted = intercepted.with_tensors(*map(alias, intercepted.tensors))
         self.dtypes.append(intercepted.tensors[0].dtype)
-        try:
-            arguments = intercepted.read()
-            inputs = to_inputs(arguments)
-            out = exact_attention(inputs, self._rounding(intercepted, inputs.device))
-        except UnreadableError:
-            return intercepted.compute()
-        if not (arguments.asks_more or intercepted.function.place in self._beside):
+        arguments = intercepted.read()
+        inputs = to_inputs(arguments)
+        out = exact_attention(inputs, self._rounder(intercepted, inputs.device))
+        if not (arguments.asks_more or intercepted.function.place in self.beside):
             return arguments.to_result(out)
         is_of_ours = intercepted.function.shown == f"transformers:{NAME}"  # which returns out alone
         result = (out, exact_weights(inputs)) if is_of_ours else intercepted.compute()
-        if not self._is_whole:
+        if not self.is_whole:
             result = tree_map_only(torch.Tensor, without_gradient, result)
         replaced = arguments.to_result(out)
         return (first_of(replaced), *result[1:]) if isinstance(result, tuple | list) else replaced
 
-    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounder | None:
-        generators = self._generators
-        return None if generators is None else Scatter(self._profile(intercepted, device), generators[device])
-
-    def _profile(self, intercepted: InterceptedCall, device: torch.device) -> Precision:
-        if self._subject is not None:
-            return precision_named(self._subject.precision_on(device.type))
-        return precision_named(self._precision or precision_of(intercepted, self._registry, device.type))
-
-
-class Nearest(Exact):
-    """Computes every call exactly but for what kernels round, which it rounds to nearest, as they do.
-
-    dtypes: in which each call is given its tensors, whatever the run that it belongs to computes in.
-    """
-
-    def __init__(self, dtypes: Iterable[torch.dtype], **options: Any) -> None:
-        super().__init__(**options)
-        self._dtypes = iter(tuple(dtypes))
-
-    def handle(self, intercepted: InterceptedCall) -> Any:
-        dtype = next(self._dtypes)
-        return super().handle(intercepted.with_tensors(*(t.double().to(dtype) for t in intercepted.tensors)))
-
-    def _rounding(self, intercepted: InterceptedCall, device: torch.device) -> Rounder:
-        return Dithered(self._profile(intercepted, device), 1.0)
+    def _rounder(self, intercepted: InterceptedCall, device: torch.device) -> Rounder | None:
+        if self.rounding is None:
+            return None
+        own = self.subject.precision_on(device.type) if self.subject else self.precision
+        return self.rounding(precision_named(own or precision_of(intercepted, self._registry, device.type)), device)
 
 
 @dataclass(frozen=True)
@@ -116,32 +100,29 @@ class RepeatableStep:
     step: Callable[[], Any]
     again: Callable[[], None]
     backward: bool
-    functions: Iterable[Named] = ()
-    subject: Subject | None = None
-    precision: str | Precision | None = None
-    beside: Collection[tuple[str, str]] = ()
+    functions: Iterable[Named]
+    subject: Subject | None
+    precision: str | Precision | None
+    beside: Collection[tuple[str, str]]
 
     def as_it_is(self) -> dict[str, torch.Tensor]:
         """Return all that a run gives."""
         self.again()
         return tensors_of(run_step(self.step, self.model, self.backward))
 
-    def through(self, handler: Exact, mode: AbstractContextManager[object] | None = None) -> dict[str, torch.Tensor]:
-        """Return all that a run gives whose attention calls a handler computes. mode: surrounds it."""
-        self.again()
+    def exact(self, mode: AbstractContextManager[object] | None = None, **how: Any) -> dict[str, torch.Tensor]:
+        """Return all that a run with exact attention gives. mode: surrounds it. how: fields of `Exact`."""
+        handler = Exact(self.subject, self.precision, self.beside, **how)
         replaces = lacks_masks(self.model, is_replaced=self.subject is not None)
+        self.again()
         with intercept_attention(handler, self.model, self.functions, replaces=replaces), mode or nullcontext():
             return tensors_of(run_step(self.step, self.model, self.backward))
 
 
 def ratios_of(result: StepResult, repeatable: RepeatableStep, runs: int) -> dict[str, float]:
     """Return the deviation of each tensor of a run, in units of the honest scatter of so many runs."""
-
-    def run(seed: int | None) -> dict[str, torch.Tensor]:
-        return repeatable.through(Exact(repeatable.subject, seed, repeatable.precision, repeatable.beside))
-
-    exact = run(None)
-    scatter = scatter_of(map(run, range(runs)), exact)
+    exact = repeatable.exact()
+    scatter = scatter_of((repeatable.exact(rounding=at_random(seed)) for seed in range(runs)), exact)
     return {name: far / scatter[name] for name, far in distances(tensors_of(result), exact).items() if scatter[name] > 0}
 
 

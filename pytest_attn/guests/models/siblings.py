@@ -23,7 +23,6 @@ from pytest_attn.guests.models.interception import PROJECTS_KEYS, Tracker, build
 from pytest_attn.guests.models.model_comparison import CallComparison, Traits
 from pytest_attn.reports.records import gathered
 from pytest_attn.workloads.dtypes import dtype_name
-from pytest_attn.workloads.workload import Workload
 
 
 def traits_of(call: AttentionCall) -> Traits:
@@ -127,19 +126,35 @@ def with_strangers(calls: Sequence[CallComparison], tracker: Tracker) -> Iterato
 
     tracker: of the step, whose gradients the parameters still have.
     """
-    alike: dict[object, Siblings] = {}
-    places: dict[object, Siblings] = {}
-    for call in calls:
-        if module := tracker.callers.get(call.module):
-            alike.setdefault((build_of(module), call.workload.head_dim), Siblings(tracker)).append(call)
-            places.setdefault(_position(call.module, module), Siblings(tracker)).append(call)
-    strange = {**_lost_masks(calls), **_oddities(places.values(), OF_POSITION), **_oddities(alike.values(), OF_BUILD)}
+    places = _grouped(calls, tracker, lambda call, module: _position(call.module, module))
+    strange = {**_lost_masks(calls), **_oddities(places, OF_POSITION), **_oddities(built_alike(calls, tracker), OF_BUILD)}
     callers = tracker.callers.items()
     used = {(*_position(at, one), name) for at, one in callers for name, part in one.named_children() if _learns(part)}
     for call in calls:
         module = tracker.callers.get(call.module)
         own = _mixed(call.traits) or _loses_sinks(call, module) or _leaves_out_norm(call, module, used)
         yield replace(call, misled=call.misled or own or strange.get(call.order, ""))
+
+
+def _grouped(
+    calls: Iterable[CallComparison], tracker: Tracker, key: Callable[[CallComparison, torch.nn.Module], object]
+) -> Iterable[Siblings]:
+    found: dict[object, Siblings] = {}
+    for call in calls:
+        if module := tracker.callers.get(call.module):
+            found.setdefault(key(call, module), Siblings(tracker)).append(call)
+    return found.values()
+
+
+def built_alike(calls: Iterable[CallComparison], tracker: Tracker) -> Iterable[Siblings]:
+    """Return the calls in groups of modules that are built alike."""
+    return _grouped(calls, tracker, lambda call, module: (build_of(module), call.workload.head_dim))
+
+
+def odd_one(calls: Sequence[CallComparison], tracker: Tracker) -> str:
+    """Say which call has another scale or causal mask than modules built alike, "" for none."""
+    odd = _oddities(built_alike(calls, tracker), (_other_scales, _other_diagonals))
+    return next((f"{call.label}: {odd[call.order]}" for call in calls if call.order in odd), "")
 
 
 def _oddities(groups: Iterable[Siblings], finders: Iterable[Callable[[Siblings], Iterator[Oddity]]]) -> dict[int, str]:
@@ -215,7 +230,7 @@ def _other_roundings(group: Siblings) -> Iterator[Oddity]:
 def _other_masks(group: Siblings) -> Iterator[Oddity]:
     """Yield calls with a mask of their own among those of one shape whose modules were told the same."""
     given = [group.tracker.call_settings[call.module] for call in group]
-    settings = list(zip(map(settings_of, group.modules), given, strict=True))
+    settings = list(zip(map(_settings_of, group.modules), given, strict=True))
     kinds = [
         call.traits.seen and (settings.index(own), call.traits.seen[0]) for own, call in zip(settings, group, strict=True)
     ]
@@ -246,28 +261,20 @@ def _other_windows(group: Siblings) -> Iterator[Oddity]:
 
 
 def _other_diagonals(group: Siblings) -> Iterator[Oddity]:
-    """Yield calls whose causal mask is one key off; but a layer that sees no token's own key may say so."""
-    settings = list(map(settings_of, group.modules))
-    odd = odd_diagonals([call.module for call in group], [call.traits.last for call in group])
-    for at, (what, sibling) in odd.items():
-        if what == TOO_MANY or settings[at] == settings[sibling]:
-            yield at, f"its causal mask shows {what}, and the right ones", sibling
+    """Yield calls whose causal mask is one key off; but a layer that sees no token's own key may say so.
 
-
-TOO_MANY, _TOO_FEW = "one key too many", "one key too few"
-
-
-def odd_diagonals(modules: Sequence[str], last: Sequence[int | None]) -> dict[int, tuple[str, int]]:
-    """Return which calls of modules built alike have a causal mask that is one key off: what it shows, and who has it right.
-
-    None where as many are off, or one module makes calls of several kinds, which means that. last: as `Traits.last`.
+    None where as many are off, or one module makes calls of several kinds, which means that.
     """
+    settings, last = list(map(_settings_of, group.modules)), [call.traits.last for call in group]
     odd = [at for at, keys in enumerate(last) if keys]
-    kinds = {(module, keys) for module, keys in zip(modules, last, strict=True) if keys is not None}
+    kinds = {(call.module, call.traits.last) for call in group if call.traits.last is not None}
     is_few = len(odd) == 1 or 2 * len(odd) <= last.count(0)
     if 0 not in last or not is_few or len(kinds) > len({module for module, _ in kinds}):
-        return {}
-    return {at: (TOO_MANY if last[at] == 1 else _TOO_FEW, last.index(0)) for at in odd}
+        return
+    sibling = last.index(0)
+    for at in odd:
+        if last[at] == 1 or settings[at] == settings[sibling]:
+            yield at, f"its causal mask shows one key too {'many' if last[at] == 1 else 'few'}, and the right ones", sibling
 
 
 def _other_heads(group: Siblings) -> Iterator[Oddity]:
@@ -284,8 +291,51 @@ def _other_heads(group: Siblings) -> Iterator[Oddity]:
 
 
 def _other_scales(group: Siblings) -> Iterator[Oddity]:
-    for at, (scale, sibling) in odd_scales([call.workload for call in group], group.modules[0]).items():
-        yield at, f"its scale is {group[at].workload.softmax_scale:.6g}, and {scale:.6g}", sibling
+    """Yield calls whose scale differs from their siblings' by mistake.
+
+    What is right: 1 / sqrt(head_dim), what the module's configuration says, or what at least two siblings and twice as many as
+    have another agree on. Where siblings have three scales, or as many have one as the other, that is meant. So is a large
+    difference, but where siblings agree on 1 / sqrt(head_dim), and in models of transformers, which have no such layers unless
+    their configuration says so.
+    """
+    own = [call.workload.softmax_scale for call in group]
+    scales = Counter(own)
+    if len(scales) != 2 or 2 < len(own) == 2 * max(scales.values()):
+        return
+    right, counts_all = _right_scales(group[0].workload.replace(scale=None).softmax_scale, scales, group.modules[0])
+    for at, scale in enumerate(own):
+        near = [one for one in right if counts_all or _ALIKE[0] < scale / one < _ALIKE[1]]
+        if near and not _is_among(scale, right):
+            sibling = next(n for n, one in enumerate(own) if _is_alike(one, near[0]))
+            yield at, f"its scale is {scale:.6g}, and {near[0]:.6g}", sibling
+
+
+#: how near to a sibling's a scale is that is taken for a mistake where only two layers say what is right
+_ALIKE = (0.6, 1.6)
+
+
+def _right_scales(default: float, scales: Counter[float], module: torch.nn.Module) -> tuple[list[float], bool]:
+    """Return the scales that are right, and whether any other one is a mistake, however large the difference."""
+    usual, times = scales.most_common(1)[0]
+    agreed = usual if times > 1 and 2 * (scales.total() - times) <= times else None
+    config = getattr(module, "config", None)
+    by_layer = getattr(config, "scale_attn_by_inverse_layer_idx", False)
+    is_of_transformers = type(module).__module__.startswith("transformers.") and not by_layer
+    scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
+    configured = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier, agreed]
+    known = [default, *(float(one) for one in configured if isinstance(one, int | float) and one > 0)]
+    right = [scale for scale in known if _is_among(scale, scales)]
+    right = right or [1.0] * (is_of_transformers and 1.0 in scales)  # q is scaled or normalized already
+    is_default_agreed = agreed is not None and _is_alike(agreed, default) and 1.0 not in scales
+    return right, is_default_agreed or is_of_transformers
+
+
+def _is_alike(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-4)
+
+
+def _is_among(scale: float, others: Iterable[float]) -> bool:
+    return any(_is_alike(scale, one) for one in others)
 
 
 OF_BUILD = (_other_gradients, _other_roundings, _other_diagonals, _other_masks, _other_windows, _other_heads, _other_scales)
@@ -295,7 +345,7 @@ OF_BUILD = (_other_gradients, _other_roundings, _other_diagonals, _other_masks, 
 
 
 def _without_bias(group: Siblings) -> Iterator[Oddity]:
-    settings, biases = [settings_of(module) for module in group.modules], [call.traits.has_bias for call in group]
+    settings, biases = [_settings_of(module) for module in group.modules], [call.traits.has_bias for call in group]
     for at, _ in _lone(biases, is_odd=lambda has_bias: not has_bias):
         alike = (n for n, (has, own) in enumerate(zip(biases, settings, strict=True)) if has and own == settings[at])
         if (sibling := next(alike, None)) is not None:
@@ -313,7 +363,7 @@ OF_POSITION = (_without_bias, _without_memory)
 # -- what is compared --------------------------------------------------------------------------------------------------------
 
 
-def settings_of(module: torch.nn.Module) -> dict[str, object]:
+def _settings_of(module: torch.nn.Module) -> dict[str, object]:
     """Return the settings of a module, but for which layer it is, and of what computes attention for it."""
     computing = {name: value for name, value in vars(module).items() if callable(value) and name != "forward"}
     callables = {name: value if isroutine(value) else (type(value), _plain(value)) for name, value in computing.items()}
@@ -418,60 +468,3 @@ def _others(values: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
     if counts.total() > 2 and 2 * (counts.total() - times) > times:
         return
     yield from ((at, values.index(usual)) for at, value in enumerate(values) if value not in (None, usual))
-
-
-#: how near to a sibling's a scale is that is taken for a mistake where only two layers say what is right
-_ALIKE = (0.6, 1.6)
-
-
-def odd_scales(workloads: Sequence[Workload], module: torch.nn.Module | None) -> dict[int, tuple[float, int]]:
-    """Return which calls of modules built like this one have a scale of their own by mistake: the right one, and who has it.
-
-    What is right: 1 / sqrt(head_dim), what the module's configuration says, or what at least two siblings and twice as many as
-    have another agree on. Where siblings have three scales, or as many have one as the other, that is meant. So is a large
-    difference, but where siblings agree on 1 / sqrt(head_dim), and in models of transformers, which have no such layers unless
-    their configuration says so.
-    """
-    own = [w.softmax_scale for w in workloads]
-    scales = Counter(own)
-    if len(scales) != 2 or 2 < len(own) == 2 * max(scales.values()):
-        return {}
-    right, counts_all = _right_scales(workloads[0].replace(scale=None).softmax_scale, scales, module)
-    found = {}
-    for at, scale in enumerate(own):
-        near = [one for one in right if counts_all or _ALIKE[0] < scale / one < _ALIKE[1]]
-        if near and not _is_among(scale, right):
-            found[at] = near[0], [_is_alike(one, near[0]) for one in own].index(True)
-    return found
-
-
-def _right_scales(default: float, scales: Counter[float], module: torch.nn.Module | None) -> tuple[list[float], bool]:
-    """Return the scales that are right, and whether any other one is a mistake, however large the difference."""
-    agreed, config = _agreed(scales), getattr(module, "config", None)
-    scalar, multiplier = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier"))
-    configured = [float(scalar) ** -0.5 if isinstance(scalar, int | float) and scalar > 0 else None, multiplier, agreed]
-    known = [default, *(float(one) for one in configured if isinstance(one, int | float) and one > 0)]
-    right = [scale for scale in known if _is_among(scale, scales)]
-    right = right or [1.0] * (_is_of_transformers(module) and 1.0 in scales)  # q is scaled or normalized already
-    is_default_agreed = agreed is not None and _is_alike(agreed, default) and 1.0 not in scales
-    return right, is_default_agreed or _is_of_transformers(module)
-
-
-def _agreed(scales: Counter[float]) -> float | None:
-    """Return what at least two siblings, and twice as many as have another, have; None where they do not agree."""
-    usual, times = scales.most_common(1)[0]
-    return usual if times > 1 and 2 * (scales.total() - times) <= times else None
-
-
-def _is_of_transformers(module: torch.nn.Module | None) -> bool:
-    if getattr(getattr(module, "config", None), "scale_attn_by_inverse_layer_idx", False):
-        return False
-    return type(module).__module__.startswith("transformers.")
-
-
-def _is_alike(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4)
-
-
-def _is_among(scale: float, others: Iterable[float]) -> bool:
-    return any(_is_alike(scale, one) for one in others)

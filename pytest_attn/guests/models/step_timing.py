@@ -22,6 +22,7 @@ from pytest_attn.guests.models.call_to_workload import DropoutError
 from pytest_attn.guests.models.interception import Named
 from pytest_attn.guests.models.step import backpropagate, device_of, finish_backward, named_tensors, watching_backward
 from pytest_attn.guests.models.substitution import (
+    BackendSubstitute,
     RecordedSubstitute,
     Substitute,
     Substitution,
@@ -128,6 +129,31 @@ class StepWork(Work):
 
 
 @contextlib.contextmanager
+def substituted(
+    prepare: BackendSubstitute | RecordedSubstitute,
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    direction: LatencyDirection,
+    functions: Iterable[Named] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    *otherwise: Sequence[Substitute] | None,
+) -> Iterator[tuple[StepWork, Substitution]]:
+    """Have a step's calls computed by what is prepared in a first one; yield the step as what is timed.
+
+    otherwise: other ways, as for `Substitution`. Raises SubstitutionError where a call cannot be replaced.
+    """
+    first = StepWork(model, step, direction)
+    with first.context():
+        substitutes = substitutes_of(prepare, first.stage(), model, functions)
+    substitution = Substitution(substitutes, *otherwise)
+    with substitution.applied(model, functions):
+        work = StepWork(model, step, direction, optimizer, substitution.reset, prepare.look)
+        with work.context():
+            substitution.require_complete(work.stage())
+        yield work, substitution
+
+
+@contextlib.contextmanager
 def optimizer_untouched(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Put an optimizer's state back as it was; the parameters are the model's affair."""
     if optimizer is None:
@@ -204,17 +230,11 @@ def attention_share(
 
     by: what computes its calls; None for the model itself.
     """
-    functions = tuple(functions)
+    recorded = RecordedSubstitute()
     try:
-        first = StepWork(model, step, direction)
-        with first.context():
-            costless = substitutes_of(RecordedSubstitute(), first.stage(), model, functions)
-        substitution = Substitution(costless, by)
-        with substitution.applied(model, functions):
-            work = StepWork(model, step, direction, optimizer, substitution.reset)
-            with work.context():
-                substitution.require_complete(work.stage())
-                return _share_of(work, substitution, len(costless))
+        substituting = substituted(recorded, model, step, direction, tuple(functions), optimizer, by)
+        with substituting as (work, substitution), work.context():
+            return _share_of(work, substitution, len(recorded.substitutes))
     except (SubstitutionError, DropoutError) as error:
         return str(error)
 

@@ -76,7 +76,7 @@ class Replacer(Recorder):
                 raise UnreadableError(f"{reason} ({inputs.workload.id})")
             arguments.refuse_more()
             out = self._called(arguments, inputs, needs_gradient)
-            return Computed(arguments.to_result(out), self._subject.precision_on(inputs.device.type), self._subject)
+            return arguments.to_result(out), self._subject.precision_on(inputs.device.type), self._subject
         except UnreadableError as refusal:
             self.refused.append(Unread(intercepted.module, intercepted.function.shown, str(refusal)))
         return super().computed(intercepted, arguments, inputs)
@@ -142,6 +142,11 @@ class Preparation:
         """Refuse."""
         raise SubstitutionError(f"{module}: a call of {function}: {reason}")
 
+    def look(self, is_last: bool = False) -> str:
+        """Say how what a step has computed is not attention, "" where it is, or is not looked at. is_last: of all steps."""
+        del is_last
+        return ""
+
 
 class KeptCall(NamedTuple):
     """A call of a timed step. inputs: with its own q, k and v. out: native. versions: of these four, as torch counts them."""
@@ -187,12 +192,9 @@ class BackendSubstitute(Preparation):
 
     def handle(self, intercepted: InterceptedCall) -> Any:
         """Prepare the subject for one call, and let it compute it."""
-        try:
-            arguments = intercepted.read()
-            arguments.refuse_more()
-            inputs = to_inputs(arguments)
-        except UnreadableError as error:
-            raise SubstitutionError(f"{intercepted.module}: {error}") from None
+        arguments = intercepted.read()
+        arguments.refuse_more()
+        inputs = to_inputs(arguments)
         # a bias or sinks that are learned get no gradient: that of a later step would be of the run that prepared it
         held = {name: t.detach() for name, t in vars(inputs).items() if hasattr(t, "detach")}
         inputs = dataclasses.replace(inputs, **held)
@@ -209,7 +211,7 @@ class BackendSubstitute(Preparation):
         return compute(*intercepted.tensors)
 
     def look(self, is_last: bool = False) -> str:
-        """Say how what was kept of the last step is not attention, "" where it is; choose another call for the next ones.
+        """Look at what was kept of the last step, and choose another call for the next ones.
 
         Where looking takes long, only now and then, and if it is the last time.
         """

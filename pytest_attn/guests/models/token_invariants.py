@@ -20,7 +20,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytest_attn.backends.contexts import unlimited_recompiles
-from pytest_attn.guests.models.siblings import TOO_MANY, odd_diagonals, odd_scales, settings_of
+from pytest_attn.guests.models.calls.transformers_calls import may_hide_more
+from pytest_attn.guests.models.siblings import built_alike, odd_one
 from pytest_attn.guests.models.step import untouched
 from pytest_attn.guests.models.token_model import TokenModel, TokenStep
 from pytest_attn.invariants.all_invariants import Names, chosen_names
@@ -60,28 +61,27 @@ def has_windows(model: TokenModel) -> bool:
     """Return whether it is sure that layers have the window of the configuration: it names them, or the model asks for one."""
     if model.window is None:
         return False
-    asks = any(
-        w.mask is not None and w.mask.band is not None and w.mask.band.left is not None for _, w in model.requests.calls
-    )
+    masks = (call.workload.mask for call in model.requests.calls)
+    asks = any(mask is not None and mask.band is not None and mask.band.left is not None for mask in masks)
     return bool(model.says("layer_types")) or asks or any("sliding" in name for name in model.requests.masks)
 
 
 def wrong_masks(model: TokenModel) -> str:
     """Say which layer asks for another mask than the configuration names; "" where none does, or none is a causal window's."""
     windows, tokens = layer_windows(model), model.ids.shape[1]
-    for module, workload in model.requests.calls:
-        layer, mask = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module), workload.mask
+    for call in model.requests.calls:
+        layer, mask = re.search(r"(?:^|\.)(\d+)(?:\.|$)", call.module), call.workload.mask
         if layer is None or int(layer[1]) >= len(windows) or mask is None or mask.band is None:
             continue
         window = windows[int(layer[1])]
         wanted = "Causal" if window is None or window >= tokens else f"a window of {window}"
-        if mask.band.left is None and module in model.requests.of_own:
+        if mask.band.left is None and may_hide_more(call.function):
             continue  # whether its function applies the window is seen by what rows depend on
         asked = "Causal" if mask.band.left is None else f"a window of {mask.band.left + 1}"
         if mask.band.left is not None and mask.band.right not in (0, None):
             continue  # a window to both sides, which the configuration counts in another way
         if asked != wanted:
-            return f"{module} asks for {asked} tokens".replace("Causal tokens", "all tokens before") + (
+            return f"{call.module} asks for {asked} tokens".replace("Causal tokens", "all tokens before") + (
                 f"; the configuration says {'all' if wanted == 'Causal' else wanted}"
             )
     return ""
@@ -90,47 +90,25 @@ def wrong_masks(model: TokenModel) -> str:
 def wrong_scores(model: TokenModel) -> str:
     """Say which layer asks for what it should not; "" where none does.
 
-    That is another soft-cap than the configuration names, no sinks though it has some, another scale than layers that are
-    built like it, or one that a model of transformers has from nowhere.
+    That is another soft-cap than the configuration names, no sinks though it has some, another scale or causal mask than
+    layers that are built like it, or a scale that a model of transformers has from nowhere.
     """
-    softcap = model.says("attn_logit_softcapping")
-    parts = dict(model.module.named_modules())
-    alike: dict[tuple[Any, ...], list[tuple[str, Workload]]] = {}
-    for module, workload in model.requests.calls:
-        if softcap and workload.softcap != softcap:
-            asked = "no soft-cap" if workload.softcap is None else f"a soft-cap of {workload.softcap:g}"
-            return f"{module} asks for {asked}; the configuration says {softcap:g}"
-        part = parts.get(module)
-        if isinstance(getattr(part, "sinks", None), torch.Tensor) and not workload.sinks:
-            return f"{module} asks for no sinks, and has some"
-        alike.setdefault((type(part), workload.head_dim), []).append((module, workload))
-    if model.says("scale_attn_by_inverse_layer_idx"):
-        return ""
-    for calls in alike.values():
-        odd = odd_scales([workload for _, workload in calls], parts.get(calls[0][0]))
-        for at, (scale, sibling) in odd.items():
-            (module, workload), (other, _) = calls[at], calls[sibling]
-            asked = f"{module} asks for a scale of {workload.softmax_scale:.6g}"
-            return f"{asked}, and {other}, which is built like it, for {scale:.6g}"
-        module, workload = calls[0]
-        if len({w.softmax_scale for _, w in calls}) == 1 and not _is_named(model, parts.get(module), workload):
-            asked = f"{module} asks for a scale of {workload.softmax_scale:.6g}"
-            return f"{asked}, not 1 / sqrt({workload.head_dim}), and its configuration names none like it"
-    return ""
-
-
-def wrong_diagonals(model: TokenModel) -> str:
-    """Say which layer asks for a causal mask that is one key off, and layers that are built like it for the right one."""
-    parts, requests = dict(model.module.named_modules()), model.requests
-    alike: dict[tuple[Any, ...], list[tuple[str, int | None]]] = {}
-    for (module, workload), last in zip(requests.calls, requests.last, strict=True):
-        alike.setdefault((type(parts.get(module)), workload.head_dim), []).append((module, last))
-    for calls in alike.values():
-        modules, last_keys = zip(*calls, strict=True)
-        for at, (what, sibling) in odd_diagonals(modules, last_keys).items():
-            own, others = (settings_of(parts.get(modules[one], model.module)) for one in (at, sibling))
-            if what == TOO_MANY or (at and own == others):  # a first layer that sees no token's own key may be meant
-                return f"the causal mask of {modules[at]} shows {what}, and that of {modules[sibling]} the right ones"
+    softcap, (calls, *_, tracker) = model.says("attn_logit_softcapping"), model.requests
+    for call in calls:
+        if softcap and call.workload.softcap != softcap:
+            asked = "no soft-cap" if call.workload.softcap is None else f"a soft-cap of {call.workload.softcap:g}"
+            return f"{call.module} asks for {asked}; the configuration says {softcap:g}"
+        sinks = getattr(tracker.callers.get(call.module), "sinks", None)
+        if isinstance(sinks, torch.Tensor) and not call.workload.sinks:
+            return f"{call.module} asks for no sinks, and has some"
+    if odd := odd_one(calls, tracker):
+        return odd
+    for alike in built_alike(calls, tracker):
+        call, w = alike[0], alike[0].workload
+        is_one = len({one.workload.softmax_scale for one in alike}) == 1
+        if is_one and not (model.says("scale_attn_by_inverse_layer_idx") or _is_named(model, alike.modules[0], w)):
+            said = f"its scale is {w.softmax_scale:.6g}, not 1 / sqrt({w.head_dim})"
+            return f"{call.module}: {said}, and its configuration names none like it"
     return ""
 
 
@@ -174,7 +152,7 @@ def future(model: TokenModel) -> str:
 def receptive_field(model: TokenModel) -> str:
     """Each layer asks for what the configuration and layers like it ask for, and rows beyond all windows are bit-equal."""
     is_windowed = model.batch.has_tokens and has_windows(model)
-    if wrong := wrong_scores(model) or wrong_diagonals(model) or (is_windowed and wrong_masks(model)):
+    if wrong := wrong_scores(model) or (is_windowed and wrong_masks(model)):
         return wrong
     if not is_windowed and len(model.requests.calls) < 2:
         raise NotApplicable("its configuration names no window, and fewer than two of its attention calls are seen")
@@ -403,7 +381,7 @@ _ABSOLUTE = re.compile(r"pos|wpe").search
 
 
 def _ran(model: TokenModel) -> Iterator[tuple[str, torch.nn.Module]]:
-    ran = set(map(id, model.requests.parts))
+    ran = set(map(id, model.requests.tracker.ran.values()))
     return ((name, part) for name, part in model.module.named_modules() if id(part) in ran)
 
 
@@ -501,13 +479,7 @@ def judge_model_invariants(
     causal: bool | None = None,
     step: TokenStep | None = None,
 ) -> InvariantReport:
-    """Return what each invariant finds. The model is left as it was.
-
-    batch: token ids (batch, tokens), or a mapping with input_ids; of a decoder with decoder_input_ids; of models that take no
-    token ids what they take, whose first dimension is the batch. causal: whether a token may see only those before it; by
-    default what the model says. step: runs tokens through a cache of the model's own. Raises ValueError for an unknown name,
-    DropoutError for a model that drops at random, TypeError where a batch, or what a step returns, is none of these.
-    """
+    """Return what each invariant finds; raises as `attn_model.check_invariants` does, but for broken ones."""
     names = chosen_names(only, skip, INVARIANTS, INVARIANTS)
     with unlimited_recompiles(), untouched(model):
         tried = TokenModel(model, batch, causal, step)

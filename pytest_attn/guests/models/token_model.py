@@ -21,15 +21,14 @@ from unittest.mock import patch
 import torch
 
 from pytest_attn.guests.models.call_to_workload import DropoutError
-from pytest_attn.guests.models.calls.transformers_calls import may_hide_more
 from pytest_attn.guests.models.capture import AttentionCall, Recorder
 from pytest_attn.guests.models.compiled import is_compiled
 from pytest_attn.guests.models.exact_attention import SeededGenerators
-from pytest_attn.guests.models.interception import intercept_attention, is_of_transformers
+from pytest_attn.guests.models.interception import Tracker, intercept_attention, is_of_transformers
+from pytest_attn.guests.models.model_comparison import CallComparison, Traits
 from pytest_attn.guests.models.routing import Routing
 from pytest_attn.guests.models.siblings import last_of
 from pytest_attn.guests.models.step import named_tensors
-from pytest_attn.workloads.workload import Workload
 
 #: stochastic roundings that honest scatter is the root mean square of, and by how many units in the last place they move
 _RUNS = 4
@@ -52,25 +51,14 @@ TokenStep: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.T
 class Requests(NamedTuple):
     """Requests of a model in one run.
 
-    calls: module and workload of each attention call. masks: functions of transformers that it had make its masks.
-    tells_documents: whether it handed them position_ids, which tell documents of one row apart. parts: modules that ran.
-    of_own: modules whose attention function may apply a window by itself. last: of each call, as `Traits.last`.
+    calls: its attention calls, which nothing judged. masks: functions of transformers that it had make its masks.
+    tells_documents: whether it handed them position_ids, which tell documents of one row apart. tracker: who ran.
     """
 
-    calls: list[tuple[str, Workload]]
+    calls: list[CallComparison]
     masks: set[str]
     tells_documents: bool
-    parts: list[torch.nn.Module]
-    of_own: set[str]
-    last: list[int | None]
-
-
-class Part(NamedTuple):
-    """Rows of some tokens, the number of the first, and how they came about."""
-
-    rows: torch.Tensor
-    first: int
-    what: str
+    tracker: Tracker
 
 
 @dataclass(frozen=True)
@@ -235,28 +223,26 @@ class TokenModel:
     @cached_property
     def requests(self) -> Requests:
         """Requests of its attention calls, in a run of all tokens."""
-        calls: list[tuple[str, Workload]] = []
-        of_own: set[str] = set()
-        last: list[int | None] = []
+        calls: list[CallComparison] = []
 
         def made(call: AttentionCall) -> None:
-            calls.append((call.module, call.workload))
-            of_own.update([call.module] * may_hide_more(call.function))
-            last.append(last_of(call))
+            traits = Traits(last=last_of(call))
+            facts = call.module, call.label, call.function, call.workload
+            calls.append(CallComparison(*facts, None, order=call.order, traits=traits))
 
         recorder = Recorder(lambda call: None, backward=False)
         recorder.made = made
         with _masks_watched(self.module) as masks, intercept_attention(recorder, self.module) as tracker:
             self.rows_of(self.ids, self.places)
         recorder.finish()
-        return Requests(calls, set(masks), any(masks.values()), list(tracker.ran.values()), of_own, last)
+        return Requests(calls, set(masks), any(masks.values()), tracker)
 
     @property
     def mixes_otherwise(self) -> bool:
         """True where it mixes tokens by more than attention: by convolutions, or by a state that goes from token to token."""
         # the weights of those of one dimension may be used where the module itself does not run
         parts = (part for part in self.module.modules() if isinstance(part, _CONVOLUTIONS))
-        ran = set(map(id, self.requests.parts))
+        ran = set(map(id, self.requests.tracker.ran.values()))
         is_convolving = any({*p.kernel_size} != {1} and (id(p) in ran or len(p.kernel_size) == 1) for p in parts)
         kinds = set(self.says("layer_types") or ())
         return is_convolving or not kinds <= _ATTENTION or "create_recurrent_attention_mask" in self.requests.masks
@@ -294,9 +280,10 @@ class TokenModel:
     def _calls_are_causal(self) -> bool:
         """Return whether each module that calls attention says so, or each of its calls asks for that."""
         parts = dict(self._inner.named_modules())
-        callers = [parts[name] for name, _ in self.requests.calls if name in parts] or list(parts.values())
+        callers = [parts[call.module] for call in self.requests.calls if call.module in parts] or list(parts.values())
         said = {part.is_causal for part in callers if isinstance(getattr(part, "is_causal", None), bool)}
-        bands = [w.mask.band if w.mask is not None else None for _, w in self.requests.calls if w.q_len == w.kv_len]
+        asked = [call.workload for call in self.requests.calls]
+        bands = [w.mask.band if w.mask is not None else None for w in asked if w.q_len == w.kv_len]
         return said == {True} or (bool(bands) and all(band is not None and band.right == 0 for band in bands))
 
     @cached_property
@@ -351,8 +338,13 @@ class TokenModel:
             raise TypeError(f"check_invariants: the model returned {shapes}; expected a tensor {wanted}{pairs}")
         return rows, returned
 
-    def stepped(self, step: TokenStep, ids: torch.Tensor, places: torch.Tensor, cuts: list[int]) -> Iterator[Part]:
-        """Yield the rows that a step gives of the tokens between one cut and the next, with a new state."""
+    def stepped(
+        self, step: TokenStep, ids: torch.Tensor, places: torch.Tensor, cuts: list[int]
+    ) -> Iterator[tuple[torch.Tensor, int, str]]:
+        """Yield the rows that a step gives of the tokens between one cut and the next, with a new state.
+
+        Beside them the number of the first, and how they came about.
+        """
         _ = self.rows, self.scatter  # of a model that no step has changed
         positions, state = torch.arange(ids.shape[1], device=ids.device).expand_as(ids), None
         for start, end in pairwise(cuts):
@@ -367,7 +359,7 @@ class TokenModel:
                 )
                 raise TypeError(f"check_invariants: step returned {found}; expected {wanted}")
             kind = "prefill" if not start else f"{end - start} tokens at once" if end - start > 1 else "decoding"
-            yield Part(rows, end - rows.shape[1], f"{kind} by step")
+            yield rows, end - rows.shape[1], f"{kind} by step"
 
     def _rows_of_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return an output as it is; where there are no tokens, all of an entry as its row, but of scores between entries."""

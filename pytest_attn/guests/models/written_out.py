@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,40 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 ScoresShape = tuple[int, ...]
 
 
-class Content(Enum):
-    """Content of a tensor on the way to attention."""
-
-    NOTHING = 0
-    SCORES = 1
-    PROBABILITIES = 2
-
-
-class OperationKind(Enum):
-    """Kinds of operations, by what they do to scores and probabilities. OTHER passes them on."""
-
-    SOFTMAX = frozenset(["softmax", "_softmax", "special_softmax"])
-    PRODUCT = frozenset(["matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"])
-    TIMES = frozenset(["mul", "__mul__", "__rmul__", "multiply"])
-    #: gives something new, which is neither, but where it only mixes heads
-    END = frozenset(["linear", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "group_norm", "sum", "mean"])
-    OTHER = frozenset(["other"])
-
-
-class Operation(NamedTuple):
-    """One operation. content: of what it is given; of: the shape of its scores, () where these have too few dimensions."""
-
-    content: Content
-    of: ScoresShape
-    given: list[torch.Tensor]
-    result: Any
-
-    @property
-    def multiplies_activations(self) -> bool:
-        """True where two of its tensors are activations, not weights."""
-        return len([t for t in self.given if t.dim() > 2 and not isinstance(t, torch.nn.Parameter)]) > 1
-
-
-_KINDS = {name: kind for kind in OperationKind for name in kind.value}
+#: what operations do to scores and probabilities, by their names; others pass them on
+_SOFTMAX = frozenset(["softmax", "_softmax", "special_softmax"])
+_PRODUCT = frozenset(["matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"])
+_TIMES = frozenset(["mul", "__mul__", "__rmul__", "multiply"])
+#: give something new, which is neither, but where they only mix heads
+_END = frozenset(["linear", "conv1d", "conv2d", "conv3d", "layer_norm", "rms_norm", "group_norm", "sum", "mean"])
 
 
 class WrittenOut:
@@ -75,15 +46,11 @@ class WrittenOut:
                 self._found((*query.shape[1:-1], heads, query.shape[0], key.shape[0]))
             return
         name = getattr(function, "__name__", "").partition(".")[0]  # of an exported model's operators: "softmax.int"
-        kind = _KINDS.get(name, OperationKind.OTHER)
-        if kind is OperationKind.SOFTMAX:
+        if name in _SOFTMAX:
             self._note_softmax()
             self._softmax(args, kwargs, result)
-        elif kind is OperationKind.PRODUCT or self._known:
-            given = list(_tensors((*args, *kwargs.values())))
-            operation = Operation(*self._content_of(given), given, result)
-            if step := _STEPS.get((operation.content, kind)):
-                step(self, operation)
+        elif name in _PRODUCT or self._known:
+            self._follow(name, list(_tensors((*args, *kwargs.values()))), result)
 
     def _softmax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         scores = args[0] if args else kwargs["input"]
@@ -94,52 +61,38 @@ class WrittenOut:
             self._known[result] = tuple(scores.shape)
             self._is_product[tuple(scores.shape)] = is_product
 
-    def _content_of(self, given: list[torch.Tensor]) -> tuple[Content, ScoresShape]:
+    def _follow(self, name: str, given: list[torch.Tensor], result: Any) -> None:
+        """See what an operation makes of the scores, or else of the probabilities, that it is given."""
         known = [t for t in given if t in self._known]
+        activations = [t for t in given if t.dim() > 2 and not isinstance(t, torch.nn.Parameter)]
         for tensor in known:
             if (of := self._known[tensor]) is not None:
-                return Content.PROBABILITIES, of
-        return (Content.SCORES if known else Content.NOTHING), next((tuple(t.shape) for t in known if t.dim() > 3), ())
+                self._weigh(name, of, given, len(activations) > 1, result)
+                return
+        if name in _PRODUCT:
+            if len(activations) > 1:
+                self._known[result] = None
+        elif known and (name not in _END or _mixes_heads(next((t.shape for t in known if t.dim() > 3), ()), result)):
+            self._keep(result, None)
 
-    # -- what an operation does to a content ------------------------------------------------------------------------------
+    def _weigh(self, name: str, of: ScoresShape, given: list[torch.Tensor], is_of_activations: bool, result: Any) -> None:
+        """See what an operation makes of probabilities. of: the shape of their scores."""
+        if name in _PRODUCT:
+            # others are streams that are mixed, as by hyper-connections
+            if is_of_activations and (len(of) != 4 or self._is_product.get(of, False)):
+                self._found(of)
+        elif name in _TIMES and len(of) > 3 and any(t.numel() > math.prod(of) for t in given):
+            self._found(of)
+        elif name not in _END or _mixes_heads(of, result):
+            self._keep(result, of)
 
-    def _begin(self, operation: Operation) -> None:
-        if operation.multiplies_activations:
-            self._known[operation.result] = None
-
-    def _multiply(self, operation: Operation) -> None:
-        # others are streams that are mixed, as by hyper-connections
-        is_attention = len(operation.of) != 4 or self._is_product.get(operation.of, False)
-        if is_attention and operation.multiplies_activations:
-            self._found(operation.of)
-
-    def _weigh(self, operation: Operation) -> None:
-        if len(operation.of) > 3 and any(t.numel() > math.prod(operation.of) for t in operation.given):
-            self._found(operation.of)
-        else:
-            self._keep(operation)
-
-    def _keep(self, operation: Operation) -> None:
-        for tensor in _tensors((operation.result,)):
-            self._known[tensor] = operation.of if operation.content is Content.PROBABILITIES else None
-
-    def _mix(self, operation: Operation) -> None:
-        if operation.of and isinstance(operation.result, torch.Tensor) and operation.result.numel() == math.prod(operation.of):
-            self._keep(operation)  # a projection may mix the heads
+    def _keep(self, result: Any, of: ScoresShape | None) -> None:
+        for tensor in _tensors((result,)):
+            self._known[tensor] = of
 
 
-#: what an operation does, by the content of what it is given; nothing where it has no row
-_STEPS: Mapping[tuple[Content, OperationKind], Callable[[WrittenOut, Operation], None]] = {
-    (Content.NOTHING, OperationKind.PRODUCT): WrittenOut._begin,
-    (Content.SCORES, OperationKind.PRODUCT): WrittenOut._begin,
-    (Content.SCORES, OperationKind.TIMES): WrittenOut._keep,
-    (Content.SCORES, OperationKind.END): WrittenOut._mix,
-    (Content.SCORES, OperationKind.OTHER): WrittenOut._keep,
-    (Content.PROBABILITIES, OperationKind.PRODUCT): WrittenOut._multiply,
-    (Content.PROBABILITIES, OperationKind.TIMES): WrittenOut._weigh,
-    (Content.PROBABILITIES, OperationKind.END): WrittenOut._mix,
-    (Content.PROBABILITIES, OperationKind.OTHER): WrittenOut._keep,
-}
+def _mixes_heads(of: ScoresShape, result: Any) -> bool:
+    return bool(of) and isinstance(result, torch.Tensor) and result.numel() == math.prod(of)
 
 
 def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:

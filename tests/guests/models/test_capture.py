@@ -3,11 +3,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from guests.models.zoo import HONEST, case_of, causal, full, stack
+from guests.models.zoo import HONEST, case_of, causal, flex_case, full, stack
 from torch.nn.attention import flex_attention as flex_module
 
 import pytest_attn
-from pytest_attn.guests.models.capture import NotReadError
+from pytest_attn import Document, Neighborhood, Window, Workload
+from pytest_attn.__main__ import main
+from pytest_attn.guests.models.capture import NotReadError, workload_as_code, workloads_as_code
 
 sdpa = F.scaled_dot_product_attention
 TABLE = {"sdpa": F.scaled_dot_product_attention}
@@ -24,7 +26,7 @@ def test_calls_come_with_module_function_workload_and_tensors():
 
     assert [call.module for call in calls] == ["blocks.0.attn", "blocks.1.attn"]
     assert {call.function for call in calls} == {"F.scaled_dot_product_attention"}
-    assert calls[0].workload == pytest_attn.Workload(45, batch=2, heads=4, head_dim=16, dtype="float32", mask="causal")
+    assert calls[0].workload == Workload(45, batch=2, heads=4, head_dim=16, dtype="float32", mask="causal")
     assert calls[0].q.shape == calls[0].k.shape == calls[0].v.shape == calls[0].dout.shape == (2, 4, 45, 16)
     assert calls[0].gradients.keys() == {"dq", "dk", "dv"}
     assert calls[0].mask.shape[-2:] == (45, 45)
@@ -78,8 +80,8 @@ def test_a_call_that_no_workload_can_say_is_an_error():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("window", {"mask": pytest_attn.Window(7, 0)}),
-        ("documents", {"mask": pytest_attn.Document((16, 16, 13))}),
+        ("window", {"mask": Window(7, 0)}),
+        ("documents", {"mask": Document((16, 16, 13))}),
         ("padded", {"kv_lens": (45, 30)}),
         ("biased", {"bias": "qk"}),
         ("grouped", {"kv_heads": 2, "mask": pytest_attn.Causal()}),
@@ -102,3 +104,72 @@ def test_a_module_that_makes_several_calls_numbers_them():
     calls = pytest_attn.capture(lambda: (step(), step()), model)
 
     assert [call.label for call in calls] == ["blocks.0.attn", "blocks.0.attn, call 2"]
+
+
+# -- workloads as code ---------------------------------------------------------------------------------------------------
+
+WORKLOADS = [
+    Workload(45, batch=2, heads=4, kv_heads=2, mask="causal", dtype="float32"),
+    Workload(20, 45, mask="causal-bottom-right", scale=0.1, v_head_dim=8, head_dim=16),
+    Workload(45, mask=Window(7, 0), softcap=5.0, sinks=True),
+    Workload(45, mask=Document((16, 29), causal=True), bias="hqk"),
+    Workload(45, mask=Neighborhood((45,), (7,)), alibi=True),
+    Workload(45, kv_lens=(45, 30), heads=2),
+    Workload(q_lens=(5, 9), kv_lens=(7, 9), mask="causal-bottom-right"),
+    Workload(q_lens=(5, 9)),
+]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.id)
+def test_the_code_of_a_workload_makes_it_again(workload):
+    assert eval(workload_as_code(workload)[0], vars(pytest_attn), {}) == workload
+
+
+def test_the_workloads_of_a_model_are_code_with_counts():
+    model, step = HONEST["window"](torch.float32)
+    code = workloads_as_code(pytest_attn.capture(step, model))
+    names = {}
+    exec(code, names)
+
+    assert names["WORKLOADS"] == [Workload(45, batch=2, heads=4, head_dim=16, dtype="float32", mask=Window(7, 0))]
+    assert "# 2 calls of blocks.0.attn, blocks.1.attn" in code
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_what_no_code_can_say_is_told():
+    model, step = flex_case()
+
+    assert "its score_mod is the model's own" in workloads_as_code(pytest_attn.capture(step, model))
+
+
+def test_the_command_prints_the_code(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\nfrom torch.nn.functional import scaled_dot_product_attention as sdpa\n"
+        "def step():\n    sdpa(*torch.randn(3, 1, 2, 33, 16), is_causal=True)\n"
+    )
+
+    assert main(["capture", f"{path}:step"]) == 0
+    assert (
+        'Workload(33, heads=2, head_dim=16, dtype="float32", mask="causal"),  # 1 call of no module' in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "said"),
+    [
+        (None, "step", "there is no file"),
+        ("", "step", "has no function 'step'"),
+        ("def step(): pass", "step", "step made no attention call that is caught"),
+    ],
+)
+def test_what_is_no_such_function_is_a_usage_error(tmp_path, capsys, source, name, said):
+    path = tmp_path / "mine.py"
+    if source is not None:
+        path.write_text(source)
+
+    with pytest.raises(SystemExit) as ended:
+        main(["capture", f"{path}:{name}"])
+
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -12,7 +12,7 @@ from torch import nn
 from pytest_attn import check_model
 from pytest_attn.guests.models import compiled as compiled_runs
 from pytest_attn.guests.models.check_model import judge_model
-from pytest_attn.guests.models.compiled import runs_compiled
+from pytest_attn.guests.models.compiled import CompiledRun, runs_compiled
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -174,11 +174,24 @@ def test_what_draws_random_numbers_by_itself_is_not_compared():
     assert "draws random numbers" in judge_model(*compiled_case(model, torch.float32), scatter=0).compiled.unknown
 
 
-def test_a_compiled_step_without_a_gradient_that_the_eager_one_has_is_wrong():
-    exact = {"out": torch.ones(64), "gradient of weight": torch.ones(64)}
+class Repeated:
+    """Runs with exact attention give 1 everywhere, 1.1 rounded at random and 1.2 to nearest, unless a step refuses that."""
 
-    ratios = compiled_runs._ratios({"out": exact["out"]}, exact, dict.fromkeys(exact, 0.01))
-    assert ratios == {"out": 0.0, "gradient of weight": math.inf}
+    def __init__(self, refuses=False):
+        self.model, self.refuses = nn.Identity(), refuses
+
+    def exact(self, mode=None, rounding=None, into=None, **how):
+        if into is not None and self.refuses:
+            raise TypeError("expected bfloat16")
+        value = 1.0 if rounding is None else 1.1 if into is None else 1.2
+        return {name: torch.full((100,), value) for name in ("out", "gradient of weight")}
+
+
+def test_a_compiled_step_without_a_gradient_that_the_eager_one_has_is_wrong():
+    run = compiled_runs._compared(CompiledRun(), {"out": torch.ones(100)}, Repeated())
+
+    assert run.ratios == {"out": 0.0, "gradient of weight": math.inf}
+    assert run.wrong == ["gradient of weight"]
 
 
 @pytest.mark.slow("compiles")
@@ -207,12 +220,7 @@ def test_gradients_that_are_rounding_error_alone_are_not_compared():
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_step_that_takes_no_other_dtype_has_the_unit_of_random_rounding(refuses):
-    exact, moved = {"out": torch.ones(100)}, {"out": torch.full((100,), 1.1)}
+    step = Repeated(refuses)
 
-    def far():
-        if refuses:
-            raise TypeError("expected bfloat16")
-        return {"out": torch.full((100,), 1.2)}
-
-    unit = compiled_runs._unit(exact, [moved] * compiled_runs.RUNS, far)["out"]
+    unit = compiled_runs._unit(step.exact(), step, [])["out"]
     assert unit == pytest.approx(1 if refuses else 2 * 2**0.5, rel=1e-4)

@@ -6,7 +6,7 @@ import torch
 from pytest_attn import Document, Workload
 from pytest_attn.backends.precision import precision_named
 from pytest_attn.correctness.reference import compute_reference, heads_first
-from pytest_attn.guests.models.exact_attention import Dithered, Scatter, exact_attention, on_grid
+from pytest_attn.guests.models.exact_attention import Rounder, exact_attention, on_grid
 from pytest_attn.workloads.inputs import draw_inputs
 
 WORKLOADS = [
@@ -50,8 +50,8 @@ def test_the_grid_is_that_of_the_dtype(dtype):
 
 def test_scatter_keeps_the_mean_and_dithering_rounds_equal_values_alike():
     x = torch.full((20_000,), 1.001, dtype=torch.float64)
-    scattered = Scatter(precision_named("flash"), torch.Generator().manual_seed(0))(x, "bfloat16")
+    scattered = Rounder(precision_named("flash"), torch.Generator().manual_seed(0))(x, "bfloat16")
 
     assert set(scattered.tolist()) == {1.0, 1.0078125}
     assert abs(float(scattered.mean()) - 1.001) < 1e-4
-    assert len(Dithered(precision_named("flash"), 1.3)(x, "bfloat16").unique()) == 1
+    assert len(Rounder(precision_named("flash"), factor=1.3)(x, "bfloat16").unique()) == 1

@@ -293,31 +293,6 @@ def test_the_layers_of_torch_keep_theirs():
     assert judge_model(decoder, lambda: decoder(x, x, **options), backward=False).passed
 
 
-# -- the scale of siblings -----------------------------------------------------------------------------------------------
-
-
-def scaled(*scales):
-    return Layers(*(lambda q, k, v, _, scale=scale: F.scaled_dot_product_attention(q, k, v, scale=scale) for scale in scales))
-
-
-@pytest.mark.parametrize("scales", [(None, 0.2525), (0.2525, None, 0.25), (0.3, 0.3, 0.31), (None, 0.35)])
-def test_a_scale_that_is_a_little_off_that_of_layers_built_alike_is_found(scales):
-    found = judged(scaled(*scales))
-
-    odd = [f"layers.{n}" for n, scale in enumerate(scales) if scale not in (None, 0.25, 0.3)]
-    assert [call.module for call in found.calls if not call.passed] == odd
-    assert "its scale is 0." in found.message
-    assert "the same kind of module" in found.message
-
-
-MEANT = [(0.2525,), (0.2525, 0.2525), (None, 0.125), (1.0, 1.0), (0.3, 0.31), (None, 1.0, 0.25)]
-
-
-@pytest.mark.parametrize("scales", [*MEANT, (None, 0.2, 0.17, 0.3), (None, 0.2, None, 0.2)])
-def test_scales_that_may_be_meant_pass(scales):
-    assert judged(scaled(*scales)).passed
-
-
 def test_a_backend_in_a_layers_place_does_not_hide_what_the_layer_forgot():
     model = Layers(keeps, forgets)
     x = torch.randn(BATCH, TOKENS, DIM)

@@ -17,7 +17,7 @@ from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.guests.models import call_judge as judge
 from pytest_attn.guests.models.call_judge import judge_call
-from pytest_attn.guests.models.exact_attention import Dithered, Passes
+from pytest_attn.guests.models.exact_attention import Passes, Rounder
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -68,7 +68,7 @@ def kernels(call, number):
     inputs, generator = call.complete_inputs(), random.Random(0)
     inputs = replace(inputs, **{name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout")})  # rounded once only
     for _ in range(number):
-        passes = Passes(inputs, Dithered(precision_named(call.precision), 2 ** generator.random()))
+        passes = Passes(inputs, Rounder(precision_named(call.precision), factor=2 ** generator.random()))
         out = passes.forward()
         yield {"out": out, **dict(zip(("dq", "dk", "dv"), passes.backward(out, inputs.dout), strict=False))}
 

@@ -1,126 +1,104 @@
-"""Faults planted in one layer and in all of a small model: each is found, and named with its layer.
+"""Faulty kernels in one layer and in all of a small model: each is found, and named with its layer.
 
 They run where the models are: on a GPU if there is one, else on a CPU. `pytest tests/guests/models/test_planted_faults.py`
 """
 
-import sys
-from types import ModuleType
+import importlib
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fakes import put
 from guests.models.zoo import Attention, Block, Model
 
-from pytest_attn import capture
+from pytest_attn import Causal, Window, capture
 from pytest_attn.guests.models.check_model import judge_model
+from pytest_attn.guests.mutants.all_mutants import MUTANTS
+from pytest_attn.guests.mutants.kernel import Kernel
+from pytest_attn.workloads.inputs import Inputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, KV_HEADS, DIM, TOKENS, WINDOW = 4, 2, 64, 96, 24
-BOUNDARIES = (0, 40, 96)
+LAYERS, CHOSEN = 3, 1
 
 
-def seen(kind, shift=0):
+def seen(kind):
     """Return what is visible, (rows, keys), or None for all."""
     at = torch.arange(TOKENS, device=DEVICE)
     ahead = at[:, None] - at
-    if kind == "causal":
-        return ahead >= 0
-    if kind == "window":
-        return (ahead >= 0) & (ahead <= WINDOW + shift)
-    if kind == "documents":
-        document = (at >= BOUNDARIES[1]).int()
-        return (document[:, None] == document) & (ahead >= 0)
-    return None
+    document = (at >= 40).int()
+    masks = {
+        "causal": ahead >= 0,
+        "window": (ahead >= 0) & (ahead <= WINDOW),
+        "documents": (document[:, None] == document) & (ahead >= 0),
+    }
+    return masks.get(kind)
 
 
-class Exactly(torch.autograd.Function):
-    """Attention as FlashAttention computes it, with a place for each fault."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, mask, sinks, fault):
-        scale = q.shape[-1] ** -0.5 * (1.01 if fault == "scale" else 1.0)
-        kf, vf = (_shared(t, q.shape[1], fault == "tiled").float() for t in (k, v))
-        scores = q.float() @ kf.mT * scale
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        merged = scores if sinks is None else torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-        lse = merged.logsumexp(-1, keepdim=True)
-        out = ((scores - lse).exp().to(q.dtype).float() @ vf).to(q.dtype)
-        ctx.save_for_backward(q, kf, vf, scores, lse, out, sinks)
-        ctx.scale, ctx.fault, ctx.groups = scale, fault, k.shape[1]
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, kf, vf, scores, lse, out, sinks = ctx.saved_tensors
-        if ctx.fault == "lse":
-            lse = lse.bfloat16().float()
-        p = (scores - lse).exp()
-        row_sum = 0.0 if ctx.fault == "D" else (dout.float() * out.float()).sum(-1, keepdim=True)
-        ds = (p * (dout.float() @ vf.mT - row_sum)).to(q.dtype).float()
-        dq = ds @ kf * ctx.scale
-        dk = ds.mT @ q.float() * (1.01 if ctx.fault == "dk" else 1.0) * ctx.scale
-        dv = p.to(q.dtype).float().mT @ dout.float()
-        dk, dv = (_summed(t, ctx.groups, ctx.fault == "tiled") for t in (dk, dv))
-        dsinks = None if sinks is None else -((sinks.view(1, -1, 1) - lse[..., 0]).exp() * row_sum[..., 0]).sum((0, 2))
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, dsinks, None
+def computed(q, k, v, workload, kernel):
+    """Compute attention by a kernel of the mutants, in small steps."""
+    return kernel(Inputs(workload, q.device, q, k, v, q), q, k, v)[0]
 
 
-def _shared(tensor, heads, is_tiled):
-    group = heads // tensor.shape[1]
-    return tensor.repeat(1, group, 1, 1) if is_tiled else tensor.repeat_interleave(group, 1)
+honest = partial(computed, kernel=Kernel())
 
 
-def _summed(gradient, groups, is_tiled):
-    sizes = (-1, groups) if is_tiled else (groups, -1)
-    return gradient.unflatten(1, sizes).sum(1 if is_tiled else 2)
+def larger_scale(q, k, v, workload):
+    return honest(1.01 * q, k, v, workload)
 
 
-def attention(q, k, v, workload_mask=None, sinks=None, fault=""):
-    """Compute the planted attention. workload_mask: causal, window, documents or None."""
-    kind = workload_mask
-    kind = {"dropped mask": None, "documents": "causal"}.get(fault, kind)
-    mask = seen(kind, -1 if fault == "window" else 0)
-    if fault == "next token":
-        mask = mask.expand(HEADS, -1, -1).clone()
-        mask[1] |= torch.ones_like(mask[1]).tril(1)
-    if fault == "lost key":
-        mask[TOKENS // 2 + 1 :, TOKENS // 2] = False
-    if fault == "last key":
-        mask = torch.arange(TOKENS, device=DEVICE).expand(TOKENS, TOKENS) < TOKENS - 1
-    return Exactly.apply(q, k, v, mask, None if fault == "sinks" else sinks, fault)
+def larger_dk(q, k, v, workload):
+    k = k.view_as(k)
+    if k.requires_grad:
+        k.register_hook(lambda gradient: 1.01 * gradient)
+    return honest(q, k, v, workload)
 
 
-#: fault -> the mask that it needs, the tensor that shows it first, and what it is called, if it has a name
+def lost_key(q, k, v, workload):
+    mask = seen("causal")
+    mask[TOKENS // 2 + 1 :, TOKENS // 2] = False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def next_token_in_one_head(q, k, v, workload):
+    mask = seen("causal").expand(HEADS, -1, -1).clone()
+    mask[1] |= torch.ones_like(mask[1]).tril(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+#: fault -> the mask that it needs, the tensor that shows it first, what it is called, if it has a name, and what has it
 FAULTS = {
-    "scale": (None, "out", "scale-wrong"),
-    "window": ("window", "out", "window-left-one-too-short"),
-    "next token": ("causal", "out", "causal-shows-next-key"),
-    "lost key": ("causal", "out", ""),
-    "last key": (None, "out", "last-key-missing"),
-    "tiled": ("causal", "out", "heads-interleaved"),
-    "dk": ("causal", "dk", "gradient-scaled"),
-    "D": ("causal", "dq", "d-missing"),
-    "lse": ("causal", "dq", "lse-rounded"),
-    "dropped mask": ("causal", "out", "mask-ignored"),
-    "documents": ("documents", "out", "documents-see-each-other"),
-    "sinks": ("causal", "out", ""),
+    "scale": (None, "out", ("scale-wrong",), larger_scale),
+    "dk": ("causal", "dk", ("gradient-scaled",), larger_dk),
+    "lost key": ("causal", "out", ("keys-unseen",), lost_key),
+    "next token": ("causal", "out", ("causal-shows-next-key",), next_token_in_one_head),
 }
-LAYERS = 3
-CHOSEN = 1
+OF_MUTANTS = {
+    "left-edge-one-key-late": ("window", "out"),
+    "last-key-tile-missing": (None, "out"),
+    "groups-interleaved": ("causal", "out"),
+    "causal-ignored": ("causal", "out"),
+    "documents-not-separated": ("documents", "out"),
+    "delta-missing": ("causal", "dq"),
+}
+FAULTS |= {
+    one.name: (*OF_MUTANTS[one.name], one.faults, partial(computed, kernel=one.kernel()))
+    for one in MUTANTS
+    if one.name in OF_MUTANTS
+}
 
 
 class Planted:
-    """Stands in for a model's attention: honest, but for the layers chosen. everywhere: in all; else in the second."""
+    """Stands in for a model's attention: faulty in all layers, or in the second alone."""
 
-    def __init__(self, fault, everywhere):
-        self.fault, self.everywhere, self.calls = fault, everywhere, 0
+    def __init__(self, faulty, everywhere):
+        self.faulty, self.everywhere, self.calls = faulty, everywhere, 0
 
     def __call__(self, q, k, v, workload):
-        mask = FAULTS[self.fault][0]
         is_faulty = self.everywhere or self.calls % LAYERS == CHOSEN
         self.calls += 1
-        return attention(q, k, v, mask, fault=self.fault if is_faulty else "")
+        return (self.faulty if is_faulty else honest)(q, k, v, workload)
 
 
 def case(kind, dtype, attend=None):
@@ -144,10 +122,7 @@ DTYPES = pytest.mark.parametrize(
 
 @DTYPES
 @pytest.mark.parametrize("kind", [None, "causal", "window", "documents"])
-def test_the_planted_attention_is_right_without_a_fault(kind, dtype):
-    def honest(q, k, v, workload):
-        return attention(q, k, v, kind)
-
+def test_a_kernel_without_a_fault_is_right_in_a_model(kind, dtype):
     found = judge_model(*case(kind, dtype), honest, scatter=0, precision="flash")
 
     assert found.passed, found.message
@@ -163,12 +138,12 @@ def test_the_planted_attention_is_right_without_a_fault(kind, dtype):
         pytest.param(True, torch.float16, id="all-fp16", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "sinks"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
-    kind, tensor, called = FAULTS[fault]
+    kind, tensor, called, faulty = FAULTS[fault]
     model, step = case(kind, dtype)
 
-    found = judge_model(model, step, Planted(fault, everywhere), scatter=0, precision="flash")
+    found = judge_model(model, step, Planted(faulty, everywhere), scatter=0, precision="flash")
 
     layers = range(LAYERS) if everywhere else [CHOSEN]
     wrong = [call for call in found.calls if not call.passed]
@@ -176,10 +151,8 @@ def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
     assert f"{len(layers)} of {LAYERS} attention calls of Planted are wrong: " in found.message
     assert all(f"blocks.{n}.attn" in found.message for n in layers)
     given = {fault for call in wrong for fault in call.comparison.faults}
-    assert given <= {called, "keys-unseen" if fault == "lost key" else called}, (
-        "a lost key has a name where enough rows show it"
-    )
-    assert given or not called or dtype != torch.float32, "elsewhere rounding may hide which fault it is"
+    assert given <= {*called}
+    assert given or fault == "lost key" or dtype != torch.float32, "elsewhere rounding may hide which fault it is"
     assert tensor in {row.name for call in wrong for row in call.comparison.tensors if not row.passed}
 
 
@@ -189,19 +162,18 @@ def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
 @pytest.mark.one_in(2)
 @DTYPES
 @pytest.mark.parametrize("everywhere", [False, True], ids=["one-layer", "all"])
-def test_sinks_that_are_not_passed_are_found(monkeypatch, everywhere, dtype):
+def test_sinks_that_are_not_passed_are_found(monkeypatch, tmp_path, everywhere, dtype):
     """Through flash-attn 4, whose function takes them."""
-    library, calls = ModuleType("flash_attn.cute"), []
+    put(monkeypatch, tmp_path, "flash4")
+    library, calls = importlib.import_module("flash_attn.cute"), []
+    right = library.flash_attn_func
 
-    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, learnable_sink=None):
+    def flash_attn_func(q, k, v, causal=False, learnable_sink=None):
         is_faulty = everywhere or len(calls) % LAYERS == CHOSEN
         calls.append(q)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return attention(q, k, v, "causal", learnable_sink, "sinks" if is_faulty else "").transpose(1, 2), None
+        return right(q, k, v, causal=causal, learnable_sink=None if is_faulty else learnable_sink)
 
-    library.flash_attn_func = flash_attn_func
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, library)
+    monkeypatch.setattr(library, "flash_attn_func", flash_attn_func)
     sinks = torch.full((HEADS,), 2.0, device=DEVICE)
 
     def attend(q, k, v):
@@ -236,22 +208,24 @@ def test_a_scale_that_shows_as_the_slope_of_a_gradient_is_named():
                 parameter.mul_(0.03)
             block.attn.k.weight.mul_(0.03)
 
-    assert hints_of(model, step, Planted("scale", everywhere=False)) == [("dk", "scale-wrong")]
+    assert hints_of(model, step, Planted(larger_scale, everywhere=False)) == [("dk", "scale-wrong")]
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("is_additive", [False, True], ids=["boolean", "additive"])
-@pytest.mark.parametrize("kind", ["causal", "window"])
-def test_padding_that_is_ignored_is_named(kind, is_additive):
+@pytest.mark.parametrize(("kind", "mask"), [("causal", Causal()), ("window", Window(WINDOW, 0))])
+def test_padding_that_is_ignored_is_named(kind, mask, is_additive):
     visible = seen(kind).expand(2, 1, TOKENS, TOKENS).clone()
     visible[0, ..., :7], visible[1, ..., :3] = False, False
     visible |= torch.eye(TOKENS, dtype=torch.bool, device=DEVICE) & ~visible.any(-1, keepdim=True)
     low = torch.zeros(visible.shape, device=DEVICE).bfloat16().masked_fill(~visible, torch.finfo(torch.bfloat16).min)
-    mask = low if is_additive else visible
 
     def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=low if is_additive else visible, enable_gqa=True)
+
+    def ignores(q, k, v, workload):
+        return honest(q, k, v, workload.replace(mask=mask))
 
     model, step = case(kind, torch.bfloat16, attend)
 
-    assert hints_of(model, step, lambda q, k, v, workload: attention(q, k, v, kind)) == [("out", "padding-ignored")] * LAYERS
+    assert hints_of(model, step, ignores) == [("out", "padding-ignored")] * LAYERS

@@ -58,19 +58,24 @@ def wrong(*layers, backward=False):
     return {number: call.misled for number, call in enumerate(found.calls) if call.misled}
 
 
+SCALE = "its scale is {}, and {} in blocks.{}.attn, which is the same kind of module"
 SCALES = [
-    ((0.25, 0.25, 0.5), {2: "its scale is 0.5, and 0.25 in blocks.0.attn, which is the same kind of module"}),
-    ((0.25, 0.25, 1.0), {}),
-    ((0.25, 0.0625, 0.25), {1: "its scale is 0.0625, and 0.25 in blocks.0.attn, which is the same kind of module"}),
-    ((0.25, 1.0), {}),
-    ((0.25, 0.125, 0.0625), {}),
-    ((0.25, 0.25, 1.0, 1.0), {}),
-    ((0.1, 0.1, 0.5), {}),
+    ((0.25, 0.25, 0.5), {2: SCALE.format(0.5, 0.25, 0)}),
+    ((0.25, 0.0625, 0.25), {1: SCALE.format(0.0625, 0.25, 0)}),
+    ((None, 0.2525), {1: SCALE.format(0.2525, 0.25, 0)}),
+    ((0.2525, None, 0.25), {0: SCALE.format(0.2525, 0.25, 1)}),
+    ((0.3, 0.3, 0.31), {2: SCALE.format(0.31, 0.3, 0)}),
+    ((None, 0.35), {1: SCALE.format(0.35, 0.25, 0)}),
+]
+MEANT = [
+    *((0.2525,), (0.2525, 0.2525), (0.25, 1.0), (None, 0.125), (0.3, 0.31), (1.0, 1.0)),
+    *((0.25, 0.25, 1.0), (0.25, 0.125, 0.0625), (0.1, 0.1, 0.5), (None, 1.0, 0.25)),
+    *((0.25, 0.25, 1.0, 1.0), (None, 0.2, 0.17, 0.3), (None, 0.2, None, 0.2)),
 ]
 
 
-@pytest.mark.parametrize(("scales", "said"), SCALES, ids=str)
-def test_a_scale_that_is_far_from_that_of_all_others_is_wrong_where_these_have_the_usual_one(scales, said):
+@pytest.mark.parametrize(("scales", "said"), [*SCALES, *((scales, {}) for scales in MEANT)], ids=str)
+def test_a_scale_is_wrong_where_the_right_one_is_known_and_no_other_is_meant(scales, said):
     assert wrong(*({"scale": scale} for scale in scales)) == said
 
 

@@ -1,6 +1,6 @@
 """A model's step as what is timed: what it runs, what it leaves alone, and attention swapped in it at no cost."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,13 +10,12 @@ from torch import nn
 from pytest_attn import Workload
 from pytest_attn.backends.registry import Registry
 from pytest_attn.guests.models.step import untouched
-from pytest_attn.guests.models.step_timing import StepWork, attention_share, optimizer_untouched
+from pytest_attn.guests.models.step_timing import StepWork, attention_share, optimizer_untouched, substituted
 from pytest_attn.guests.models.substitution import (
     BackendSubstitute,
     KeptCall,
     RecordedSubstitute,
     Substitution,
-    SubstitutionError,
     replacement,
     substitutes_of,
 )
@@ -36,15 +35,6 @@ def gradients_of_a_step(case):
 def assert_close(found, expected):
     for gradient, other in zip(expected.values(), found.values(), strict=True):
         torch.testing.assert_close(gradient, other)
-
-
-@contextmanager
-def substituted(case, substitute):
-    """Have attention calls of a model's step computed by something else; yields that, and the step as what is timed."""
-    of_plain = StepWork(*case, "forward+backward").stage()
-    substitution = Substitution(substitutes_of(substitute, of_plain, case.model, ()))
-    with substitution.applied(case.model, ()):
-        yield substitution, StepWork(*case, "forward+backward", before_each=substitution.reset)
 
 
 @pytest.fixture
@@ -111,7 +101,7 @@ def test_a_step_that_is_another_one_each_time_is_refused(case):
 
 def test_steps_that_are_staged_together_each_begin_with_their_first_call(case):
     backend = BackendSubstitute(Registry()["math"], backward=True)
-    with substituted(case, backend) as (substitution, work):
+    with substituted(backend, *case, "forward+backward") as (work, substitution):
         for one in [work.stage() for _ in range(3)]:
             one()
         assert substitution._next == len(backend.substitutes)
@@ -127,10 +117,7 @@ def test_what_is_computed_in_a_timed_step_is_looked_at(when):
         return out * 0.5 if when == "at once" or (when == "late" and len(calls) > 20) else out
 
     backend = BackendSubstitute(replacement(attention), backward=True)
-    of_plain = StepWork(*case, "forward+backward").stage()
-    substitution = Substitution(substitutes_of(backend, of_plain, case.model, ()))
-    with substitution.applied(case.model, ()):
-        work = StepWork(*case, "forward+backward", before_each=substitution.reset, look=backend.look)
+    with substituted(backend, *case, "forward+backward") as (work, _):
         refused = pytest.raises(WrongResultError, match="timed: the out of attention is not")
         with nullcontext() if when == "never" else refused:
             for at in range(20):
@@ -155,9 +142,8 @@ def test_tensors_that_a_model_has_changed_since_are_not_looked_at():
 def test_attention_at_no_cost_changes_no_value(name):
     case = HONEST[name](torch.float32)
     expected = gradients_of_a_step(case)
-    with substituted(case, RecordedSubstitute()) as (substitution, work):
-        substitution.require_complete(work.stage())
-    assert_close(gradients(case.model), expected)
+    with substituted(RecordedSubstitute(), *case, "forward+backward"):
+        assert_close(gradients(case.model), expected)
 
 
 def test_attention_at_no_cost_computes_no_attention(case):
@@ -187,7 +173,7 @@ def test_a_backend_computes_every_call_of_a_timed_step(case):
     registry = Registry()
     registry.add_function("mine", mine)
     expected = gradients_of_a_step(case)
-    with substituted(case, BackendSubstitute(registry["mine"], True)) as (substitution, work):
+    with substituted(BackendSubstitute(registry["mine"], True), *case, "forward+backward") as (work, substitution):
         seen.clear()
         substitution.require_complete(work.stage())
 
@@ -210,7 +196,7 @@ class LooksUp:
 
 def test_a_backend_is_prepared_once_for_each_call_and_not_as_it_is_timed(case):
     backend = LooksUp()
-    with substituted(case, BackendSubstitute(backend, True)) as (substitution, work):
+    with substituted(BackendSubstitute(backend, True), *case, "forward+backward") as (work, substitution):
         for _ in range(3):
             substitution.require_complete(work.stage())
 
@@ -223,10 +209,8 @@ def test_a_call_that_goes_through_no_name_is_no_timed_run(case):
     def attend(q, k, v):
         return hidden[0](q, k, v, is_causal=True)
 
-    case, words = case_of(stack(attend)), "2 of 2 attention calls are made through no name that can be replaced"
-    with substituted(case, RecordedSubstitute()) as (substitution, work), pytest.raises(SubstitutionError, match=words):
-        substitution.require_complete(work.stage())
-    assert "through no name" in attention_share(case.model, case.step, "forward")
+    words = "2 of 2 attention calls are made through no name that can be replaced"
+    assert words in attention_share(*case_of(stack(attend)), "forward")
 
 
 def test_a_model_without_attention_has_no_share():

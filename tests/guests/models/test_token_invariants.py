@@ -124,15 +124,15 @@ def test_an_honest_model_keeps_them_all_and_is_left_as_it_was(dtype):
 FAULTS = {
     "next token in one head": ("future", "another token at 13 changes rows before it: 1 of 13, the last is 12"),
     "no window": ("field", "layers.1 asks for all tokens before; the configuration says a window of 8"),
-    "own key unseen": ("field", "the causal mask of layers.1 shows one key too few, and that of layers.0 the right ones"),
-    "next key seen": ("field", "the causal mask of layers.1 shows one key too many, and that of layers.0 the right ones"),
+    "own key unseen": ("field", "layers.1: its causal mask shows one key too few, and the right ones in layers.0, which is"),
+    "next key seen": ("field", "layers.1: its causal mask shows one key too many, and the right ones in layers.0, which is"),
     "window one too long": ("field", "layers.1 asks for a window of 9 tokens; the configuration says a window of 8"),
     "window one too short": ("field", "layers.1 asks for a window of 7 tokens; the configuration says a window of 8"),
     "padding ignored": ("padded-left", "with 7 or 10 tokens of padding on the left: "),
     "positions that count padding": ("padded-left", "times what honest rounding does (limit 4)"),
     "neighbor in the batch": ("order", "with the batch in reverse: "),
     "mean of the batch": ("order", "without the rest of the batch: "),
-    "another scale": ("field", "layers.1 asks for a scale of 0.3, and layers.0, which is built like it, for 0.25"),
+    "another scale": ("field", "layers.1, call 2: its scale is 0.3, and 0.25 in layers.0, which is the same kind of module"),
 }
 
 
@@ -585,7 +585,7 @@ def test_a_scale_that_nothing_names_is_found_in_one_layer_and_in_all(count, laye
     for layer in model.model.layers[layers] or model.model.layers:
         layer.self_attn.scaling *= factor
 
-    assert f"asks for a scale of {factor / 4:g}" in broken(model, only="field")["field"]
+    assert f"its scale is {factor / 4:g}" in broken(model, only="field")["field"]
 
 
 @pytest.mark.parametrize(
