@@ -99,6 +99,7 @@ class Precision:
             the dtype.
         rounds_dp: the backward pass rounds dP to the dtype, as autograd does behind P.to(dtype) @ v.
         ds_from_rounded_p: the backward pass multiplies dP - D by P as it was rounded, not by P in float32.
+        sums_rounded_p: the denominator, and with it lse, is the sum of P as it was rounded.
         rounds_scaled_ds: the backward pass rounds scale * dS where others round dS.
         sums_rounded_heads: dk and dv of each query head are rounded before they are summed over the group (GQA).
         sums_query_blocks: dk and dv are summed in the dtype over blocks of query rows and the heads of a group, dq over
@@ -126,6 +127,7 @@ class Precision:
     rounds_rescaling: bool = False
     rounds_dp: bool = False
     ds_from_rounded_p: bool = False
+    sums_rounded_p: bool = False
     rounds_scaled_ds: bool = False
     sums_rounded_heads: bool = False
     sums_query_blocks: bool = False
@@ -162,7 +164,7 @@ class Precision:
     @property
     def moves_lse(self) -> bool:
         """True where lse is off by what the profile declares."""
-        of_rows = self.rounds_sinks or self.rounds_rescaling
+        of_rows = self.rounds_sinks or self.rounds_rescaling or self.sums_rounded_p
         return self.has_noisy_scores or self.operand_unit > 0 or of_rows
 
     @cached_property
@@ -178,6 +180,7 @@ class Precision:
             f"multiplies k by the scale in {dtype}": self.rounds_scaled_key,
             f"brings sinks to base 2 in {dtype}": self.rounds_sinks,
             "multiplies in tf32": bool(self.operand_unit),
+            f"sums P as rounded to {dtype}": self.sums_rounded_p,
             f"rounds dP to {dtype}, as autograd does behind P.to(dtype) @ v": self.rounds_dp,
             f"sums gradients in {dtype}": self.sums_query_blocks,
             f"rounds dk and dv of each query head to {dtype} before it sums them": self.sums_rounded_heads,
@@ -236,6 +239,8 @@ PRECISIONS = {
     "decode": Precision("decode", rounds_products=True),
     # sinks brought to base 2 in their dtype
     "rounded_sinks": Precision("rounded_sinks", rounds_sinks=True),
+    # FlashInfer's fa2: tensor cores sum P as they take it. Source: compute_sfm_v in attention/prefill.cuh
+    "rounded_sum": Precision("rounded_sum", sums_rounded_p=True),
     # the online softmax's factors in the dtype
     "rescale": Precision("rescale", rounds_rescaling=True),
     # CUTLASS fmha (SDPA's memory-efficient kernel): keeps P in shared memory in the dtype and forms

@@ -362,13 +362,15 @@ class ForwardBudget:
         return noise.variance.clamp_(max=1).mul_(largest_p.square_())
 
     def of_lse(self, noise: ScoreNoise | None, p: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
-        """Return the variance of lse (n, heads, rows) where scores are noisy; None elsewhere."""
+        """Return the variance of lse (n, heads, rows) where scores are noisy, or P is summed as rounded; None elsewhere."""
         unit = self.rounding.operand_unit
+        of_sum = self.rounding.of_p(p, self.kv_len).sum(-1) if self.precision.sums_rounded_p else None
         if noise is None:
-            return None
+            return of_sum
         if not unit:
             moved = p if noise.highest is not None else p.square()  # far off, one score moves lse with it
-            return (moved * noise.variance).sum(-1)
+            of_scores = (moved * noise.variance).sum(-1)
+            return of_scores if of_sum is None else of_scores + of_sum
         # all scores are cut alike, and moved far: lse moves by their mean, which is at most lse and the entropy of P
         mean = lse.masked_fill(lse == -math.inf, 0).abs_().add_(torch.special.entr(p).sum(-1))
         return (p * noise.variance).sum(-1).add_(mean.mul_(2 * unit).square_())

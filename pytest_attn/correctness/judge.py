@@ -622,7 +622,7 @@ def _measured(
     residual, wrong = _residual(got, expected)
     z = residual_over_budget(residual, expected.tau)
     magnitude, rows = z.abs(), z.square() if is_of_rows else z.square().mean(-1)
-    place = magnitude.argmax() if is_of_rows else torch.where(wrong, math.nan, magnitude).argmax()  # NaN counts as the largest
+    place = torch.where(wrong, math.nan, magnitude).argmax()  # NaN counts as the largest
     shape = z.shape
     found, exact, budget = (t.take(place) for t in (got, expected.value, expected.tau))  # an index in [] would be read back
     numbers = {

@@ -1,7 +1,8 @@
 """What a failure says: the worst element, how far off it is, and where the wrong rows lie. Why is asked in tests/diagnosis."""
 
 import pytest
-from judging import CAUSAL, CROSS, FULL, causal, explicit, failure
+import torch
+from judging import CAUSAL, CROSS, FULL, causal, explicit, failure, with_lse
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Workload
@@ -30,6 +31,11 @@ def test_the_failure_names_worst_element_levels_place_and_figures():
     assert lines[4].startswith("  figures    absmax ")
     assert "cosine" in lines[4]
     assert "slope" in lines[4]
+
+
+def test_of_an_lse_that_is_infinite_somewhere_that_row_is_shown():
+    overflows = with_lse(lambda lse: (lse + 1e-7).index_fill(2, torch.tensor([77]), torch.inf))
+    assert "lse[0, 0, 77] = inf, exact" in failure(overflows, Workload(128, heads=2), returns_lse=True).splitlines()[1]
 
 
 @pytest.mark.parametrize(

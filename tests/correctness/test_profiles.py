@@ -26,7 +26,9 @@ from pytest_attn.workloads.inputs import draw_inputs
 CPU = torch.device("cpu")
 REFERENCES = ReferenceCache()
 ROUNDING = {
-    v.name: v for v in VARIANTS if v.precision in ("kscale", "qscale", "decode", "eager_shifted", "rounded_sinks", "rescale")
+    v.name: v
+    for v in VARIANTS
+    if v.precision in ("kscale", "qscale", "decode", "eager_shifted", "rounded_sinks", "rounded_sum", "rescale")
 }
 #: softcap beside a bias, sinks, grouped heads, one row
 NAMES = ("features-bias-softcap", "features-sinks-causal", "smoke-causal-gqa", "edges-one-row")
@@ -56,6 +58,7 @@ def test_what_a_profile_declares_is_excused_on_every_distribution(name, workload
         ("rounded-products", Workload(96, heads=2, head_dim=64)),
         ("shifted-scores", Workload(96, heads=2, head_dim=64)),
         ("rounded-sinks", Workload(64, heads=2, head_dim=32, sinks=True)),
+        ("rounded-sum", Workload(96, heads=2, head_dim=64)),
     ],
 )
 def test_under_flash_the_same_kernel_is_wrong(name, workload):

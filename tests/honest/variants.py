@@ -146,6 +146,14 @@ class ScaledKey(Kernel):
         return super().dk(tile, ds, q) * super().scale(tile.seq.call)
 
 
+class RoundedSum(Kernel):
+    """Tensor cores sum P as they take it, as in FlashInfer's fa2 template: the denominator and lse are of rounded P."""
+
+    def denominator(self, tile: Tile, total: Tensor, p: Tensor) -> Tensor:
+        """Round P first."""
+        return super().denominator(tile, total, self.rounded(tile, p))
+
+
 class RoundedProducts(Kernel):
     """q . k in the dtype, as kernels of one query do without tensor cores: products, and a tree of sums, are rounded."""
 
@@ -331,6 +339,7 @@ VARIANTS = (
     Honest("rounded-products", RoundedProducts, "decode"),
     Honest("shifted-scores", ShiftedScores, "eager_shifted"),
     Honest("rounded-sinks", RoundedSinks, "rounded_sinks"),
+    Honest("rounded-sum", RoundedSum, "rounded_sum"),
     Honest("rounded-rescaling", RoundedRescaling, "rescale"),
     Honest("rescaled-by-tiles", RescaledByTiles, "rescale"),
     Honest("tf32-products", Tf32Products, "tf32"),

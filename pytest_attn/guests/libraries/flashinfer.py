@@ -14,6 +14,7 @@ from pytest_attn.backends.dense import index_tensors
 from pytest_attn.backends.layouts import bottom_right_window, sequence_boundaries
 from pytest_attn.backends.library import Library
 from pytest_attn.backends.machine import Machine
+from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.subject import AttentionFn
 from pytest_attn.guests.libraries.flash_attention import without_padding
 from pytest_attn.workloads.inputs import Inputs, page_lists
@@ -45,6 +46,7 @@ class FlashInferFa2(LibraryBackend):
     """
 
     name = "flashinfer_fa2"
+    precision: str | Precision | None = "rounded_sum"
     template = "fa2"
     source = Library(("flashinfer-python",), "flashinfer", "pip install flashinfer-python")
     variants = ("graph",)
@@ -122,6 +124,7 @@ class FlashInferFa3(FlashInferFa2):
     """The fa3 template, for Hopper: causal masks and windows up to the last key, no custom_mask."""
 
     name = "flashinfer_fa3"
+    precision = None
     template = "fa3"
     capability_range = ((9, 0), (9, 0))
     launches = ("FlashInfer", "fa3")

@@ -103,11 +103,13 @@ class BooleanMask(FunctionMask):
                 f"BooleanMask: {name} must return a tensor that broadcasts to {shape}, got {describe(made)}"
             ) from None
         own = made.to(over.device).view((1,) * (4 - made.dim()) + made.shape)
+        wide = [size > 1 for size in own.shape]
+        values = own.squeeze()
 
         def looked_up(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             """Return the tensor's values where it has them: it is as narrow as its factory makes it."""
-            places = zip((b, h, q, kv), own.shape, strict=True)  # flex counts the arguments
-            return own[tuple(at if size > 1 else at.new_zeros((1,) * at.dim()) for at, size in places)]
+            places = tuple(at for at, is_wide in zip((b, h, q, kv), wide, strict=True) if is_wide)  # flex counts the arguments
+            return values[places] if places else values.expand(())
 
         return looked_up
 

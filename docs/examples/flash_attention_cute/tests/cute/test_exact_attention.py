@@ -16,5 +16,5 @@ OPTIONS = {
 def test_exact_attention(attn):
     ends = {"cu_seqlens_q": attn.cu_seqlens, "cu_seqlens_k": attn.cu_seqlens_kv} if attn.workload == PACKED else {}
     options = {"return_lse": True, "learnable_sink": attn.sinks, **ends, **OPTIONS[attn.workload]}
-    for judge in (attn.check, attn.check_invariants):
-        judge(lambda q, k, v: (flash_attn_varlen_func if ends else flash_attn_func)(q, k, v, **options))
+    for judge, skip in ((attn.check, {}), (attn.check_invariants, {"skip": "magnitude"})):  # lse is infinite far below sinks
+        judge(lambda q, k, v: (flash_attn_varlen_func if ends else flash_attn_func)(q, k, v, **options), **skip)

@@ -11,7 +11,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.attention(*OPTIONS, returns_lse=True, lse_base=2, lse_layout="sh", contiguous=True)
+@pytest.mark.attention(*OPTIONS, returns_lse=True, lse_base=2, lse_layout="sh", contiguous=True, precision="rounded_sum")
 def test_exact_attention(attn):
     space = torch.empty(128 << 20, dtype=torch.uint8, device=attn.device)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(space, backend="fa2")
