@@ -294,7 +294,6 @@ MAY_NAME = {
     "__init__.py": (16, "the names of `pytest_attn.capture` and the like"),
     "backends/eager.py": (1, "whose code it is like"),
     "backends/machine.py": (1, "of a CPU"),
-    "backends/sdpa.py": (1, "how language models generate"),
     "correctness/call.py": (2, "who hands tensors over as views"),
     "diagnosis/attention_faults.py": (1, "what rotates q and k"),
     "hooks.py": (1, "an example"),

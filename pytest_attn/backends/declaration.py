@@ -36,7 +36,7 @@ LSE_BASES = ("e", 2)
 EMPTY_ROWS = ("zero", "finite", "any")
 
 #: raises ValueError for the value of an argument, by its name
-Check = Callable[[str, Any], None]
+Check = Callable[[str, Any], object]
 
 
 class Declared(TypedDict, total=False):
@@ -112,10 +112,6 @@ def _unless_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _is_precision(name: str, value: Any) -> None:
-    precision_named(value)
-
-
 def _is_threshold(name: str, value: object) -> None:
     if not isinstance(value, Threshold):
         raise ValueError(f"{name} must be a pytest_attn.Threshold, as Threshold(1e-3, tile=(32, 128)), got {value!r}")
@@ -130,8 +126,6 @@ def _names_results(name: str, value: object) -> None:
     if twice := [one for one in RESULTS if value.count(one) > 1]:
         raise ValueError(f"{name} names {twice[0]!r} twice: {value!r}")
 
-
-# -- the declaration -------------------------------------------------------------------------------------------------------
 
 _is_layout = one_of(*LAYOUTS, *WITHOUT_BATCH, "bthd", "bhtd")
 
@@ -173,7 +167,7 @@ class Declaration:
         None,
         'where fn rounds: the name of a profile ("flash", "flash2", "eager", ...) or a pytest_attn.Precision; a backend'
         " declares its own",
-        _unless_none(_is_precision),
+        _unless_none(lambda name, value: precision_named(value)),
         unset='"flash", on a CPU "torch_cpu"',
     )
     empty_rows: str = argument(

@@ -42,9 +42,9 @@ class Gradients:
                     leaf.grad = None
 
         def go_back_and_keep(tensors: Any, *args: Any, **keywords: Any) -> None:
-            keep(
-                leaf for one in (tensors if isinstance(tensors, list | tuple) else (tensors,)) for leaf in _leaves_behind(one)
-            )
+            several = tensors if isinstance(tensors, list | tuple) else (tensors,)
+            nodes = (node for one in several for node in nodes_behind(one))
+            keep(leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor))
             go_back(tensors, *args, **keywords)
 
         keep(leaves)
@@ -75,10 +75,6 @@ def _refuses_grad(node: Any) -> bool:
     backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
     code = getattr(backward and inspect.unwrap(backward), "__code__", None)
     return code is not None and "_is_checkpoint_valid" in code.co_names
-
-
-def _leaves_behind(out: Tensor) -> Iterator[Tensor]:
-    return (leaf for node in nodes_behind(out) if isinstance(leaf := getattr(node, "variable", None), Tensor))
 
 
 def nodes_behind(out: Tensor, ends: Sequence[Any] = ()) -> Iterator[Any]:

@@ -88,9 +88,6 @@ def not_decoding_because(w: Workload) -> list[str]:
     return refusals_of({unaligned: not is_aligned or w.q_len > w.kv_len, too_long: w.q_len > MOST_DECODING_STEPS})
 
 
-# -- quantized tensors for kernels that take none ----------------------------------------------------------------------------
-
-
 #: what a kernel takes that dequantizes first
 ALL_QUANTIZED = frozenset(QUANTIZED)
 

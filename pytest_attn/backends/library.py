@@ -251,9 +251,6 @@ def _is_marked(mark: Path) -> bool:
     return mark.exists()
 
 
-# -- what the first worker of a run found out, for the others ---------------------------------------------------------------
-
-
 def once_in_a_run(question: str, find_out: Callable[[], Answer]) -> Answer:
     """Return what find_out returns, which JSON must hold: in workers of xdist on one host, what it returned in the first."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")

@@ -344,9 +344,6 @@ def _failure_of_one_token(implementation: str, device: str, backward: bool, head
     return None
 
 
-# -- varlen_attn: FlashAttention over packed sequences, without padding ----------------------------------------------------
-
-
 class Varlen(Backend):
     """varlen_attn on "thd" tensors; dense batches and documents are handed over as packed sequences."""
 
@@ -401,8 +398,6 @@ def _takes(parameter: str) -> bool:
         return False
     return parameter in inspect.signature(varlen_attn).parameters
 
-
-# -- decoding with a growing cache: a prompt in one call, then one call per new token, as a language model generates ---------
 
 #: tokens that are decoded; more would ask nothing else, and cuDNN makes a plan for each number of keys
 _DECODED = 8

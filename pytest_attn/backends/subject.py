@@ -387,7 +387,8 @@ def called_name(fn: Callable[..., Any], within: str = "") -> str:
     inside = list(_closed_over(fn))
     if fn.__name__ == "<lambda>" and (called := _first_called(fn)):
         inside.insert(0, called)
-    name = f"{name}[{_shortened(inside)}]" if inside else name
+    if kept := ",".join(inside):
+        name = f"{name}[{kept if len(kept) <= _LONGEST else f'{kept[:_LONGEST]}...'}]"
     shorter = name.removeprefix(f"{within}.") if within else name
     return printable(name if shorter == "lambda" else shorter)
 
@@ -424,8 +425,3 @@ def _first_called(fn: types.FunctionType) -> str:
         if callable(value):
             return path
     return ""
-
-
-def _shortened(parts: list[str]) -> str:
-    text = ",".join(parts)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -89,9 +89,6 @@ def _graph_breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
-# -- +graph ------------------------------------------------------------------------------------------------------------------
-
-
 class Graphed(Variant):
     """A backend's forward call, captured on other data than it is judged on and replayed over poisoned outputs.
 

@@ -1,11 +1,11 @@
 """Files, written atomically, by one process at a time, and to their end; temporary folders, which go with their process."""
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 import threading
 import weakref
@@ -109,8 +109,6 @@ class ProcessFolder:
 
 def remove_left(base: Path) -> None:
     """Remove the folders in a folder that processes of this user have left behind which were killed."""
-    if sys.platform == "win32":  # where folders in use and those left look alike
-        return
     for folder in base.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
@@ -155,10 +153,6 @@ def _hold(folder: Path) -> int:
 
 def _is_free(descriptor: int, waits: bool = False) -> bool:
     """Lock a file, where no other process has, or once none has; return whether that could be done."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except OSError:

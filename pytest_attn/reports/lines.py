@@ -110,9 +110,6 @@ def duration_in_column(seconds: float) -> str:
     return f"{seconds * 1e3:.4f} ms" if seconds < 1e-2 else f"{seconds * 1e3:.2f} ms"
 
 
-# -- of guests ---------------------------------------------------------------------------------------------------------
-
-
 def said_by_guests(latency: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what guests say of a latency's fields of theirs: the field, and a line. latency: as records have it."""
     for name, field in added("latency").items():

@@ -253,8 +253,9 @@ def _differences(closed: Sequence[_Closed]) -> Iterator[str]:
     """Say which code, options, software or device is not the same in all runs."""
     values: dict[str, list[tuple[Run, set[str]]]] = {}
     for run, facts in closed:
+        name, plus, changes = facts["commit"].partition("+")
         own = {
-            "the commit": {_short(facts["commit"])},
+            "the commit": {f"{name[:10]}{plus}{changes}" or "none"},
             "the choice of options": {facts["options"] or "none"},
             "pytest-attn's version": {facts["pytest_attn"]},
             "Python's version": {".".join(facts["python"].split(".")[:2])},
@@ -280,9 +281,3 @@ def _who(having: Iterable[tuple[Run, _Value]], value_of: Callable[[Run, _Value],
     paths = gathered((value_of(run, value), run.path) for run, value in having)
     ordered = sorted(paths.items(), key=lambda pair: -len(pair[1]))
     return "; ".join(f"{value} in {some(who, _FILES)}" for value, who in ordered)
-
-
-def _short(commit: str) -> str:
-    """Return a commit as it reads in a sentence."""
-    name, plus, changes = commit.partition("+")
-    return f"{name[:10]}{plus}{changes}" or "none"

@@ -343,9 +343,9 @@ def read_line(line: str, where: str, is_cut: bool = False) -> Record | None:
     if RUN in record and "question" not in record:
         return None
     require_described(record, line_description(), where)
-    known = record
+    known, described = record, line_description()["properties"]
     if any(word in line for word in _QUOTED):  # most lines hold none, and looking at each value takes longest
-        known = {key: _numbers(value, _described(key)) for key, value in record.items()}
+        known = {key: _numbers(value, described.get(key, {})) for key, value in record.items()}
     return cast(Record, {**_empty(known), **known})
 
 
@@ -439,10 +439,6 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return {change(str(key)): mapped(one, change) for key, one in value.items()}
     return [mapped(one, change) for one in value] if isinstance(value, (list, tuple)) else change(value)
-
-
-def _described(name: str) -> Mapping[str, Any]:
-    return fields()[name].description if name in fields() else {}
 
 
 def _numbers(value: Any, described: Mapping[str, Any]) -> Any:

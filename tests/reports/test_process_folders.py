@@ -21,8 +21,6 @@ print("ready", flush=True)
 time.sleep(60)
 """
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks of files tell nothing there")
-
 
 @pytest.fixture
 def holder(tmp_path):

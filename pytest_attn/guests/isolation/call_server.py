@@ -197,7 +197,9 @@ class CallServer:
                         gradients = self._gradients_of(result, given, douts)
                         result = gradients if direction == "backward" else [result, gradients]
                     results.append(result)
-                    digests.append(digest(_tensors_in(result)))
+                    found: list[Tensor] = []
+                    _structure(result, found, ())
+                    digests.append(digest(found))
                 write(self._returned, [bytes_of(torch.cat(digests))])
         self._words = sum(map(len, digests))
         return results
@@ -237,12 +239,6 @@ class CallServer:
         if not call.results:
             call.results[:] = found
         return {"result": structure, "tensors": [_described(one) for one in found], "changed": changed}
-
-
-def _tensors_in(result: object) -> list[Tensor]:
-    found: list[Tensor] = []
-    _structure(result, found, ())
-    return found
 
 
 def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> Any:

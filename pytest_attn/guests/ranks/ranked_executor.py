@@ -277,9 +277,6 @@ def _sharding_of(case: AttentionCase) -> Sharding:
     return executor.sharding if isinstance(executor, OnRanks) else Sharding(executor.workload, "contiguous", 1)
 
 
-# -- times --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankedMeasurement(Measurement):
     """A callable that the ranks of a pool time together. pool: returns it, once ranks have come to their judgment."""
