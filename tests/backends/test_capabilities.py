@@ -14,6 +14,7 @@ SQUARE = W.replace(kv_len=48)
 PAGED = W.replace(kv_pages=256, kv_lens=(80, 33))
 ALL_BUT_MASKS = Capabilities(features=frozenset(FEATURES), quantized=frozenset(("fp8", "head")))
 BARE = Capabilities(features=frozenset(("grouped heads",)))
+ONE_WAY = Capabilities(features=frozenset(("grouped heads", "softcap", "bias", "sinks", "alibi")))
 OF_SQUARES = Capabilities(masks=frozenset(("top-left", "window")), square=True)
 FEW_SIZES = Capabilities(head_dims=(64, 96, 128), features=frozenset(("grouped heads",)))
 FLOAT32 = Capabilities(dtypes=("float32",), features=frozenset(("grouped heads",)))
@@ -63,6 +64,13 @@ REFUSED = {
         OF_SQUARES,
         W.replace(kv_heads=4, mask="causal"),
     ),
+    "does not support interleaved head groups (h % kv_heads)": (ONE_WAY, W.replace(head_groups="interleaved")),
+    "adds a bias after the softcap, not before": (
+        ONE_WAY,
+        W.replace(bias="hqk", softcap=2.0, bias_before_softcap=True),
+    ),
+    "takes sinks in bfloat16 only": (ONE_WAY, W.replace(sinks="float32")),
+    "does not support ALiBi slopes per batch entry": (ONE_WAY, W.replace(alibi="batch")),
     "does not support fp8 tensors": (BARE, W.replace(dtype="fp8")),
     "does not support int8 keys and values": (ALL_BUT_MASKS, W.replace(kv_dtype="int8")),
     "does not support descales per token": (ALL_BUT_MASKS, W.replace(dtype="fp8", descales="token")),

@@ -54,21 +54,6 @@ def test_backends_take_it_or_say_that_they_do_not(w):
     assert w.is_packed or "eager" in took
 
 
-@pytest.mark.parametrize(
-    ("w", "words"),
-    [
-        (INTERLEAVED, "does not support interleaved head groups (h % kv_heads)"),
-        (BIAS_FIRST, "adds a bias after the softcap, not before"),
-        (SINKS, "takes sinks in bfloat16 only"),
-        (SLOPES, "does not support ALiBi slopes per batch entry"),
-    ],
-    ids=lambda one: getattr(one, "id", ""),
-)
-def test_others_refuse_in_plain_words(w, words):
-    for name in ("flash2", "flash3", "te_unfused", "natten", "sage", "cudnn", "xformers", "varlen"):
-        assert words in Registry()[name].capabilities.refusals(w)
-
-
 def test_grouping_is_undone():
     heads = torch.arange(6)[None]
     assert grouped(heads, INTERLEAVED).tolist() == [[0, 2, 4, 1, 3, 5]]

@@ -8,7 +8,7 @@ from judging import judged, spec_of
 from reported_faults.kernel import Attention
 
 import pytest_attn
-from pytest_attn import Precision, Workload
+from pytest_attn import Pages, Precision, Workload
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.workloads.inputs import Descales, draw_inputs
@@ -17,6 +17,10 @@ SHAPES = (
     {"q_len": 24, "batch": 2, "heads": 4, "kv_heads": 2, "mask": "causal"},
     {"q_len": 3, "kv_len": 140, "batch": 2, "heads": 4, "kv_heads": 2},
     {"q_len": 1, "heads": 2, "kv_lens": (40, 21), "kv_pages": 16},
+    *(
+        {"q_len": 1, "heads": 4, "kv_heads": 2, "kv_lens": (40, 21), "kv_pages": pages}
+        for pages in (Pages(8, "HND", fused=True, pool=20), Pages(8, sliced=True))
+    ),
 )
 QUANTIZED = ({"dtype": "fp8"}, {"kv_dtype": "fp8"}, {"kv_dtype": "int8"})
 DISTRIBUTIONS = ("structured", "flat", "randn", "peaky", "flux", "outlier", "onehot", "large")
@@ -278,5 +282,9 @@ def test_latent_pages_share_memory():
     inputs = draw_inputs(w)
     assert inputs.v.data_ptr() == inputs.k.data_ptr()
     assert inputs.v.shape == (*inputs.k.shape[:-1], 32)
+    for pages in (16, Pages(8, "HND"), Pages(8, sliced=True)):
+        kernel = Kernel(w.replace(kv_pages=pages))
+        where_shared = lambda q, k, v, kernel=kernel: kernel(q, k, v) if v.data_ptr() == k.data_ptr() else k  # noqa: E731
+        pytest_attn.check(where_shared, kernel.workload, device="cpu")
     pytest_attn.check("eager", w, device="cpu")
     pytest_attn.check("eager", w.replace(kv_dtype="int8", descales="token"), device="cpu")

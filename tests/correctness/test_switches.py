@@ -30,10 +30,6 @@ class Mode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def are_saved_tensors_hooked():
-    return _top_saved_tensors_default_hooks(True) is not None
-
-
 def in_mode():
     return bool(_get_current_function_mode_stack())
 

@@ -172,19 +172,6 @@ def tell(run, pytester):
     return together
 
 
-@pytest.fixture
-def real_processes(monkeypatch):
-    """Let the new processes of a timed story be forked ones, as on a GPU, where any can be; asked for by name."""
-
-    def wholly_fresh(command):
-        raise AssertionError(f"not forked: {command.output.read_text() if command.output.exists() else 'no output'}")
-
-    if launcher.Launcher.can_fork:
-        monkeypatch.setattr(worker_pool, "_FORKED_ON", frozenset(("cuda", "cpu")))
-        monkeypatch.setenv("PYTEST_ADDOPTS", "-o attn_fresh=forked")
-        monkeypatch.setattr(launcher, "StartedProcess", wholly_fresh)
-
-
 #: what the conftest of a story changes in the package
 CHANGED = (
     *((protocol.Stopwatch, name) for name in ("measure", "__init__")),
@@ -193,14 +180,12 @@ CHANGED = (
 
 
 @pytest.fixture
-def _fresh_processes(request, pytester, monkeypatch):
-    """Let the new processes of a story be runs in this one, which take a tenth of the time, unless it asks for real ones.
+def _fresh_processes(pytester, monkeypatch):
+    """Let the new processes of a story be runs in this one, which take a tenth of the time.
 
     They are given the command line, the environment, the folder and the channel of a process, and what they import of the
     story is imported anew.
     """
-    if "real_processes" in request.fixturenames:
-        return
 
     def run(self, command, seconds, is_forked):
         own = [

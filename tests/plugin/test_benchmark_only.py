@@ -90,22 +90,6 @@ def assert_all_that_passed_are(prefix, result):
     assert all(f"::{prefix}" in line for line in passed)
 
 
-@pytest.mark.parametrize(("option", "count"), [("--benchmark-only", YES), ("--benchmark-skip", YES), ("-q", 1)])
-def test_pytest_benchmark_sees_the_fixture_where_it_looks_for_it(forms, pytester, option, count):
-    pytester.makepyfile(
-        late="""
-        import pytest
-
-        @pytest.hookimpl(trylast=True)
-        def pytest_collection_modifyitems(items):
-            print("seen:", sum("benchmark" in item.fixturenames for item in items))
-        """
-    )
-    pytester.syspathinsert()
-    result = pytester.runpytest_inprocess("-p", "no:attn", "-p", "late", "-s", "--collect-only", option)
-    result.stdout.fnmatch_lines([f"*seen: {count}"])  # of -q, only test_yes_own, which has it
-
-
 def test_no_benchmark_is_set_up_before_it_is_needed(forms, pytester):
     result = pytester.runpytest_inprocess("-p", "no:attn", "--benchmark-only", "--setup-plan")
     assert result.stdout.str().count("SETUP    F benchmark") == 1  # of test_yes_own

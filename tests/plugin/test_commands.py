@@ -46,30 +46,6 @@ def test_without_the_library_of_charts_it_says_what_to_install(files, capsys, mo
     assert 'needs altair; pip install "pytest-attn[report]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("this is not json", "nowhere.jsonl, line 1: is not JSON"),
-        ("\0" * 50, "line 1: is not JSON"),
-        ('{"schema": true}\n', 'has no "schema"'),
-        ('{"schema": 1}\n', "question: found nothing, expected string"),
-        ("[" * 200_000 + "\n", "line 1: is not JSON"),
-        ("\xff\n", "is not UTF-8"),
-    ],
-    ids=["words", "zeros", "true", "bare", "nested", "bytes"],
-)
-@pytest.mark.parametrize("command", ["report", "summary"])
-def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, monkeypatch, capsys, command, text, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "nowhere.jsonl").write_text(text, encoding="latin-1")
-    with pytest.raises(SystemExit) as exited:
-        main([command, "nowhere.jsonl"])
-    assert exited.value.code == 2
-    said = capsys.readouterr().err
-    assert "nowhere.jsonl" in said
-    assert words in said
-
-
 def test_a_report_follows_a_link_and_replaces_neither_device_nor_input(files, capsys):
     (files / "target.html").write_text("old")
     (files / "link.html").symlink_to("target.html")

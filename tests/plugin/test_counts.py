@@ -140,23 +140,20 @@ def require_told(pytester, result, monkeypatch, capsys, unmarked=0):
 def test_all_endings_at_once(pytester, monkeypatch, capsys):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "step.md"))
+    (pytester.path / "step.md").write_text("# Another step\n")
     pytester.makepyfile(written(ENDINGS))
     result = run(pytester, "-rfE")
     records = require_told(pytester, result, monkeypatch, capsys)
-    assert f"{failures(records)} tests failed" in (pytester.path / "step.md").read_text()
-    assert "::error" in result.stdout.str()
+    summary = (pytester.path / "step.md").read_text()
+    assert summary.startswith("# Another step\n## Attention\n")
+    assert f"{failures(records)} tests failed" in summary
+    result.stdout.fnmatch_lines(["::error file=test_all_endings_at_once.py,line=*,title=mismatch%3A * on smoke-full::*"])
     reasons = {r["test"].partition("::test_")[2].partition("[")[0]: r["reason"] for r in records if r["question"] == "test"}
     assert reasons["own_assert"] == "AssertionError: assert 1 == 2"
     assert reasons["judges_nothing"].startswith("judges nothing: it passed without a call of attn.check")
     assert reasons["takes_nothing"].startswith("judges nothing: it names workloads")
     assert reasons["torn_down"] == "OSError: disk full"
     assert reasons["xpasses_strict"] == "[XPASS(strict)]"
-
-
-@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) for one in ENDINGS])
-def test_one_ending(pytester, monkeypatch, capsys, name):
-    pytester.makepyfile(written(["right", name] if name != "right" else ["right"]))
-    require_told(pytester, run(pytester, "-rfE"), monkeypatch, capsys)
 
 
 def test_stopped_at_the_first(pytester, monkeypatch, capsys):

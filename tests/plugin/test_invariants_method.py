@@ -38,13 +38,6 @@ def test_a_broken_invariant_is_a_failed_test_with_its_evidence(run, kernel_test)
 
 NONE_APPLIES = "none of the requested invariants applies: graph needs a CUDA device; device "
 STORIES = {
-    "invariants are chosen by name": (
-        'report = attn.check_invariants(lambda q, k, v: sdpa(q, k, v), only=["rerun", "state"], skip="state")\n'
-        'assert [f.invariant for f in report.findings] == ["rerun"]\n'
-        'with pytest.raises(ValueError, match="unknown invariant .posion.; did you mean poison or options. known: "):\n'
-        '    attn.check_invariants(sdpa, only="posion")',
-        "passed",
-    ),
     "what applies to nothing has not held": (
         'attn.check_invariants(lambda q, k, v: sdpa(q, k, v), only=["graph", "device"])',
         *("skipped", [f"SKIPPED*{NONE_APPLIES}"]),

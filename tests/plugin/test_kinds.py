@@ -194,14 +194,6 @@ def test_each_end_of_a_judgment_is_one_of_a_kind_of_its_own(toys, pytester, monk
     assert "conclude(" not in result.stdout.str(), "a failure is raised in the test's own frame"
 
 
-def test_its_items_are_collected_and_listed_and_its_marker_and_fixture_are_declared(toys):
-    collected = toys("--collect-only", "-q")
-    collected.stdout.fnmatch_lines(["test_toys.py::test_right?tiny?", "test_toys.py::test_backend?tiny-known?"])
-    toys("--attn-list").stdout.fnmatch_lines(["*9 of 10 cases would run*"])
-    toys("--markers").stdout.fnmatch_lines(["@pytest.mark.attention_toy(*workloads, *whether out holds numbers"])
-    toys("--fixtures").stdout.fnmatch_lines(["attn_toy*"])
-
-
 def test_what_its_tests_may_not_take_or_lack_is_an_error_of_collection(toys, pytester):
     pytester.makepyfile(test_toys="import pytest\n@pytest.mark.attention_toy\ndef test_it(attn_toy, qkv): pass\n")
     toys().stdout.fnmatch_lines(["*a test with attention_toy takes attn_toy and attn_backend and attn_workload, not qkv"])

@@ -52,7 +52,8 @@ def test_the_tables_are_those_of_attn_list(capsys, pytester):
         (["report"], 2, "error: the following arguments are required: FILE.jsonl"),
         (["summary", "."], 2, "summary: error: . is a folder; name the .jsonl file in it"),
         (["report", "no.jsonl"], 2, "report: error: there is no no.jsonl; pytest --attn-output=no.jsonl writes it"),
-        (["summary", __file__], 2, "is not JSON"),
+        (["summary", __file__], 2, f"{__file__}, line 1: is not JSON"),
+        (["report", sys.executable], 2, "is not UTF-8"),
         (["--device", "tpu"], 2, "error: argument --device: unknown device 'tpu'; expected auto, cpu, cuda"),
         (["--device", "xpu:7"], 2, "error: argument --device: device 'xpu:7' is not there; this machine has"),
     ],
@@ -75,14 +76,6 @@ def test_a_missing_torch_is_said_in_one_line():
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == 'pytest-attn needs torch, which is not installed; pip install "pytest-attn[torch]"\n'
     assert run_without("torch", "--help").returncode == 0
-
-
-@pytest.mark.slow("imports torch anew")
-def test_it_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "pytest_attn"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\nbackend " in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("next: pytest ")
 
 
 def test_a_gpu_has_more_versions(monkeypatch, tmp_path):

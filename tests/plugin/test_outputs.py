@@ -67,24 +67,6 @@ def test_a_line_for_each_judgment_with_every_field(pytester, workers):
     assert records["test_rules[smoke-full]", "invariants"]["verdict"] == "held"
 
 
-def test_what_was_judged_before_a_crash_is_in_the_file(pytester):
-    pytester.makepyfile("""
-        import os
-        import pytest
-        import torch
-
-        @pytest.mark.attention("smoke-full")
-        def test_first(attn):
-            attn.check(torch.nn.functional.scaled_dot_product_attention)
-
-        def test_then_the_process_dies():
-            os._exit(9)
-        """)
-    pytester.runpytest_subprocess("--attn-output=run.jsonl", *OPTIONS)
-    (record,) = read_records(pytester.path / "run.jsonl")
-    assert record["verdict"] == "passed"
-
-
 def test_aliases_name_the_same_workload(pytester):
     pytester.makepyfile("""
         import pytest
@@ -105,19 +87,6 @@ def test_aliases_name_the_same_workload(pytester):
         """)
     result = pytester.runpytest_inprocess("-s", *OPTIONS)
     result.stdout.fnmatch_lines(["*'group': 'flux', 'aliases': ('cuda_attn_L128_bfloat16',)*"])
-
-
-def test_a_job_of_github_actions_gets_annotations_and_a_summary(pytester, monkeypatch):
-    pytester.makepyfile(TESTS)
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "step.md"))
-    (pytester.path / "step.md").write_text("# Another step\n")
-    result = pytester.runpytest_inprocess(*OPTIONS)
-    result.stdout.fnmatch_lines(
-        ["::error file=test_a_job_of_github*.py,line=11,title=mismatch%3A * on smoke-full::*%0Apytest *"]
-    )
-    text = (pytester.path / "step.md").read_text()
-    assert text.startswith("# Another step\n## Attention\n")
 
 
 def test_what_a_failure_says_is_the_same_in_every_output(pytester, monkeypatch):

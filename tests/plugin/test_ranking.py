@@ -56,14 +56,6 @@ def test_both(attn, attn_backend):
 def test_named(attn, attn_backend):
     attn.check(attn_backend)
 """
-FORWARD = """
-import pytest
-from pytest_attn import Workload
-
-@pytest.mark.attention(Workload(32, heads=2, head_dim=32, name="tiny"), device="cpu")
-def test_forward(attn, attn_backend):
-    attn.measure(attn_backend)
-"""
 NAMES = "--attn-backends=fast,same,slow,bad,refused,int8_dynamic"
 TIMES = {"fast": 100, "same": 102, "slow": 200, "int8_dynamic": 50}
 
@@ -109,29 +101,6 @@ def test_backends_are_ranked_printed_and_written(project, pytester):
         ("tiny", "backward", ["same"]),
     ]
     assert not list(pytester.path.glob("*.part"))
-
-
-def test_approximate_backends_have_a_line_of_their_own(project, pytester):
-    pytester.makepyfile(test_it=FORWARD)
-    lines = section(project("--attn-backends=fast,int8_dynamic", "--attn-rank"), "attention rank")
-    assert [line.split()[:4] for line in lines[1:3]] == [
-        ["tiny", "fwd", "fast", "100.00"],
-        ["tiny", "fwd", "int8_dynamic", "approx."],
-    ]
-
-
-def test_nothing_timed_is_one_sentence(project):
-    result = project(NAMES, "--attn-rank", "-k", "test_named")
-    assert "attention rank" not in result.stdout.str()
-    result.stdout.fnmatch_lines(
-        ["rank: nothing was timed; call attn.measure(attn_backend) in a test, or type pytest --pyargs*"]
-    )
-
-
-@pytest.mark.slow("starts processes")
-def test_workers_that_share_a_device_time_nothing(project):
-    result = project("--attn-backends=fast,same", "--attn-rank", "-n", "2")
-    result.stdout.fnmatch_lines(["rank: nothing was timed: *"])
 
 
 @pytest.mark.parametrize(

@@ -9,29 +9,6 @@ from fakes.timed import KERNEL
 from pytest_attn.reports.records import read_records
 
 
-@pytest.mark.slow("times in many processes")
-def test_recording_says_what_it_wrote(project, pytester, baseline_file, real_processes):
-    pytester.makeini("[pytest]\nfilterwarnings = error\n")  # nothing was imported before pytest could rewrite it
-    result = project("--attn-update-baselines", "first recording")
-    result.assert_outcomes(passed=1)
-    result.stdout.re_match_lines(
-        [
-            r"baselines: 1 case, new process 1 of 3",
-            r"baselines: 1 case, new process 2 of 3",
-            r"baselines: 1 case, new process 3 of 3",
-            r"baselines: 1 of 1 cases recorded in .*baselines.*\.json",
-            r"latency: 1 recorded",
-        ],
-        consecutive=False,
-    )
-    (case,) = json.loads(baseline_file().read_text())["cases"].values()
-    assert len(case["p50_ns"]) == 3
-    assert case["reason"] == "first recording"
-    assert case["shape"] == "h2-s32-d32"
-    assert case["memory"] == 1000
-    assert len(case["z"]) == 3
-
-
 def test_what_was_not_recorded_is_an_error_of_its_test(project, pytester, monkeypatch):
     monkeypatch.setattr("pytest_attn.cases.latency.MORE_PROCESSES", 4)
     result = project("--attn-update-baselines=first", "--attn-output=run.jsonl", "--junitxml=run.xml", HOT_IN="0,3,4,5,6")
@@ -67,10 +44,15 @@ def test_recorded_anew_batches_and_replays_become_a_graph_in_every_process(recor
 
 def test_the_folder_of_baselines_can_be_another(project, pytester):
     pytester.makeini("[pytest]\nattn_baselines = kept/here\n")
-    project("--attn-threads=1", "--attn-update-baselines=first").assert_outcomes(passed=1)
+    result = project("--attn-threads=1", "--attn-update-baselines=first")
+    result.assert_outcomes(passed=1)
+    processes = [f"baselines: 1 case, new process {number} of 3" for number in (1, 2, 3)]
+    result.stdout.fnmatch_lines([*processes, "baselines: 1 of 1 cases recorded in *here*.json", "latency: 1 recorded"])
     (path,) = (pytester.path / "kept" / "here").iterdir()
-    (key,) = json.loads(path.read_text())["cases"]
+    ((key, case),) = json.loads(path.read_text())["cases"].items()
     assert key.endswith("| 1 thread"), "they are part of the case"
+    assert (len(case["p50_ns"]), len(case["z"]), case["reason"]) == (3, 3, "first")
+    assert (case["shape"], case["memory"]) == ("h2-s32-d32", 1000)
 
 
 def test_ctrl_c_while_recording_writes_nothing(pytester, project):

@@ -15,7 +15,6 @@ import torch
 import pytest_attn
 from pytest_attn import Workload
 from pytest_attn.correctness import reference
-from pytest_attn.reports.records import read_records
 
 WRONG = "attn.check(lambda q, k, v: v * 1.5)"
 SAVE = "--attn-save-failures=out"
@@ -214,28 +213,6 @@ def test_a_built_in_backend_is_judged_again_by_its_name(pytester, kernel_test, s
     assert saved().check("sdpa_flash").passed
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("workload", ["smoke-packed", "smoke-paged", "smoke-padded", "edges-s704-blocks", "features-mod"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_every_kind_of_workload_is_saved(pytester, kernel_test, saved, workload, dtype):
-    body = "attn.check(lambda q, k, v: torch.zeros(q.shape[:-1] + (attn.workload.v_head_dim,), dtype=q.dtype))"
-    kernel_test(body, marker=f'"{workload}", device="cpu", inputs="randn"')
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, f"--attn-dtypes={dtype}")
-    failure = saved()
-    given = pytest_attn.draw_inputs(failure.workload, "randn")
-    for name in ("q", "k", "v", "bias", "cu_seqlens", "cu_seqlens_kv", "kv_lens", "page_table"):
-        expected = getattr(given, name)
-        assert (expected is None) == (name not in failure.tensors)
-        assert expected is None or torch.equal(expected, failure.tensors[name])
-    assert ("mask" in failure.tensors) == (workload == "edges-s704-blocks")
-    with pytest.raises(AssertionError) as wrong:
-        failure.check(lambda q, k, v: torch.zeros_like(failure.tensors["out"]))
-    assert diagnosis(str(wrong.value))[1:] == diagnosis(result.stdout.str())[1:]
-    exact = failure.tensors["reference.out"].to(failure.tensors["q"].dtype)
-    right = exact[0].transpose(0, 1) if failure.workload.is_packed else exact
-    assert failure.check(lambda q, k, v: right).passed
-
-
 def test_assert_attention_close_saves_as_well(run, kernel_test, saved, repro):
     kernel_test("assert_attention_close(qkv[2])", fixtures="qkv, assert_attention_close", marker="Workload(32), backward=True")
     run(SAVE).stdout.fnmatch_lines(["E*  saved      out/*"])
@@ -317,16 +294,6 @@ def test_what_saving_needs_is_a_usage_error_that_says_what_to_install(pytester, 
     assert not (pytester.path / "out").exists()
 
 
-def test_a_full_disk_is_one_line(pytester, kernel_test, monkeypatch):
-    import shutil
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
-    kernel_test(WRONG)
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE)
-    result.stdout.fnmatch_lines(["E*  reproduce  *", "E*  not saved  [0-9]* MiB are needed in */out, 0.0 MiB are free"])
-    assert list((pytester.path / "out").iterdir()) == []
-
-
 def test_what_cannot_be_saved_hides_no_diagnosis(pytester, kernel_test, monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("a fault\nof the writer")
@@ -348,14 +315,6 @@ def test_neither_torch_nor_safetensors_is_imported_at_the_start(pytester):
     result = pytester.run(sys.executable, "-c", code)
     assert result.outlines[-1] == "[]"
     assert Path(pytester.path, "out").is_dir()
-
-
-def test_records_say_where_a_failure_was_saved(pytester, kernel_test, saved):
-    kernel_test(WRONG)
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", SAVE, "--attn-output=cases.jsonl")
-    (record,) = read_records(pytester.path / "cases.jsonl")
-    assert (pytester.path / record["saved"]).samefile(saved().folder)
-    assert record["unsaved"] == ""
 
 
 def test_environment_is_strict_json(pytester, kernel_test, saved):

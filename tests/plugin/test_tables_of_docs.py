@@ -27,12 +27,6 @@ def capability_lines():
     return aligned([header, *rows])
 
 
-@pytest.mark.slow("is another view")
-def test_attn_list_prints_it(pytester):
-    result = pytester.runpytest_inprocess("--attn-list", "-p", "no:cacheprovider")
-    result.stdout.fnmatch_lines([line.replace("[", "[[]") for line in capability_lines()], consecutive=True)
-
-
 def test_pages_that_no_code_writes_have_every_name():
     for page, names in (("backends", Registry().names), ("api", pytest_attn.__all__)):
         assert set(names) <= set(re.findall(r"`(\w+)`", (DOCS / f"reference/{page}.md").read_text()))

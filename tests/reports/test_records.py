@@ -92,7 +92,15 @@ def test_a_line_that_was_cut_short_is_left_out_and_any_other_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [('{"a": 1}', 'has no "schema"'), ("[]", 'has no "schema"'), (f'{{"schema": {SCHEMA + 1}}}', "install a newer one")],
+    [
+        ('{"a": 1}', 'has no "schema"'),
+        ("[]", 'has no "schema"'),
+        (f'{{"schema": {SCHEMA + 1}}}', "install a newer one"),
+        ('{"schema": 1}', "question: found nothing, expected string"),
+        ("[" * 200_000, "is not JSON"),
+        ("\0" * 50, "is not JSON"),
+    ],
+    ids=["fields", "list", "newer", "bare", "nested", "zeros"],
 )
 def test_what_is_no_record_is_named_with_its_place(tmp_path, line, words):
     path = tmp_path / "other.jsonl"

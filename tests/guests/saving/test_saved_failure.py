@@ -230,6 +230,21 @@ def save(folder, spec, target=on_module_level):
     return load_failure(found)
 
 
+@pytest.mark.parametrize("name", ["smoke-packed", "smoke-paged", "smoke-padded", "edges-s704-blocks", "features-mod"])
+def test_every_kind_of_workload_is_saved(tmp_path, name):
+    (w,) = builtin_catalog().select(name)
+    failure, given = save(tmp_path, CheckSpec(w, CPU, inputs=("randn",))), draw_inputs(w, "randn")
+    for tensor in ("q", "k", "v", "bias", "cu_seqlens", "cu_seqlens_kv", "kv_lens", "page_table"):
+        expected = getattr(given, tensor)
+        assert (expected is None) == (tensor not in failure.tensors)
+        assert expected is None or torch.equal(expected, failure.tensors[tensor])
+    exact = failure.tensors["reference.out"].to(failure.tensors["q"].dtype)
+    right = exact[0].transpose(0, 1) if w.is_packed else exact
+    assert failure.check(lambda q, k, v: right).passed
+    with pytest.raises(AssertionError, match="mismatch: out of"):
+        failure.check(on_module_level)
+
+
 def test_nothing_that_was_saved_is_computed_again(tmp_path, monkeypatch):
     failure = save(tmp_path, CheckSpec(Workload(32, heads=2), CPU, True), lambda q, k, v: q + k + v)
 
