@@ -100,7 +100,6 @@ CUDNN_NAN = KnownDefect(
     inputs="outlier",
 )
 
-
 CUDNN_NAN_OF_ONE_TILE = replace(
     CUDNN_NAN,
     summary="NaN in dq where q_len is 64 and scores are large",
@@ -108,7 +107,6 @@ CUDNN_NAN_OF_ONE_TILE = replace(
     inputs=None,
     invariants=("magnitude",),
 )
-
 
 #: relative L2 of gradients that come from other elements of dout, or from beyond it: 0.9 and more was seen; memory that nobody
 #: wrote may hold NaN, too
@@ -139,12 +137,10 @@ CUDNN_FULLY_MASKED_ROWS = KnownDefect(
     shows=in_fully_masked_rows,
 )
 
-
 #: torch gives cuDNN a boolean attn_mask as 0 and -65504: a row without a visible key then sees them all
 SDPA_FULLY_MASKED_ROWS = replace(
     CUDNN_FULLY_MASKED_ROWS, issue="pytorch#177842", summary="-65504 in place of -inf: rows that see no key see them all"
 )
-
 
 #: the backward kernel rounds head_dim to 16, and the pass that reads its dq to 32
 FLASH4_DQ = KnownDefect(
@@ -153,7 +149,6 @@ FLASH4_DQ = KnownDefect(
     applies=lambda w, machine: machine.capability == (9, 0) and w.head_dim <= 128 and 0 < w.head_dim % 32 <= 16,
     tensors=("dq",),
 )
-
 
 _OF_CUTLASS = "docs/results/findings.md, seen on an H200 with torch 2.11 and xformers 0.0.35"
 
@@ -172,13 +167,11 @@ CUTLASS_SHARED_HEAD = KnownDefect(
     invariants=("layout",),
 )
 
-
 CUTLASS_OFFSETS = KnownDefect(
     issue=_OF_CUTLASS,
     summary="rows or heads more than 2^31 elements apart: an illegal memory access, which ends the process's CUDA context",
     invariants=("offsets",),
 )
-
 
 #: some rows may score all that they see 65,504 below what is hidden from them
 SDPA_LARGE_SCORES = KnownDefect(

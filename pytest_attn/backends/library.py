@@ -136,7 +136,6 @@ def try_imports(libraries: Sequence[Library]) -> None:
 
 # -- tried out in a process of its own ---------------------------------------------------------------------------------------
 
-
 _IMPORT_SECONDS = 120
 _DAY = 86_400
 

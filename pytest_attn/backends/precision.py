@@ -44,7 +44,6 @@ TIES_ERROR = INT8_STEP / 2 / math.sqrt(32)
 #: the RMS over the row is then a single normal variable, and the largest of 100,000 such rows exceeds 4.
 SHARED = 1.5
 
-
 #: which maximum of a row the weights of a tile of keys are compared with: the last one, or that of the tiles before
 MAXIMA = ("last", "running", "running-backwards")
 
@@ -267,7 +266,6 @@ PRECISIONS = {
     "sage_fp8": Precision("sage_fp8", p_dtype="float8_e4m3fn", v_dtype="float8_e4m3fn", qk_error=INT8_ERROR),
 }
 
-
 #: what holds of a kernel that declares nothing; on a CPU torch's own kernel, which most of them call
 DEFAULT, DEFAULT_ON_CPU = "flash", "torch_cpu"
 
@@ -278,7 +276,6 @@ SUGGESTED = {
     for name, p in PRECISIONS.items()
     if not (p.is_quantized or p.rounds_rescaling or p.rounds_products or p.rounds_shifted_scores)
 }
-
 
 #: of these, what few kernels do
 RARE = ("kscale", "rounded_sinks")

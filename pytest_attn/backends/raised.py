@@ -13,7 +13,6 @@ from pytest_attn.processes.lifetime import replace_exits
 
 # -- how a function declines a case: `raise NotImplementedError("no softcap")`, a statement of Python with a text ------------
 
-
 #: libraries whose own NotImplementedError is a missing kernel or a missing gradient, which is a fault of who calls them
 _FAULTS_OF = ("torch", "triton")
 #: how torch says that it has no kernel for what `scaled_dot_product_attention` was asked, as for nested tensors and a mask

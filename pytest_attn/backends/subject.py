@@ -367,7 +367,6 @@ def _too_small(machine: Machine, workload: Workload, backward: bool, workspace: 
 
 # -- what reports call a callable --------------------------------------------------------------------------------------------
 
-
 #: characters of what a callable closes over, beyond which a name says no more
 _LONGEST = 60
 

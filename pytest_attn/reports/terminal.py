@@ -16,7 +16,6 @@ from pytest_attn.seam import each
 _NO_SUBJECT = "-"
 Line = tuple[str, dict[str, bool]]  # text and the terminal's markup
 
-
 #: reasons that --attn-list prints, those of most cases first
 _MOST_OBSTACLES = 20
 #: seconds of a compilation below which it is not listed, as with pytest's own durations

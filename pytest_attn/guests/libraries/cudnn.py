@@ -180,7 +180,6 @@ def _like_inputs(w: Workload) -> dict[str, torch.Tensor]:
 
 # -- the graphs --------------------------------------------------------------------------------------------------------------
 
-
 _DATA_TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF", "float32": "FLOAT", "int32": "INT32"}
 
 

@@ -143,7 +143,6 @@ def refused_by_build(head_dim: int, dtype: str, device: str) -> tuple[str, ...]:
 
 # -- flash-attn 2 ------------------------------------------------------------------------------------------------------------
 
-
 _SCORE = frozenset(("softcap", "alibi", "scale", "grouped heads"))
 _PAGE_STEP = 256
 #: 0, the default, lets the library's heuristic decide
@@ -223,10 +222,8 @@ class Flash2KvCache(Flash2):
 
 # -- flash-attn 3 ------------------------------------------------------------------------------------------------------------
 
-
 #: what a build says where it was made without a feature or a head dimension
 _BUILD_WORDS = ("build does not support", "only supports head dimension")
-
 
 _UNALIGNED = KnownDefect(
     issue="seen on an H200 on 2026-11-22, no report found",

@@ -29,7 +29,6 @@ _DIMS = (64, 128, 192, 256)
 _WORKSPACE, _INDICES = 128 << 20, 64 << 20
 _MOST_MASK_ENTRIES = (1 << 31) - 1
 
-
 _OF_ANY_WORKLOAD = tuple(
     KnownDefect("docs/results/findings.md, seen on an H200 with flashinfer 0.5.3", summary, invariants=(invariant,))
     for summary, invariant in (

@@ -187,7 +187,6 @@ def unfilled_inputs(w: Workload, device: str) -> Inputs:
 
 # -- its three kernels -------------------------------------------------------------------------------------------------------
 
-
 _MASKS = frozenset(("causal", "causal-bottom-right", "window", "documents"))
 _FEATURES = frozenset(("scale", "grouped heads", "packed", "padded", "backward"))
 

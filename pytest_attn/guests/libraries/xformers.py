@@ -169,7 +169,6 @@ def _one_line(text: str) -> str:
 
 # -- how a workload is said: its own classes of masks or a tensor, and GQA in five dimensions --------------------------------
 
-
 #: Every row of a bias must start at a multiple of 16 bytes: 8 elements are that in each dtype.
 _BIAS_STEP = 8
 

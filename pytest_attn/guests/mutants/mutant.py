@@ -29,7 +29,6 @@ Condition: TypeAlias = Literal[
     "lse-gradient",  # a gradient with respect to lse
 ]
 
-
 #: what a workload has wherever it runs a step, by the step's name
 _OF_STEPS = {
     **dict.fromkeys(("in_band", "first_key", "last_key", "diagonal"), reach.is_band),

@@ -68,7 +68,6 @@ has_other_lengths = of_lengths(lambda q_len, kv_len: q_len != kv_len)
 
 # -- heads and dtypes ------------------------------------------------------------------------------------------------------
 
-
 is_grouped = has("grouped heads")
 has_softcap, has_bias, has_alibi, has_sinks, has_score_mod = map(has, ("softcap", "bias", "alibi", "sinks", "score_mod"))
 

@@ -261,7 +261,6 @@ def _origin_of(record: Record) -> _Origin:
 
 # -- how candidates stand ----------------------------------------------------------------------------------------------
 
-
 DIRECTIONS = ("forward", "backward", "forward+backward")
 
 

@@ -28,7 +28,6 @@ from pytest_attn.reports.terminal import Line, in_table
 
 # -- the terminal ------------------------------------------------------------------------------------------------------
 
-
 WIDTH = 80
 _PASSES = {"forward": "fwd", "backward": "bwd", "forward+backward": "f+b"}
 _MOST_REASONS = 12

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 #: into how many equal parts each way to split cuts a sequence, for every rank
 PARTS_OF_A_RANK = {"contiguous": 1, "head-tail": 2, "striped": 1}
 
-
 #: of rings around cuDNN: with 64 rows as well, where scores are large
 CUDNN_NAN_OF_A_RANK = replace(
     CUDNN_NAN,

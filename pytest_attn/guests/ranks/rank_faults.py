@@ -323,7 +323,6 @@ def _merged(power: float | None, entry: Entry, rank: int) -> torch.Tensor:
 
 # -- masks that take rows and keys to stand elsewhere ----------------------------------------------------------------------
 
-
 #: where rows and keys are taken to stand
 Positions: TypeAlias = Callable[[Entry, int], "tuple[torch.Tensor, torch.Tensor]"]
 
@@ -473,7 +472,6 @@ def _own_lse(name: str, entry: Entry, rank: int) -> torch.Tensor:
 
 
 # -- a cache in pages that ranks share -------------------------------------------------------------------------------------
-
 
 #: says of a rank's tokens, by their places there, which are meant. size: of a page
 Which: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]

@@ -190,12 +190,10 @@ def _checked(name: str, leaf: torch.Tensor, gradient: torch.Tensor | None) -> to
 #: what torch imports in a first backward pass, or with a first group: no call of a callable should take so long
 LATE_IMPORTS = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes")
 
-
 #: what NCCL 2.30 reads as a process begins to use it
 _SEVERAL_RANKS_ON_A_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 #: what calls the callable: its own frames follow
 _CALLERS = ("guests/ranks/rank_server.py", "guests/ranks/worker_timing.py", "latency/kernel_work.py")
-
 
 #: makes a step of the timer of a callable on this rank (ranks/worker_timing.py): its name, and keyword arguments
 Step: TypeAlias = Callable[[str, Mapping[str, Any]], Any]

@@ -107,7 +107,6 @@ def _header(records: Sequence[Record]) -> str:
 
 # -- records as the page carries them ----------------------------------------------------------------------------------
 
-
 _DIGITS = 5
 _SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim", "dtype", "mask", "flops", "bytes")
 _FIGURES = ("z_element", "z_row", "z_head", "z_slope", "absmax", "mean_abs", "mse", "relative_l2", "cosine")
