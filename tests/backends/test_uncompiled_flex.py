@@ -12,7 +12,7 @@ from pytest_attn.backends.contexts import quiet
 from pytest_attn.backends.flex import Packing, score_mod_of
 from pytest_attn.backends.precision import uncompiled_flex_precision
 from pytest_attn.backends.registry import Registry
-from pytest_attn.guests.models.calls.flex_calls import FLEX
+from pytest_attn.guests.models.calls.torch_calls import FLEX
 from pytest_attn.guests.models.capture import precision_of
 from pytest_attn.guests.models.interception import InterceptedCall
 from pytest_attn.workloads.inputs import draw_inputs

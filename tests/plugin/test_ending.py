@@ -148,7 +148,7 @@ def test_in_a_model_and_in_what_takes_its_place(in_process, pytester):
         import torch
         from torch.nn.functional import scaled_dot_product_attention as sdpa
         import pytest_attn
-        from pytest_attn.guests.models.attention_args import UnreadableError
+        from pytest_attn.guests.models.call_to_workload import UnreadableError
 
         class Model(torch.nn.Module):
             def __init__(self, ends):

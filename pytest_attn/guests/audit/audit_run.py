@@ -22,7 +22,7 @@ from _pytest.runner import runtestprotocol
 
 from pytest_attn.guests.audit.kernel_calls import KernelCalls, Run, in_layout, with_pages
 from pytest_attn.guests.audit.tolerances import Line, Tolerances
-from pytest_attn.guests.models.attention_args import imported_functions
+from pytest_attn.guests.models.call_to_workload import imported_functions
 from pytest_attn.guests.models.interception import InterceptedCall, intercept_attention, user_function, user_functions
 from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend, SplitKernel

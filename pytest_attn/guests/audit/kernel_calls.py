@@ -17,14 +17,16 @@ from pytest_attn.correctness.judge import compare_all
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import Reference, compute_reference
 from pytest_attn.guests.libraries.flash_attention import mask_of_window
-from pytest_attn.guests.models.attention_args import (
+from pytest_attn.guests.models.call_to_workload import (
     AttentionArguments,
     AttentionFunction,
+    DropoutError,
     UnreadableError,
+    asks_the_same,
     swap_rows_and_heads,
+    to_inputs,
     unchanged,
 )
-from pytest_attn.guests.models.call_to_workload import DropoutError, asks_the_same, to_inputs
 from pytest_attn.guests.models.calls.flash_attention_calls import OPTIONS, read_flash
 from pytest_attn.guests.models.interception import InterceptedCall
 from pytest_attn.guests.mutants.kernel import KernelBackend

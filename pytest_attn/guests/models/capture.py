@@ -25,14 +25,14 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.call import changes_of
 from pytest_attn.correctness.contract import EmptyRows
-from pytest_attn.guests.models.attention_args import (
+from pytest_attn.guests.models.call_to_workload import (
     AttentionArguments,
     AttentionFunction,
+    to_inputs,
     unchanged,
+    with_mask,
 )
-from pytest_attn.guests.models.call_to_workload import to_inputs, with_mask
-from pytest_attn.guests.models.calls.flex_calls import FLEX
-from pytest_attn.guests.models.calls.sdpa_calls import autocast
+from pytest_attn.guests.models.calls.torch_calls import FLEX, autocast
 from pytest_attn.guests.models.calls.transformers_calls import is_stock
 from pytest_attn.guests.models.handed_masks import (
     HandedMasks,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_attn.backends.dense import dense
-from pytest_attn.guests.models.attention_args import AttentionArguments
+from pytest_attn.guests.models.call_to_workload import AttentionArguments
 from pytest_attn.workloads.functions import parameters_of
 
 #: what a bias below hides, whatever the scores are

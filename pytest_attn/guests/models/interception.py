@@ -28,17 +28,16 @@ from torch.nn.modules import module as every
 from torch.overrides import TorchFunctionMode
 
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.guests.models.attention_args import (
+from pytest_attn.guests.models.call_to_workload import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
     imported_functions,
     refuse_unread,
     shortened,
+    to_inputs,
 )
-from pytest_attn.guests.models.call_to_workload import to_inputs
-from pytest_attn.guests.models.calls.flex_calls import FLEX
-from pytest_attn.guests.models.calls.sdpa_calls import SDPA, autocast, read_plain
+from pytest_attn.guests.models.calls.torch_calls import FLEX, SDPA, autocast, read_plain
 from pytest_attn.guests.models.calls.transformers_calls import function_called, read_call
 from pytest_attn.guests.models.exact_attention import exact_attention, exact_weights
 from pytest_attn.guests.models.handed_masks import HandedMasks, handed_to

@@ -27,8 +27,13 @@ from pytest_attn.correctness.contract import check_contract, plain
 from pytest_attn.correctness.judge import compare_rows
 from pytest_attn.correctness.limits import limits_named, limits_of
 from pytest_attn.correctness.reference import Reference, exact_rows
-from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError
-from pytest_attn.guests.models.call_to_workload import asks_the_same, to_inputs
+from pytest_attn.guests.models.call_to_workload import (
+    AttentionArguments,
+    AttentionFunction,
+    UnreadableError,
+    asks_the_same,
+    to_inputs,
+)
 from pytest_attn.guests.models.capture import AttentionCall, Computed, Recorder, Unread
 from pytest_attn.guests.models.interception import (
     InterceptedCall,

@@ -12,10 +12,9 @@ from pytest_attn.__main__ import main
 from pytest_attn.guests.audit import audit_run
 from pytest_attn.guests.audit.kernel_calls import with_pages
 from pytest_attn.guests.audit.tolerances import Tolerances
-from pytest_attn.guests.models.attention_args import UnreadableError
-from pytest_attn.guests.models.call_to_workload import to_inputs
+from pytest_attn.guests.models.call_to_workload import UnreadableError, to_inputs
 from pytest_attn.guests.models.calls.flash_attention_calls import FUNCTIONS
-from pytest_attn.guests.models.calls.flex_calls import FLEX
+from pytest_attn.guests.models.calls.torch_calls import FLEX
 from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.workloads.pages import Pages
 

@@ -177,7 +177,7 @@ def one_key_longer(masks):
             ["k", "v", "visible"],
         ),
         ("te_fused", W.replace(scale=0.3), "transformer_engine", "_SUBMODULES", lambda names: (), ["scale"]),
-        ("xformers", SQUARE.replace(mask=Window(9, 0)), "xformers", "_MASKS", one_key_longer, ["visible"]),
+        ("xformers", SQUARE.replace(mask=Window(9, 0)), "library", "_MASKS", one_key_longer, ["visible"]),
         (
             "transformers:flash_attention_2",
             PACKED.replace(mask="causal-bottom-right"),

@@ -3,8 +3,15 @@ import math
 import pytest
 import torch
 
-from pytest_attn.guests.models.attention_args import AttentionArguments, UnreadableError, split_additive
-from pytest_attn.guests.models.call_to_workload import StoredMask, asks_the_same, recognize, to_inputs
+from pytest_attn.guests.models.call_to_workload import (
+    AttentionArguments,
+    StoredMask,
+    UnreadableError,
+    asks_the_same,
+    recognize,
+    split_additive,
+    to_inputs,
+)
 from pytest_attn.workloads.masks import BooleanMask, Causal, Document, MaskModMask, Sequences, Window
 from pytest_attn.workloads.workload import Workload
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from guests.models.zoo import DIM, HEADS, Of
 from torch import nn
 
-from pytest_attn.guests.models.attention_args import AttentionArguments
+from pytest_attn.guests.models.call_to_workload import AttentionArguments
 from pytest_attn.guests.models.check_model import judge_model
 from pytest_attn.guests.models.handed_masks import HandedMasks, beyond_window, causal_across
 

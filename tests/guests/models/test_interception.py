@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from pytest_attn import ContractError, capture, check_model
 from pytest_attn.guests.models import interception
-from pytest_attn.guests.models.calls.sdpa_calls import SDPA
+from pytest_attn.guests.models.calls.torch_calls import SDPA
 
 SEEN = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
 compiled_flex = torch.compile(flex.flex_attention, backend="eager")

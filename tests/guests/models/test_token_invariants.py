@@ -14,8 +14,8 @@ from torch import nn
 
 from pytest_attn.guests.models import token_invariants
 from pytest_attn.guests.models.call_to_workload import DropoutError
-from pytest_attn.guests.models.routing import Routing
 from pytest_attn.guests.models.token_invariants import judge_model_invariants
+from pytest_attn.guests.models.token_model import Routing
 
 TOKENS, WINDOW = 40, 8
 IDS = torch.randint(64, (3, TOKENS), generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,7 @@ import torch
 
 from pytest_attn.backends.library import FLASH3
 from pytest_attn.guests.libraries.flash_attention import BOUNDARIES, mask_of_window
-from pytest_attn.guests.models.attention_args import (
+from pytest_attn.guests.models.call_to_workload import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pytest_attn.guests.libraries.flash_attention import mask_of_window
-from pytest_attn.guests.models.attention_args import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
+from pytest_attn.guests.models.call_to_workload import AttentionArguments, AttentionFunction, UnreadableError, refuse_unread
 from pytest_attn.workloads.masks import Causal, Mask
 
 _TENSORS = ("query_layer", "key_layer", "value_layer")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pytest_attn.guests.libraries.transformers import BOUNDARIES
-from pytest_attn.guests.models.attention_args import (
+from pytest_attn.guests.models.call_to_workload import (
     AttentionArguments,
     AttentionFunction,
     UnreadableError,
@@ -17,8 +17,7 @@ from pytest_attn.guests.models.attention_args import (
     swap_rows_and_heads,
     visible_and_bias,
 )
-from pytest_attn.guests.models.calls.flex_calls import read_block_mask
-from pytest_attn.guests.models.calls.sdpa_calls import autocast
+from pytest_attn.guests.models.calls.torch_calls import autocast, read_block_mask
 from pytest_attn.workloads.functions import parameters_of
 from pytest_attn.workloads.masks import Causal, Mask, Window
 
