@@ -309,25 +309,24 @@ class Recorder:
     done: is given each call once all its gradients have arrived, or at the end. backward: whether to wait for these.
     expected: what the model's configuration says, by module and number of the call. judges: calls are to be judged, so no
     gradient of out arrives in rows that see no key: what these hold is not checked.
-    precision: where the model's functions round, where that is said; else what is known of them.
+    precision: where the model's functions round, where that is said; else what is known of them. made: is given each call as
+    it is made.
     """
 
     def __init__(
         self,
-        done: Callable[[AttentionCall], None],
+        done: Callable[[AttentionCall], None] = lambda call: None,
         backward: bool = True,
         expected: Mapping[tuple[str, int], ConfiguredMasks] | None = None,
         kept_bytes: int = KEPT_BYTES,
         judges: bool = False,
         precision: str | Precision | None = None,
+        made: Callable[[AttentionCall], None] = lambda call: None,
     ) -> None:
         self.unread_calls: list[Unread] = []
         #: where the functions are of which the step uses more than out, as weights or lse
         self.beside: set[tuple[str, str]] = set()
-        #: is given each call as it is made
-        self.made: Callable[[AttentionCall], None] = lambda call: None
-        self._done, self._backward, self._expected = done, backward, expected or {}
-        self._numbers: Counter[tuple[str, bool]] = Counter()
+        self._made, self._done, self._backward, self._expected = made, done, backward, expected or {}
         self._waiting: dict[int, tuple[AttentionCall, set[str]]] = {}
         #: whether the call whose dout arrived last is in its backward pass, and no checkpoint of the model computes it again
         self._is_going_back = False
@@ -347,16 +346,14 @@ class Recorder:
             given: torch.Tensor = intercepted.arguments[name]
             sinks = given.view_as(given)
             intercepted = dataclasses.replace(intercepted, arguments={**intercepted.arguments, name: sinks})
-        by = intercepted.module, intercepted.is_again  # computed again for a backward pass a call keeps its number
-        self._numbers[by] += 1
-        expected = self._expected.get((intercepted.module, self._numbers[by]), ConfiguredMasks(None, ()))
+        expected = self._expected.get((intercepted.module, intercepted.number), ConfiguredMasks(None, ()))
         arguments, is_narrower = _believed(intercepted, expected.visible)
         inputs = to_inputs(arguments)
         tensors = {name: t for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
         kept: Any = {name: self._keep(bare(t)) for name, t in tensors.items()}
         pristine = dataclasses.replace(inputs, **kept)
-        call = AttentionCall(intercepted.module, self._numbers[by], intercepted.function.shown, pristine)
-        call.is_again, call.order, call.is_narrower = intercepted.is_again, self._numbers.total(), is_narrower
+        call = AttentionCall(intercepted.module, intercepted.number, intercepted.function.shown, pristine)
+        call.is_again, call.order, call.is_narrower = intercepted.is_again, intercepted.order, is_narrower
         if self._judges:
             memory = intercepted.handed[0].memory if intercepted.handed else None
             call.empty_rows, call.memory = EmptyRows(inputs, "finite"), "" if memory is None else digest_of(memory)
@@ -373,7 +370,6 @@ class Recorder:
         inputs: Inputs,
         watched: Watched,
     ) -> Any:
-        """Compute a call, and record it; return what the model is given."""
         needs = self._backward and torch.is_grad_enabled()
         needed = {name for name, t in watched.tensors.items() if needs and t.requires_grad}
         result, call.precision, call.subject = self.computed(intercepted, arguments, inputs)
@@ -382,7 +378,7 @@ class Recorder:
             result = self._apart(intercepted.function, result)
         call.out, call.kernel = self._keep(arguments.out_to_native(bare(raw))), intercepted.kernel
         if not call.is_again:
-            self.made(call)
+            self._made(call)
         if call.subject is None and needed and (name := watched.changed):
             reason = f"it changes its {name} in place, which hides the gradient; let it work on a copy"
             self.unread(intercepted.module, intercepted.function.shown, reason)
@@ -547,8 +543,7 @@ def capture(
         DropoutError: a call drops probabilities.
     """
     calls: list[AttentionCall] = []
-    recorder = Recorder(lambda call: None)
-    recorder.made = calls.append
+    recorder = Recorder(made=calls.append)
     with ending_no_test("the step"), intercept_attention(recorder, model, functions):
         step()
     recorder.finish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
@@ -268,7 +267,6 @@ def _is_unexplained(call: CallComparison) -> bool:
 
 
 def _as_differing(call: CallComparison) -> CallComparison:
-    """Return a wrong call with the word that equal ones differ."""
     assert call.comparison is not None
     assert call.comparison.mismatch is not None
     mismatch = dataclasses.replace(call.comparison.mismatch, hints=(RERUN,))
@@ -352,43 +350,35 @@ class RepeatedCalls(Handler):
 
     def __init__(self) -> None:
         self.differing: set[str] = set()
-        self._numbers: Counter[str] = Counter()
 
     def handle(self, intercepted: InterceptedCall) -> Any:
         """Compare two results of a call, and let it be computed."""
-        self._numbers[intercepted.module] += 1
         one, other = (
             bare(first_of(intercepted.with_tensors(*(t.clone() for t in intercepted.tensors)).compute())) for _ in range(2)
         )
         if float((one - other).abs().max()) > _DIFFERENCE * float(one.abs().max()):
-            self.differing.add(label_of(intercepted.module, self._numbers[intercepted.module]))
+            self.differing.add(label_of(intercepted.module, intercepted.number))
         return intercepted.compute()
 
 
 # -- the masks that a model of transformers expects --------------------------------------------------------------------------
 
 
-class MaskRecorder:
+class MaskRecorder(Handler):
     """Notes what each call may see, by module and number of its call."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, int], ConfiguredMasks] = {}
-        self._numbers: Counter[str] = Counter()
 
     def handle(self, intercepted: InterceptedCall) -> Any:
         """Note the masks, and let the call be computed."""
         if intercepted.is_again:
             return intercepted.compute()
-        self._numbers[intercepted.module] += 1
         mask, visible = intercepted.arguments.get("attention_mask"), None
         if mask is not None and getattr(mask, "ndim", 0) == 4 and str(mask.dtype) == "torch.bool":
             visible = mask[..., : intercepted.tensors[1].shape[-2]]
-        self.found[intercepted.module, self._numbers[intercepted.module]] = ConfiguredMasks(visible, intercepted.handed)
+        self.found[intercepted.module, intercepted.number] = ConfiguredMasks(visible, intercepted.handed)
         return intercepted.compute()
-
-    def unread(self, module: str, function: str, reason: str) -> None:
-        """Count the call."""
-        self._numbers[module] += 1
 
 
 def configured_masks(

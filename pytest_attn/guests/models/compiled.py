@@ -291,5 +291,4 @@ def _has_dtype(dtypes: tuple[str, ...], value: Any) -> bool:
 
 
 def _each(arguments: Any, dtypes: tuple[str, ...], into: Any) -> Any:
-    """Return arguments with each tensor of some dtypes in another one."""
     return tree_map(lambda t: t.to(into) if isinstance(t, torch.Tensor) and _has_dtype(dtypes, t) else t, arguments)

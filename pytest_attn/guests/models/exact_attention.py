@@ -80,8 +80,7 @@ def exact_attention(inputs: Inputs, rounding: Rounder | None = None) -> torch.Te
     Memory grows with the sequence, not with its square.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(inputs.q):  # whose transforms take plain operators only
-        p, v = _probabilities(inputs), repeated(inputs.v, inputs.workload)
-        return (p @ v.double()).to(inputs.q.dtype)
+        return (exact_weights(inputs) @ repeated(inputs.v, inputs.workload).double()).to(inputs.q.dtype)
     function: Any = _ExactAttention
     parameters = (getattr(inputs, one.tensor) for one in PARAMETERS.values())
     out: torch.Tensor = function.apply(inputs, rounding, inputs.q, inputs.k, inputs.v, *parameters)
@@ -89,11 +88,7 @@ def exact_attention(inputs: Inputs, rounding: Rounder | None = None) -> torch.Te
 
 
 def exact_weights(inputs: Inputs) -> torch.Tensor:
-    """Return the probabilities of these inputs in their dtype, (batch, heads, q_len, kv_len), with gradients."""
-    return _probabilities(inputs).to(inputs.q.dtype)
-
-
-def _probabilities(inputs: Inputs) -> torch.Tensor:
+    """Return the probabilities of these inputs in float64, (batch, heads, q_len, kv_len), with gradients."""
     w = inputs.workload
     scores = inputs.q.double() @ repeated(inputs.k, w).double().mT * w.softmax_scale
     alibi = alibi_bias(inputs) if w.alibi else None

@@ -15,6 +15,7 @@ import inspect
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -56,8 +57,9 @@ class InterceptedCall:
 
     module: the qualified name of the module that makes it. function: how its arguments are read; original: what is called.
     handed: the masks of that module's arguments, then of what runs it, outwards. positional: how many arguments it is given
-    without their names. infers: whether it is made in inference mode. ran: what computed it, as far as functions that are
-    known were called within.
+    without their names. infers: whether it is made in inference mode. number: which call of its module, from 1; computed again
+    for a backward pass it keeps that. order: among all calls. ran: what computed it, as far as functions that are known were
+    called within.
     """
 
     module: str
@@ -67,6 +69,8 @@ class InterceptedCall:
     handed: tuple[HandedMasks, ...] = ()
     positional: int = 0
     infers: bool = False
+    number: int = 1
+    order: int = 1
     ran: list[str] = field(default_factory=list)
 
     @property
@@ -150,14 +154,16 @@ class Interceptor:
         self, function: AttentionFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Hand one call to the handler."""
-        module, infers = self._tracker.note_call(), torch.is_inference_mode_enabled()
+        module, number, order = self._tracker.note_call()
+        infers = torch.is_inference_mode_enabled()
         with self._inside():
             try:
                 arguments = function.bind(args, kwargs)
                 if missing := [name for name in function.tensors if name not in arguments]:
                     raise UnreadableError(f"no argument {missing[0]}")
                 _refuse_vmap(arguments[name] for name in function.tensors)
-                call = InterceptedCall(module, function, arguments, original, self._tracker.handed(), len(args), infers)
+                made = function, arguments, original, self._tracker.handed(), len(args), infers
+                call = InterceptedCall(module, *made, number, order)
                 self._ran = call.ran
                 with outside_inference():
                     return self._handler.handle(call)
@@ -300,7 +306,6 @@ def never_called(functions: Iterable[Named], seen: set[tuple[str, str]]) -> tupl
 
 
 def _held(function: AttentionFunction) -> Callable[..., Any] | None:
-    """Return what is found where a function is."""
     owner: Any = sys.modules[function.module]
     for part in function.attribute.split("."):
         owner = getattr(owner, part, None)
@@ -418,6 +423,7 @@ class Tracker:
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._names: dict[int, str] = {}
         self._running: list[Running] = []
+        self._numbers: Counter[tuple[str, bool]] = Counter()
         #: modules that ran
         self.ran: dict[str, torch.nn.Module] = {}
         #: modules that made an attention call
@@ -482,17 +488,19 @@ class Tracker:
         """The qualified name of the module that runs; "" outside all."""
         return self._names[id(self._running[-1].module)] if self._running else ""
 
-    def note_call(self) -> str:
-        """Note an attention call of the module that runs, and return its name."""
+    def note_call(self) -> tuple[str, int, int]:
+        """Note an attention call of the module that runs; return its name, which of its calls it is, and which of all."""
+        by = self.current, in_backward_pass()
+        self._numbers[by] += 1
         if self._running:
             module, args, kwargs, ran, _ = self._running[-1]
             self.callers[self.current] = module
             self.call_settings[self.current] = tuple(
                 v if is_setting(v) else type(v).__name__ for v in (*args, *kwargs, *kwargs.values())
             )
-            if not in_backward_pass():  # where checkpointing computes it again
+            if not by[1]:  # where checkpointing computes it again
                 self.before.setdefault(self.current, []).append([part.module for part in ran])
-        return self.current
+        return self.current, self._numbers[by], self._numbers.total()
 
     def note_read(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that an operation, and not a look at a shape or dtype, reads its arguments in the modules that run."""
@@ -621,7 +629,7 @@ def _exact_forward(
     inputs = to_inputs(arguments)
     out, weights = arguments.to_result(exact_attention(inputs))
     gives_weights = any(not str(name).startswith(_WITHOUT_WEIGHTS) and "/" not in str(name) for name in implementations)
-    return out, exact_weights(inputs) if gives_weights or arguments.asks_more else weights
+    return out, exact_weights(inputs).to(out.dtype) if gives_weights or arguments.asks_more else weights
 
 
 # -- functions that a user names ---------------------------------------------------------------------------------------------

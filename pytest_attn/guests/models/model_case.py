@@ -313,7 +313,6 @@ def _workload_of(name: str, found: ModelComparison | None) -> Workload:
 
 
 def _facts(call: CallComparison) -> dict[str, Any]:
-    """Return what a record says of one call, as builtin types."""
     reported = call.comparison.reported if call.comparison else None
     return {
         "module": call.label,

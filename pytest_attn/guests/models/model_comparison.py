@@ -234,7 +234,6 @@ def _not_replaced(model: ModelComparison) -> Iterator[str]:
 
 
 def _written_out(model: ModelComparison) -> Iterator[str]:
-    """Say which modules compute attention that was not judged, and how to go on."""
     names, first = model.hidden, model.hidden[0]
     over = f" over {model.written_out[first]}" if first in model.written_out else ""
     calls = {call.module for call in model.calls}
@@ -275,7 +274,6 @@ def _meant(call: CallComparison) -> str:
 
 
 def _compiled(model: ModelComparison) -> Iterator[str]:
-    """Say what is wrong with the compiled run."""
     run = model.compiled
     if run is None or not run.wrong:
         return

@@ -84,7 +84,6 @@ def call_tables(records: Sequence[Mapping[str, Any]], width: int | None) -> Iter
 
 
 def _compiled(run: Mapping[str, Any] | None) -> Iterator[Line]:
-    """Yield what is known of a model's compiled run."""
     if run is None:
         return
     again = f", compiled again in the second run ({run['recompiled']})" if run["recompiled"] else ""

@@ -75,7 +75,7 @@ class Exact(Handler):
         if not (arguments.asks_more or intercepted.function.place in self.beside):
             return arguments.to_result(out)
         is_of_ours = intercepted.function.shown == f"transformers:{NAME}"  # which returns out alone
-        result = (out, exact_weights(inputs)) if is_of_ours else intercepted.compute()
+        result = (out, exact_weights(inputs).to(out.dtype)) if is_of_ours else intercepted.compute()
         if not self.is_whole:
             result = tree_map_only(torch.Tensor, without_gradient, result)
         replaced = arguments.to_result(out)

@@ -67,7 +67,6 @@ def _held(call: AttentionCall) -> str:
 
 
 def _counting(shown: torch.Tensor) -> torch.Tensor:
-    """Return which rows count: those of padding may show nothing, or all."""
     return shown.any(-1) & ~shown.all(-1)
 
 
@@ -158,7 +157,6 @@ def odd_one(calls: Sequence[CallComparison], tracker: Tracker) -> str:
 
 
 def _oddities(groups: Iterable[Siblings], finders: Iterable[Callable[[Siblings], Iterator[Oddity]]]) -> dict[int, str]:
-    """Return what is odd about calls, by their order."""
     found: dict[int, str] = {}
     for group in groups:
         for at, what, sibling in chain.from_iterable(find(group) for find in finders):

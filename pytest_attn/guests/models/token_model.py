@@ -230,8 +230,7 @@ class TokenModel:
             facts = call.module, call.label, call.function, call.workload
             calls.append(CallComparison(*facts, None, order=call.order, traits=traits))
 
-        recorder = Recorder(lambda call: None, backward=False)
-        recorder.made = made
+        recorder = Recorder(backward=False, made=made)
         with _masks_watched(self.module) as masks, intercept_attention(recorder, self.module) as tracker:
             self.rows_of(self.ids, self.places)
         recorder.finish()

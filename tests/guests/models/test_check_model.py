@@ -1,15 +1,18 @@
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from guests.models.zoo import DIM, HONEST, Attention, Block, Model, autocast_case, case_of, causal, flex_case, full, stack
+from guests.models.zoo import DIM, HONEST, autocast_case, case_of, causal, flex_case, full, layers_of, stack
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import pytest_attn
-from pytest_attn import Workload, check_model
+from pytest_attn import KnownDefect, Machine, Workload, check_model, check_module
+from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.machine import machine_of
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import RERUN, compare_all
@@ -20,6 +23,7 @@ from pytest_attn.guests.models.check_model import judge_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUPED, CPU = Workload(8, heads=4, kv_heads=2), torch.device("cpu")
+H200 = Machine("cuda:0", "NVIDIA H200", (9, 0), "sm90", 150 << 30, 1, "2.11.0+cu130")
 KERNELS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
 
 
@@ -252,9 +256,7 @@ def test_a_layer_that_gives_no_gradient_is_told():
 
 
 def test_a_layer_that_keeps_its_old_implementation_fails_a_replacement():
-    torch.manual_seed(0)
-    old = Attention(lambda q, k, v: (q @ k.mT / 4).softmax(-1) @ v)
-    model, step = case_of(Model(Block(Attention(full)), Block(old), Block(Attention(full))))
+    model, step = case_of(layers_of(full, lambda q, k, v: (q @ k.mT / 4).softmax(-1) @ v, full))
 
     with pytest.raises(AssertionError) as failure:
         check_model(model, step, "math")
@@ -264,15 +266,12 @@ def test_a_layer_that_keeps_its_old_implementation_fails_a_replacement():
 
 
 def test_a_refused_call_fails_in_the_backends_words_and_names_its_layer():
-    torch.manual_seed(0)
-    model, step = case_of(Model(Block(Attention(full)), Block(Attention(causal))))
+    model, step = case_of(layers_of(full, causal))
 
     def only_full(workload):
         return ["takes no mask"] if workload.mask else []
 
-    backend = pytest_attn.backends.backend.FunctionBackend(
-        "mine", lambda q, k, v, workload: full(q, k, v), unsupported_because=only_full
-    )
+    backend = FunctionBackend("mine", lambda q, k, v, workload: full(q, k, v), unsupported_because=only_full)
     with pytest.raises(
         AssertionError, match=r"blocks.1.attn: a call of F.scaled_dot_product_attention was not replaced: mine: "
     ):
@@ -356,3 +355,209 @@ def test_limits_that_emulated_kernels_raise_are_told(monkeypatch):
 
     assert found.passed
     assert "small faults cannot be seen in 2 of 2 calls" in found.notes[0]
+
+
+# -- what computed each call -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kernel", "told"), [(SDPBackend.MATH, "SDPA math"), (SDPBackend.FLASH_ATTENTION, "SDPA flash")])
+def test_the_kernel_that_torch_chose_is_told_for_each_layer(kernel, told):
+    model, step = case_of(stack(causal), torch.bfloat16)
+    with sdpa_kernel([kernel]):
+        found = check_model(model, step, scatter=0)
+
+    assert [call.kernel for call in found.calls] == [told, told]
+
+
+def test_layers_with_different_kernels_are_told_apart():
+    def with_math(q, k, v):
+        with sdpa_kernel([SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    model, step = case_of(layers_of(full, with_math), torch.bfloat16)
+
+    assert [call.kernel for call in check_model(model, step, scatter=0).calls] == ["SDPA flash", "SDPA math"]
+
+
+@pytest.mark.parametrize(("backend", "told"), [("math", "SDPA math"), ("sdpa_flash", "SDPA flash"), ("eager", "")])
+def test_the_kernel_of_a_replacement_is_told(backend, told):
+    model, step = case_of(stack(causal), torch.bfloat16)
+
+    assert {call.kernel for call in check_model(model, step, backend, scatter=0).calls} == {told}
+
+
+def test_a_layer_that_makes_no_call_is_named_though_nothing_was_to_be_replaced():
+    model, step = case_of(layers_of(full, lambda q, k, v: v, full))
+
+    (note,) = check_model(model, step).notes
+
+    assert note == "not judged: blocks.1.attn made no attention call, while others of its kind made one"
+
+
+# -- where it rounds -----------------------------------------------------------------------------------------------------
+
+
+def eager(q, k, v, workload=None, scale=None):
+    del workload, scale
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def test_a_function_that_declares_where_it_rounds_is_held_to_that():
+    model, step = case_of(stack(full), torch.bfloat16)
+
+    assert "fits the precision profile 'eager'" in judge_model(model, step, eager, scatter=0).message
+    assert check_model(model, step, eager, precision="eager").passed
+
+
+def test_the_models_own_function_is_held_to_what_is_declared():
+    model, step = case_of(stack(lambda q, k, v: eager(q, k, v)), torch.bfloat16)
+
+    assert not judge_model(model, step, functions=[eager], scatter=0).passed
+    assert check_model(model, step, functions=[eager], precision="eager").passed
+
+
+def test_a_backend_says_itself_where_it_rounds():
+    model, step = case_of(stack(full), torch.bfloat16)
+
+    assert check_model(model, step, "eager", scatter=0, precision="flash").passed
+
+
+def test_an_unknown_precision_is_refused_before_anything_runs():
+    model, _ = case_of(stack(full))
+    with pytest.raises(ValueError, match="unknown precision"):
+        check_model(model, lambda: pytest.fail("the step ran"), precision="flush")
+
+
+# -- known defects -------------------------------------------------------------------------------------------------------
+
+
+def wrong(q, k, v, workload):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=workload.mask is not None) * 1.1
+
+
+def with_defect(**known):
+    """Return a backend with a wrong out, which it is known for where there is a mask."""
+    backend = FunctionBackend("known", wrong)
+    defect = {"issue": "lib#1", "summary": "out is a tenth too large", "tensors": ("out", "dq", "dk", "dv")}
+    backend.known_defects = (KnownDefect(**{**defect, "applies": lambda w, m: w.mask is not None, **known}),)
+    return backend
+
+
+def test_a_known_defect_of_a_backend_explains_what_is_wrong():
+    found = judge_model(*case_of(stack(causal)), with_defect())
+
+    assert not found.passed
+    assert found.known_defects == ("lib#1: out is a tenth too large",)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("attend", "known"), [(full, {}), (causal, {"tensors": ("dq",)}), (causal, {"only_nan": True})])
+def test_what_a_known_defect_does_not_explain_stays_wrong(attend, known):
+    found = judge_model(*case_of(stack(attend)), with_defect(**known))
+
+    assert (found.passed, found.known_defects) == (False, ())
+
+
+def test_a_model_with_a_layer_that_is_not_replaced_has_more_than_a_known_defect():
+    model, step = case_of(layers_of(causal, lambda q, k, v: (q @ k.mT / 4).softmax(-1) @ v))
+
+    assert judge_model(model, step, with_defect()).known_defects == ()
+
+
+def test_cudnn_s_stale_strides_excuse_garbage_of_its_own_kernel_only():
+    def known(kernel, l2):
+        call = SimpleNamespace(subject=None, kernel=kernel, workload=Workload(88, heads=2, head_dim=16), gradients={"dk": 1})
+        wrong = SimpleNamespace(name="dk", passed=False, elements=9, wrong_positions=0, relative_l2=l2, worst=(0, 0, 0, 0))
+        return judge.known_defect_of(call, SimpleNamespace(passed=False, tensors=[wrong], changed=()), H200)
+
+    assert "dout is read with the strides" in known("SDPA cudnn", 1.2)
+    assert known("SDPA cudnn", 0.05) == known("SDPA flash", 1.2) == ""
+
+
+def test_cudnn_s_half_filled_tile_excuses_nan_in_dq_alone():
+    def known(name="dq", rows=64, wrong_positions=32, kernel="SDPA cudnn"):
+        w = Workload(rows, heads=2, head_dim=16, mask="causal")
+        call = SimpleNamespace(subject=None, kernel=kernel, workload=w, gradients={"dq": 1})
+        wrong = SimpleNamespace(name=name, passed=False, elements=2048, wrong_positions=wrong_positions, relative_l2=0.0)
+        return judge.known_defect_of(call, SimpleNamespace(passed=False, tensors=[wrong], changed=()), H200)
+
+    assert known().startswith("pytorch#196678: NaN in dq where q_len is 64")
+    assert known("dk") == known("out") == known(rows=63) == known(wrong_positions=0) == known(kernel="SDPA flash") == ""
+
+
+# -- one layer ---------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Causal attention between projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, hidden, turned=False):
+        q, k, v = self.qkv(hidden).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=not turned).transpose(1, 2).flatten(2))
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, a, b):
+        return self.first(a + b)
+
+
+def workloads(comparison):
+    assert comparison.passed
+    return [call.workload.id for call in comparison.calls]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_hidden_states_are_drawn_for_torch_s_layers(batch_first):
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(32, 2, batch_first=batch_first)
+    assert workloads(check_module(attention)) == ["b2-h2-s64-d16-fp32"]
+    other = nn.MultiheadAttention(32, 2, kdim=24, vdim=16, batch_first=batch_first)
+    assert workloads(check_module(other)) == ["b2-h2-s64-d16-fp32"]
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=batch_first)
+    assert workloads(check_module(layer)) == ["b2-h2-s64-d16-fp32"]
+
+
+def test_gradients_and_what_leaves_the_module_are_judged_too():
+    torch.manual_seed(0)
+    comparison = check_module(Layer().bfloat16())
+    (call,) = comparison.calls
+    assert {tensor.name for tensor in call.comparison.tensors} == {"out", "dq", "dk", "dv"}
+    assert {"0", "output", "gradient of qkv.weight"} & set(comparison.ratios)
+    assert call.workload.id == "b2-h2-s64-d16-causal"
+    assert not check_module(Layer(), backward=False).calls[0].has_gradients
+
+
+def test_the_fast_path_of_inference_goes_the_ordinary_way_while_it_is_judged():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
+    with torch.no_grad():
+        assert workloads(check_module(layer, backward=False)) == ["b2-h2-s64-d16-fp32"]
+
+
+def test_attention_that_is_written_out_for_its_weights_is_named():
+    hidden = torch.randn(2, 8, 32)
+    with pytest.raises(AssertionError, match="no attention call was caught") as caught:
+        check_module(nn.MultiheadAttention(32, 2, batch_first=True), (hidden, hidden, hidden))
+    assert "pass need_weights=False" in str(caught.value)
+
+
+def test_inputs_are_handed_over_as_they_are():
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 24, 32)
+    for inputs in (hidden, (hidden,), [hidden], {"hidden": hidden}):
+        assert workloads(check_module(Layer(), inputs)) == ["h2-s24-d16-causal-fp32"]
+    assert workloads(check_module(Layer(), {"hidden": hidden, "turned": True})) == ["h2-s24-d16-fp32"]
+    assert workloads(check_module(Encoder(), (hidden, hidden))) == ["h2-s24-d16-fp32"]
+
+
+@pytest.mark.parametrize(("module", "inputs"), [(Encoder(), None), (nn.ReLU(), None), (Layer(), 3)])
+def test_what_cannot_be_called_is_refused_in_words(module, inputs):
+    with pytest.raises(ValueError, match="inputs"):
+        check_module(module, inputs)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from guests.models.zoo import HEADS, TOKENS, Attention, Block, Model, case_of, full
+from guests.models.zoo import HEADS, TOKENS, Attention, case_of, full, layers_of, stack
 from torch import nn
 
 from pytest_attn.guests.models.check_model import judge_model
@@ -40,10 +40,6 @@ def misled(model, **options):
     return {call.label: call.misled for call in judge_model(*case_of(model), **options).calls if call.misled}
 
 
-def sharing(attend, layers):
-    return Model(*(Block(Attention(attend)) for _ in range(layers)))
-
-
 def one_odd(calls, at, odd, usual):
     """Return attention that attends with other options in one of so many calls."""
     options = cycle([odd if number == at else usual for number in range(calls)])
@@ -52,8 +48,7 @@ def one_odd(calls, at, odd, usual):
 
 def wrong(*layers, backward=False):
     """Return what a check says of layers, each of which attends with options of its own, by number."""
-    torch.manual_seed(0)
-    model = Model(*(Block(Attention(partial(attend, **options), heads=HEADS, kv_heads=2)) for options in layers))
+    model = layers_of(*(partial(attend, **options) for options in layers), heads=HEADS, kv_heads=2)
     found = judge_model(*case_of(model), backward=backward)
     return {number: call.misled for number, call in enumerate(found.calls) if call.misled}
 
@@ -127,7 +122,7 @@ def test_a_causal_mask_that_is_one_key_off_in_one_layer_is_wrong(ahead, said, is
 @pytest.mark.parametrize("at", range(3))
 def test_a_layer_that_says_that_it_sees_no_own_key_means_it(at):
     ahead = [-1 if number == at else 0 for number in range(3)]
-    model = Model(*(Block(Attention(partial(attend, ahead=keys, is_padded=False), kv_heads=2)) for keys in ahead))
+    model = layers_of(*(partial(attend, ahead=keys, is_padded=False) for keys in ahead), kv_heads=2)
     found = judge_model(*case_of(model), backward=False)
     assert "if it is to differ, let a setting of the module say so" in found.message
     model.blocks[at].attn.is_strict = True
@@ -135,7 +130,7 @@ def test_a_layer_that_says_that_it_sees_no_own_key_means_it(at):
 
 
 def test_calls_of_one_module_with_a_mask_of_each_kind_are_meant():
-    model = Model(*(Block(Attention(lambda q, k, v: q, kv_heads=2)) for _ in range(2)))
+    model = stack(lambda q, k, v: q, kv_heads=2)
     for block in model.blocks:  # the two streams of XLNet
         block.attn.attend = lambda q, k, v: attend(q, k, v, is_padded=False) + attend(q, k, v, is_padded=False, ahead=-1)
     assert not [call.misled for call in judge_model(*case_of(model), backward=False).calls if call.misled]
@@ -194,7 +189,7 @@ def test_what_one_layer_alone_leaves_out_or_rounds_is_wrong_but_in_the_first_and
 
 
 def test_a_layer_whose_result_has_no_gradient_is_wrong():
-    model = Model(*(Block(Attention(attend, kv_heads=2)) for _ in range(3)))
+    model = stack(attend, 3, kv_heads=2)
     model.blocks[1].attn.attend = lambda q, k, v: attend(q, k, v).detach()
 
     found = misled(model)
@@ -205,7 +200,7 @@ def test_a_layer_whose_result_has_no_gradient_is_wrong():
 @pytest.mark.parametrize("lose", [torch.detach, torch.zeros_like], ids=["detached", "dropped"])
 def test_a_layer_whose_result_does_not_count_is_wrong_but_in_the_last(lose):
     def found(at):
-        model = Model(*(Block(Attention(attend, kv_heads=2)) for _ in range(4)))
+        model = stack(attend, 4, kv_heads=2)
         model.blocks[at].attn.register_forward_hook(lambda part, args, out: lose(out))
         return misled(model)
 
@@ -214,7 +209,7 @@ def test_a_layer_whose_result_does_not_count_is_wrong_but_in_the_last(lose):
 
 
 def test_a_module_that_runs_several_times_may_count_once():
-    model = Model(Block(Attention(attend, kv_heads=2)))
+    model = stack(attend, 1, kv_heads=2)
     x = torch.randn(3, 2, TOKENS, 64)
 
     assert judge_model(model, lambda: (model(x[0]) + model(x[1]).detach() + model(x[2])).square().mean()).passed
@@ -236,13 +231,13 @@ class Normed(Attention):
 
 def test_norms_of_q_and_k_that_no_layer_uses_are_told():
     said = "its module has q_norm, and does not use it: its weights get no gradient, and q, k or v get one"
-    found = judge_model(*case_of(Model(*(Block(Normed(uses=False)) for _ in range(2)))))
+    found = judge_model(*case_of(layers_of(Normed(uses=False), Normed(uses=False))))
 
     assert [call.misled for call in found.calls] == [said, said]
-    assert judge_model(*case_of(Model(*(Block(Normed(uses=True)) for _ in range(2))))).passed
-    assert judge_model(*case_of(Model(Block(Normed(uses=True)), Block(Normed(uses=False))))).passed  # it may have others' keys
-    cached = Model(*(Block(Normed(uses=False)) for _ in range(2)))
-    frozen = Model(*(Block(Normed(uses=False)) for _ in range(2)))
+    assert judge_model(*case_of(layers_of(Normed(uses=True), Normed(uses=True)))).passed
+    assert judge_model(*case_of(layers_of(Normed(uses=True), Normed(uses=False)))).passed  # it may have others' keys
+    cached = layers_of(Normed(uses=False), Normed(uses=False))
+    frozen = layers_of(Normed(uses=False), Normed(uses=False))
     for block in cached.blocks:
         block.attn.k.requires_grad_(False)
     assert judge_model(*case_of(cached)).passed
@@ -255,7 +250,7 @@ def test_norms_of_q_and_k_that_no_layer_uses_are_told():
 def test_a_bias_that_one_layer_alone_leaves_out_is_told_unless_a_setting_says_so():
     def found(odd, **settings):
         bias = -AHEAD.abs()[None, None] / 16
-        model = sharing(one_odd(4, odd, {"attn_mask": 0 * bias}, {"attn_mask": bias}), 4)
+        model = stack(one_odd(4, odd, {"attn_mask": 0 * bias}, {"attn_mask": bias}), 4)
         vars(model.blocks[1].attn).update(settings)
         return misled(model)
 
@@ -335,7 +330,7 @@ class Processor:
 
 def test_a_mask_that_one_layer_of_many_has_from_nowhere_is_wrong_and_one_that_a_setting_says_is_not():
     def found(odd, shared=True, **settings):
-        model = sharing(one_odd(6, odd, {"is_causal": True}, {}), 6)
+        model = stack(one_odd(6, odd, {"is_causal": True}, {}), 6)
         if not shared:  # each has one of its own, as diffusers have processors
             for at, block in enumerate(model.blocks):
                 block.attn.attend = Processor(at == odd)
@@ -353,7 +348,7 @@ def test_a_mask_that_one_layer_of_many_has_from_nowhere_is_wrong_and_one_that_a_
 def test_a_mask_of_its_own_among_many_is_wrong_unless_a_setting_or_the_configuration_says_so():
     def found(window, odd=2, **settings):
         odd_one, usual = ({"attn_mask": (AHEAD.abs() < keys) & (AHEAD != 2)} for keys in (window, 8))
-        model = sharing(one_odd(6, odd, odd_one, usual), 6)
+        model = stack(one_odd(6, odd, odd_one, usual), 6)
         for number, block in enumerate(model.blocks):
             block.attn.layer_idx = number
             vars(block.attn).update(settings)

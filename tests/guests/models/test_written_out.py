@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from guests.models.zoo import DIM, HEADS, TOKENS, Attention, Block, Model, Of, case_of, causal, full
+from guests.models.zoo import DIM, HEADS, TOKENS, Attention, Block, Model, Of, case_of, causal, full, layers_of, stack
 from torch import nn
 
 from pytest_attn import check_model
@@ -90,7 +90,7 @@ WRITTEN_OUT = [
 def mixed(attend, others=full):
     """Return a model whose middle layer writes its attention out."""
     torch.manual_seed(0)
-    return case_of(Model(*(Block(Attention(one)) for one in (others, attend, others))))
+    return case_of(layers_of(others, attend, others))
 
 
 @pytest.mark.parametrize("attend", WRITTEN_OUT)
@@ -135,7 +135,7 @@ def test_attention_beside_a_call_of_the_same_layer_is_seen():
 
 def test_layers_without_any_call_are_told_what_to_do():
     torch.manual_seed(0)
-    model, step = case_of(Model(Block(Attention(operators)), Block(Attention(in_place))))
+    model, step = case_of(layers_of(operators, in_place))
 
     with pytest.raises(AssertionError) as failure:
         check_model(model, step)
@@ -150,7 +150,7 @@ def test_a_model_without_a_softmax_is_told_of_what_it_may_compute_inline():
         return p / p.sum(-1, keepdim=True) @ v
 
     with pytest.raises(AssertionError, match="or make one of what it computes inline: functions="):
-        check_model(*case_of(Model(Block(Attention(by_hand)))))
+        check_model(*case_of(layers_of(by_hand)))
 
 
 def test_a_layer_of_torch_that_returns_its_weights_writes_attention_out():
@@ -215,7 +215,7 @@ NO_ATTENTION = {
 @pytest.mark.parametrize("part", NO_ATTENTION.values(), ids=NO_ATTENTION)
 def test_a_softmax_that_is_something_else_fails_nothing(part):
     torch.manual_seed(0)
-    model = Model(Block(Attention(causal)), Block(Attention(causal)))
+    model = stack(causal)
     model.blocks[1].mlp = part()
     model, step = case_of(model)
 

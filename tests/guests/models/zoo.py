@@ -76,10 +76,16 @@ class Case(NamedTuple):
     step: object
 
 
+def layers_of(*attends, **options):
+    """Return a model of layers, each around an attention function, or of an attention as it is."""
+    torch.manual_seed(0)
+    attentions = (one if isinstance(one, nn.Module) else Attention(one, **options) for one in attends)
+    return Model(*map(Block, list(attentions)))
+
+
 def stack(attend, layers=2, **options):
     """Return a model of some layers around one attention function."""
-    torch.manual_seed(0)
-    return Model(*(Block(Attention(attend, **options)) for _ in range(layers)))
+    return layers_of(*[attend] * layers, **options)
 
 
 def case_of(model, dtype=torch.float32, run=None):

@@ -78,7 +78,6 @@ def _unpack(packed: str, names: tuple[str, ...], given: dict[str, Any]) -> dict[
 
 
 def _pack(packed: str, names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments as the function takes them."""
     rest = {name: value for name, value in given.items() if name not in names}
     if packed == "qkv" and "cu_seqlens_q" in rest:
         rest |= {"cu_seqlens": rest.pop("cu_seqlens_q"), "max_seqlen": rest.pop("max_seqlen_q")}
