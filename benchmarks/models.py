@@ -273,7 +273,7 @@ class Training:
             train()
         seconds = median(self.run.seconds(train) for _ in range(STEPS))
         peak = self.run.peak(train)
-        breaks = compilations().since(before).breaks
+        breaks = (compilations() - before)["breaks"]
         told = f", first {first:.1f} s, {breaks} graph breaks" if compiled else ""
         return f"{1e3 * seconds:8.2f} ms{of_bytes(peak)}{told}"
 

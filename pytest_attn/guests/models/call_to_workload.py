@@ -327,9 +327,6 @@ def _dense(mask: Mask, q_len: int, kv_len: int, like: torch.Tensor) -> torch.Ten
     return dense(mask, (1, 1, q_len, kv_len), like.device)[0, 0]
 
 
-# -- from arguments to a workload ----------------------------------------------------------------------------------------
-
-
 class DropoutError(ValueError):
     """A call uses dropout, so its result cannot be compared."""
 

@@ -405,8 +405,6 @@ class Recorder:
         for call, _ in list(self._waiting.values()):
             self._finish(call)
 
-    # -- details -------------------------------------------------------------------------------------------------------
-
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor: on its device, or beyond the bound into the host's memory."""
         if self._kept + tensor.nbytes > self._kept_bytes and tensor.device.type != "cpu":
@@ -515,9 +513,6 @@ def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-# -- `pytest_attn.capture` ---------------------------------------------------------------------------------------------------
-
-
 class NotReadError(ValueError):
     """An intercepted call that no workload can express."""
 
@@ -551,9 +546,6 @@ def capture(
         module, function, reason = recorder.unread_calls[0]
         raise NotReadError(f"{module or 'a call'}: {function} is not read: {reason}")
     return calls
-
-
-# -- workloads as code -------------------------------------------------------------------------------------------------------
 
 
 #: modules that a comment names

@@ -338,9 +338,6 @@ class _CallJudge:
             self.calls.append(dataclasses.replace(found, fault=str(error)))
 
 
-# -- calls that differ from equal ones ---------------------------------------------------------------------------------------
-
-
 #: which part of the largest element two equal calls differ by, beyond the order of their sums
 _DIFFERENCE = 1e-2
 
@@ -359,9 +356,6 @@ class RepeatedCalls(Handler):
         if float((one - other).abs().max()) > _DIFFERENCE * float(one.abs().max()):
             self.differing.add(label_of(intercepted.module, intercepted.number))
         return intercepted.compute()
-
-
-# -- the masks that a model of transformers expects --------------------------------------------------------------------------
 
 
 class MaskRecorder(Handler):
@@ -401,9 +395,6 @@ def configured_masks(
         said = f"{type(error).__name__}: {error}"
         return {}, f"the masks of the model's configuration could not be built ({said}); each call is judged by its own mask"
     return expected.found, ""
-
-
-# -- one layer ---------------------------------------------------------------------------------------------------------------
 
 
 #: batch entries and tokens of drawn hidden states

@@ -12,11 +12,12 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -79,7 +80,7 @@ def judge_compiled(repeatable: RepeatableStep) -> CompiledRun:
     """Run a compiled step twice, and compare the second with exact attention."""
     before = compilations()
     repeatable.as_it_is()
-    graphs, breaks = compilations().since(before)
+    first = compilations() - before
     found: dict[str, torch.Tensor] = {}
 
     def second() -> None:
@@ -87,9 +88,11 @@ def judge_compiled(repeatable: RepeatableStep) -> CompiledRun:
 
     compiled = compilations()
     launched = launches_of(second, device_of(repeatable.model))
-    recompiled = compilations().since(compiled).graphs
+    recompiled = (compilations() - compiled)["graphs"]
     kernels = tuple(dict.fromkeys(one.symbol for one in launched if "attention" in one.words or "attention" in one.symbol))
-    return _compared(CompiledRun(graphs=graphs, breaks=breaks, recompiled=recompiled, kernels=kernels), found, repeatable)
+    graphs, breaks = first["graphs"], first["breaks"]
+    run = CompiledRun(graphs=graphs, breaks=breaks, recompiled=recompiled, kernels=kernels)
+    return _compared(run, found, repeatable)
 
 
 def _compared(run: CompiledRun, found: dict[str, torch.Tensor], repeatable: RepeatableStep) -> CompiledRun:
@@ -138,26 +141,12 @@ def _unit(exact: dict[str, torch.Tensor], repeatable: RepeatableStep, dtypes: li
     return {name: max(least, min(apart.get(name, 0.0), _MOST_FUSED * least)) for name, least in scatter.items()}
 
 
-# -- what torch.compile did --------------------------------------------------------------------------------------------------
-
-
-class Compilations(NamedTuple):
-    """Graphs that were compiled, and breaks between them, in this process."""
-
-    graphs: int = 0
-    breaks: int = 0
-
-    def since(self, before: Compilations) -> Compilations:
-        """Return what came after another moment."""
-        return Compilations(self.graphs - before.graphs, self.breaks - before.breaks)
-
-
-def compilations() -> Compilations:
-    """Count what dynamo has compiled up to now; nothing where it was never imported."""
+def compilations() -> Counter[str]:
+    """Count graphs that dynamo has compiled up to now, and breaks between them; nothing where it was never imported."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     if utils is None:
-        return Compilations()
-    return Compilations(utils.counters["stats"]["unique_graphs"], sum(utils.counters["graph_break"].values()))
+        return Counter()
+    return Counter(graphs=utils.counters["stats"]["unique_graphs"], breaks=sum(utils.counters["graph_break"].values()))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

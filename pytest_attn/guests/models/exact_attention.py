@@ -178,8 +178,6 @@ class Passes:
             grads.append(of_parameters[name].view(tensor.shape).to(tensor.dtype) if name in of_parameters else None)
         return grads
 
-    # -- details -------------------------------------------------------------------------------------------------------
-
     def _native(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[0].transpose(0, 1) if self.workload.is_packed else tensor
 

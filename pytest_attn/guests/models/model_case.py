@@ -210,9 +210,6 @@ def make_model_case(request: pytest.FixtureRequest, parameter: CaseParameter) ->
     return AttentionModel(context)
 
 
-# -- how a model is judged -----------------------------------------------------------------------------------------------
-
-
 class ModelEvaluator(Evaluator[ModelComparison]):
     """Holds every attention call of a step against exact attention.
 
@@ -328,9 +325,6 @@ def _facts(call: CallComparison) -> dict[str, Any]:
     }
 
 
-# -- how its step is timed ---------------------------------------------------------------------------------------------
-
-
 #: steps before the first that is timed, in which torch.compile may still compile
 _WARM_UP = 3
 
@@ -386,7 +380,7 @@ class ModelMeasurement(Measurement):
             stopwatch = self.stopwatch
             with self.session.deadline.around(case, beyond=WAITING_SECONDS) as work.on_call:
                 latency = stopwatch.measure(work, self.spec.workload.id, self.subject.name, "host")
-            if graphs := compilations().since(before).graphs:
+            if graphs := (compilations() - before)["graphs"]:
                 times = "once" if graphs == 1 else f"{graphs} times"
                 why = "while it was timed; TORCH_LOGS=recompiles says why"
                 raise StaleError(f"torch.compile compiled parts of the step again, {times}, {why}")
@@ -407,8 +401,8 @@ class ModelMeasurement(Measurement):
             except SubstitutionError as error:
                 raise StaleError(f"{self.subject.name} cannot take the place of the model's attention: {error}") from None
             substitutes = backend.substitutes
-        graphs, breaks = compilations().since(before)
-        self.found.update(first_call=work.first_seconds, graphs=graphs, graph_breaks=breaks)
+        compiled = compilations() - before
+        self.found.update(first_call=work.first_seconds, graphs=compiled["graphs"], graph_breaks=compiled["breaks"])
         return substitutes, work
 
     def _attention(self, substitutes: list[Substitute] | None) -> dict[str, Any]:
@@ -425,9 +419,6 @@ class ModelMeasurement(Measurement):
     @property
     def _with_optimizer(self) -> str:
         return f" with {self._optimizer_name}" if self.optimizer is not None else ""
-
-
-# -- a method of `attn` --------------------------------------------------------------------------------------------------
 
 
 def check_module(

@@ -358,9 +358,6 @@ def _without_memory(group: Siblings) -> Iterator[Oddity]:
 OF_POSITION = (_without_bias, _without_memory)
 
 
-# -- what is compared --------------------------------------------------------------------------------------------------------
-
-
 def _settings_of(module: torch.nn.Module) -> dict[str, object]:
     """Return the settings of a module, but for which layer it is, and of what computes attention for it."""
     computing = {name: value for name, value in vars(module).items() if callable(value) and name != "forward"}

@@ -192,9 +192,6 @@ def backpropagate(result: StepResult) -> None:
     torch.autograd.backward(needing, gradients)
 
 
-# -- a model as it was -------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """Put back all that a step changes of a model; yields a function that does so in between, before another run.

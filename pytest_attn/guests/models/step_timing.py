@@ -176,9 +176,6 @@ def seconds_of(work: StepWork) -> float:
     return time.perf_counter() - begun
 
 
-# -- with and without attention ----------------------------------------------------------------------------------------------
-
-
 #: pairs of steps, with attention and without
 _PAIRS = 12
 _WARM_UP = 2

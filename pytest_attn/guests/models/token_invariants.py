@@ -37,8 +37,6 @@ _RAISED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ass
 #: models of transformers that hash, pool or approximate over all tokens, padding too, or find padding by their own token
 _PADDED_OTHERWISE = {"cpmant", "funnel", "mra", "nystromformer", "reformer", "yoso"}
 
-# -- what a configuration says of each layer ---------------------------------------------------------------------------------
-
 
 def layer_windows(model: TokenModel) -> list[int | None]:
     """Return the window of each layer in tokens, the token itself included; None of a layer that sees all before it.

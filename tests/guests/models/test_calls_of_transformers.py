@@ -109,9 +109,6 @@ def test_arguments_that_are_only_handed_on_are_harmless(modeling, implementation
     assert check_model(model, step_of(model), backend).passed
 
 
-# -- autocast ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_dropped_mask_is_found_with_and_without_autocast(modeling, dtype):  # noqa: F811
@@ -144,9 +141,6 @@ def test_autocast_casts_an_additive_mask_where_sdpa_is_called(implementation, is
 
     assert (visible is not None and not visible.any()) == is_cast
     assert (bias is None) == is_cast
-
-
-# -- what attention returns beside out -----------------------------------------------------------------------------------
 
 
 def outputs(model):
@@ -190,9 +184,6 @@ def test_a_backend_that_returns_out_alone_refuses_weights_in_words(modeling):  #
     assert {refused.reason for refused in found.refused} == {
         "the model asks for attention weights as well, which a replacement does not return"
     }
-
-
-# -- a user's function that returns more than out ------------------------------------------------------------------------
 
 
 def anything(*args, **options):

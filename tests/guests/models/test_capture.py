@@ -106,8 +106,6 @@ def test_a_module_that_makes_several_calls_numbers_them():
     assert [call.label for call in calls] == ["blocks.0.attn", "blocks.0.attn, call 2"]
 
 
-# -- workloads as code ---------------------------------------------------------------------------------------------------
-
 WORKLOADS = [
     Workload(45, batch=2, heads=4, kv_heads=2, mask="causal", dtype="float32"),
     Workload(20, 45, mask="causal-bottom-right", scale=0.1, v_head_dim=8, head_dim=16),

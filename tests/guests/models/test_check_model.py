@@ -139,9 +139,6 @@ def test_a_backend_of_the_registry_takes_the_place_of_every_call(name, backend):
     assert {call.comparison.subject for call in found.calls} == {backend}
 
 
-# -- functions of the model's own ------------------------------------------------------------------------------------------
-
-
 def test_the_models_own_faulty_function_is_found_where_it_is_named(monkeypatch):
     model, step = case_of(stack(lambda q, k, v: own_attention(q, k, v, scale=0.25)))
 
@@ -334,9 +331,6 @@ def test_inputs_that_are_overwritten_later_are_judged_as_they_were():
     assert check_model(model, step, backward=False).passed
 
 
-# -- notes about limits ----------------------------------------------------------------------------------------------------
-
-
 def test_a_call_of_few_rows_is_not_one_in_which_small_faults_cannot_be_seen():
     model = stack(full)
     x = torch.randn(1, 5, DIM, generator=torch.Generator().manual_seed(0))
@@ -394,9 +388,6 @@ def test_a_layer_that_makes_no_call_is_named_though_nothing_was_to_be_replaced()
     assert note == "not judged: blocks.1.attn made no attention call, while others of its kind made one"
 
 
-# -- where it rounds -----------------------------------------------------------------------------------------------------
-
-
 def eager(q, k, v, workload=None, scale=None):
     del workload, scale
     return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
@@ -426,9 +417,6 @@ def test_an_unknown_precision_is_refused_before_anything_runs():
     model, _ = case_of(stack(full))
     with pytest.raises(ValueError, match="unknown precision"):
         check_model(model, lambda: pytest.fail("the step ran"), precision="flush")
-
-
-# -- known defects -------------------------------------------------------------------------------------------------------
 
 
 def wrong(q, k, v, workload):

@@ -65,9 +65,6 @@ def test_scatter_keeps_the_mean_and_dithering_rounds_equal_values_alike():
     assert len(Rounder(precision_named("flash"), factor=1.3)(x, "bfloat16").unique()) == 1
 
 
-# -- how far a model is from itself with exact attention ---------------------------------------------------------------
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", [None, "math", "sdpa_flash"])
 def test_an_honest_model_is_about_as_far_from_exact_as_honest_rounding(backend):
@@ -151,9 +148,6 @@ def test_what_is_zero_stays_zero_and_what_is_moved_only_stays_as_it_is():
     with perturb_rounding(0):
         assert (torch.zeros(1000, dtype=torch.float16) * 3 == 0).all()
         assert (x.repeat(300).clone() == x.repeat(300)).all()
-
-
-# -- fused -------------------------------------------------------------------------------------------------------------------
 
 
 def chain(x):

@@ -112,9 +112,6 @@ def test_a_gradient_behind_packed_tensors_is_found_in_its_layer(flash_attn, monk
     assert found.calls[1].comparison.mismatch.row.name == "dv"
 
 
-# -- a cache -------------------------------------------------------------------------------------------------------------
-
-
 def decoding(lib, lengths, is_paged=False):
     """Return what attends through a cache that holds `lengths` keys already: the last 5 rows ask, and append theirs."""
 
@@ -184,9 +181,6 @@ def test_positions_that_a_cache_rotates_are_told_as_not_read(flash_attn):
         check_model(torch.nn.Identity(), step, backward=False)
 
 
-# -- FlashInfer ----------------------------------------------------------------------------------------------------------
-
-
 def single_prefill_with_kv_cache(q, k, v, causal=False, kv_layout="NHD", sm_scale=None, window_left=-1):
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)[0].transpose(0, 1)
@@ -205,9 +199,6 @@ def test_a_module_that_calls_flashinfer_once_for_each_sequence_numbers_the_calls
 
     assert [call.label for call in found.calls].count("blocks.0.attn, call 2") == 1
     assert found.calls[0].workload.mask == Causal(bottom_right=True)
-
-
-# -- Transformer Engine --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

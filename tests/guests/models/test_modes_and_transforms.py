@@ -13,9 +13,6 @@ from pytest_attn.guests.models.check_model import judge_model
 X = torch.randn(2, TOKENS, 64, generator=torch.Generator().manual_seed(1))
 
 
-# -- inference mode ------------------------------------------------------------------------------------------------------
-
-
 def inside(check, model, step, *args, **options):
     return check(model, torch.inference_mode()(step), *args, **options)
 
@@ -135,9 +132,6 @@ def test_a_part_that_torch_jit_made_may_stand_beside_attention():
     model = nn.Sequential(Attention(causal), torch.jit.trace(nn.Linear(64, 64), X))
 
     assert check_model(model, lambda: model(X)).passed
-
-
-# -- torch.func ----------------------------------------------------------------------------------------------------------
 
 
 def loss(parameters, x, model):

@@ -156,9 +156,6 @@ def test_each_fault_is_found_and_named_with_its_layer(fault, everywhere, dtype):
     assert tensor in {row.name for call in wrong for row in call.comparison.tensors if not row.passed}
 
 
-# -- what a function is given, and does not use ------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(2)
 @DTYPES
 @pytest.mark.parametrize("everywhere", [False, True], ids=["one-layer", "all"])
@@ -188,9 +185,6 @@ def test_sinks_that_are_not_passed_are_found(monkeypatch, tmp_path, everywhere, 
     assert all(call.workload.sinks for call in asked)
     wrong = [call.module for call in found.calls if not call.passed]
     assert wrong == [f"blocks.{n}.attn" for n in (range(LAYERS) if everywhere else [CHOSEN])]
-
-
-# -- what is suggested -------------------------------------------------------------------------------------------------
 
 
 def hints_of(model, step, attend):

@@ -175,9 +175,6 @@ def test_a_loss_of_routers_alone_is_not_the_loss_of_a_step_that_returns_more(nam
     assert [call.has_gradients for call in check_model(model, step).calls] == [True, True]
 
 
-# -- a model as it was -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def with_gradients():
     """A model with buffers, and gradients of before; and its step."""

@@ -251,9 +251,6 @@ def test_a_batch_is_cut_to_its_tokens_wherever_its_padding_is_and_so_is_what_els
     assert report.workload == f"(3, {TOKENS - 7}) tokens"
 
 
-# -- mixtures of experts -----------------------------------------------------------------------------------------------------
-
-
 def rounded_by_place(router, given, scores):
     """Round scores otherwise in each place of a batch: not every CPU does so by itself where this is asked."""
     return scores + 1e-7 * torch.arange(scores.numel()).mul(7.0).sin().view_as(scores)

@@ -61,9 +61,6 @@ def _read_flash4(given: Mapping[str, Any], is_varlen: bool = False) -> Attention
     return read_flash(given, is_varlen, frozenset(("learnable_sink",)), **more)
 
 
-# -- packed tensors ------------------------------------------------------------------------------------------------------
-
-
 def _unpack(packed: str, names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with q, k and v, or k and v, as views of the tensor that packs them, (..., 2 or 3, heads, dim)."""
     rest = {name: value for name, value in given.items() if name != packed}
@@ -83,9 +80,6 @@ def _pack(packed: str, names: tuple[str, ...], given: dict[str, Any]) -> dict[st
         rest |= {"cu_seqlens": rest.pop("cu_seqlens_q"), "max_seqlen": rest.pop("max_seqlen_q")}
         del rest["cu_seqlens_k"], rest["max_seqlen_k"]
     return {packed: torch.stack([given[name] for name in names], -3), **rest}
-
-
-# -- a cache -------------------------------------------------------------------------------------------------------------
 
 
 class _Cache:
