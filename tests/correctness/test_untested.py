@@ -81,28 +81,15 @@ def test_it_is_said_once_and_sums_only_where_no_workload_of_a_kernel_is_long():
     assert list(untested([])) == []
 
 
-LOW_SUMS = """
-import pytest, torch
-from pytest_attn import Workload
+def test_a_run_that_is_too_short_for_sums_in_a_low_precision_says_so(pytester):
+    pytester.makepyfile("""
+import pytest
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-def in_bfloat16(q, k, v):
-    weights = (q @ k.mT * q.shape[-1] ** -0.5).float().softmax(-1).to(q.dtype)
-    out = torch.zeros_like(q)
-    for at in range(0, k.shape[2], 64):
-        out += weights[..., at : at + 64] @ v[:, :, at : at + 64]
-    return out
-
-@pytest.mark.attention(Workload(4, {keys}, heads=2, head_dim=32), precision="eager", device="cpu")
+@pytest.mark.attention("smoke-full", device="cpu")
 def test_it(attn):
-    attn.check(in_bfloat16)
-"""
-
-
-@pytest.mark.parametrize(("keys", "is_said"), [(200, True), (4096, False)])
-def test_a_run_that_is_too_short_for_sums_in_a_low_precision_says_so(pytester, keys, is_said):
-    pytester.makepyfile(LOW_SUMS.format(keys=keys))
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=is_said, failed=not is_said)
-    about = "faults in them show over about 2,000 keys, the longest workload has 200"
-    line = f"untested      sums of in_bfloat16 in low precision: {about}"
-    (result.stdout.fnmatch_lines if is_said else result.stdout.no_fnmatch_line)(line)
+    attn.check(sdpa)
+""")
+    about = "faults in them show over about 2,000 keys, the longest workload has 128"
+    line = f"untested      sums of scaled_dot_product_attention in low precision: {about}"
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").stdout.fnmatch_lines([line])

@@ -8,6 +8,7 @@ from cheats.own_process import OWN_PROCESS
 from cheats.runs import outcomes, source_of
 from left_out import one_in
 
+from pytest_attn.guests.isolation import isolated_executor
 from pytest_attn.guests.isolation.isolated_executor import _held_to, _RowTime
 from pytest_attn.guests.isolation.timed_row import RowData, digest, seconds_beside
 from pytest_attn.latency.result import Latency
@@ -100,6 +101,36 @@ def test_a_time_is_verified_or_inconclusive_however_long_its_thread_waited(secon
 def test_one_that_no_wait_explains_is_refused():
     with pytest.raises(StaleError, match="says that a call takes 1000 us, but 50 calls in a row took at least 3900 us each"):
         _held_to(latency_of(1e-3), row_of(9e-3, 4e-3))
+
+
+CLAIMED = {
+    "p50": 1e-3,
+    "interval": (9e-4, 2e-3, 0.95),
+    "mode": "host",
+    "blocks": 6,
+    "calls": 4,
+    "launch": 0.0,
+    "spent": 0.1,
+    "memory": None,
+    "threads": 1,
+    "l2": "warm",
+    "samples": [1e-3],
+    "anchors": {},
+    "conditions": {},
+    "disturbances": [],
+    "notes": [],
+}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"p50": "short"}, {"p50": 0}, {"p50": -1e-3}, {"p50": 1e9}, {"interval": [0, 1]}, {"mode": "events"}, {"calls": None}],
+    ids=str,
+)
+def test_what_is_no_time_on_a_cpu_is_garbage(changed):
+    assert isolated_executor.latency_of(CLAIMED, "w", "mine", "forward", "cpu").p50 == 1e-3
+    with pytest.raises((TypeError, ValueError)):
+        isolated_executor.latency_of(CLAIMED | changed, "w", "mine", "forward", "cpu")
 
 
 def asked(pytester, cheats):
