@@ -94,6 +94,7 @@ class Precision:
         rounds_products: q . k is formed in the dtype: each product is rounded, and each sum of two in a tree of sums.
         rounds_shifted_scores: the row's maximum is subtracted from its scores in the dtype.
         rounds_sinks: sinks times log2 e are rounded to the dtype.
+        rounds_share_of_keys: sinks come last, in the dtype: out times sigmoid(lse - sink), what they leave of a row.
         rounds_rescaling: the factors by which an online softmax rescales its sums, as the maximum grows, are rounded to
             the dtype.
         rounds_dp: the backward pass rounds dP to the dtype, as autograd does behind P.to(dtype) @ v.
@@ -123,6 +124,7 @@ class Precision:
     rounds_products: bool = False
     rounds_shifted_scores: bool = False
     rounds_sinks: bool = False
+    rounds_share_of_keys: bool = False
     rounds_rescaling: bool = False
     rounds_dp: bool = False
     ds_from_rounded_p: bool = False
@@ -163,7 +165,7 @@ class Precision:
     @property
     def moves_lse(self) -> bool:
         """True where lse is off by what the profile declares."""
-        of_rows = self.rounds_sinks or self.rounds_rescaling or self.sums_rounded_p
+        of_rows = self.rounds_sinks or self.rounds_share_of_keys or self.rounds_rescaling or self.sums_rounded_p
         return self.has_noisy_scores or self.operand_unit > 0 or of_rows
 
     @cached_property
@@ -240,6 +242,10 @@ PRECISIONS = {
     "rounded_sinks": Precision("rounded_sinks", rounds_sinks=True),
     # FlashInfer's fa2: tensor cores sum P as they take it. Source: compute_sfm_v in attention/prefill.cuh
     "rounded_sum": Precision("rounded_sum", sums_rounded_p=True),
+    # eager attention without sinks, times sigmoid(lse - sink)
+    "late_sinks": Precision(
+        "late_sinks", rounds_scores=True, rounds_share_of_keys=True, ds_from_rounded_p=True, sums_rounded_heads=True
+    ),
     # the online softmax's factors in the dtype
     "rescale": Precision("rescale", rounds_rescaling=True),
     # CUTLASS fmha (SDPA's memory-efficient kernel): keeps P in shared memory in the dtype and forms
@@ -274,7 +280,7 @@ DEFAULT, DEFAULT_ON_CPU = "flash", "torch_cpu"
 SUGGESTED = {
     name: p
     for name, p in PRECISIONS.items()
-    if not (p.is_quantized or p.rounds_rescaling or p.rounds_products or p.rounds_shifted_scores)
+    if not (p.is_quantized or p.rounds_rescaling or p.rounds_products or p.rounds_shifted_scores or p.rounds_share_of_keys)
 }
 
 #: of these, what few kernels do

@@ -142,6 +142,11 @@ class Rounding:
         return x.double().abs().amax((-2, -1), keepdim=True).mul_(self.precision.qk_error).square_()
 
 
+def lse_of_keys(share: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return lse without the sink, which has this share of the row (n, heads, rows, 1); lse: (n, heads, rows)."""
+    return (1 - share).clamp_(min=TINY).log_().add_(lse.unsqueeze(-1))
+
+
 def row_tops(p: torch.Tensor) -> torch.Tensor:
     """Return each row's largest P, (..., rows, 1); 0 where there are no keys."""
     return p.amax(-1, keepdim=True) if p.shape[-1] else p.new_zeros((*p.shape[:-1], 1))
@@ -171,7 +176,7 @@ class ScoreNoise:
     highest: torch.Tensor | None = None
 
 
-def _largest_norm(vectors: torch.Tensor) -> torch.Tensor:
+def largest_norm(vectors: torch.Tensor) -> torch.Tensor:
     """Return the largest norm of vectors (n, heads, length, dim), without waiting for it."""
     parts = vectors.tensor_split(-(-vectors.shape[2] // _NORMS), 2)
     largest = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64).max() for part in parts]
@@ -195,7 +200,7 @@ class ScoreBudget:
         """Return whether float32's own rounding of the scores shows beside the dtype's rounding of P."""
         if not block.q.numel() or not block.k.numel():
             return False
-        largest = self.scale * float(_largest_norm(block.q) * _largest_norm(block.k))
+        largest = self.scale * float(largest_norm(block.q) * largest_norm(block.k))
         return largest * TENSOR_CORE_UNIT * self.workload.head_dim / 4 > self.rounding.unit / 2
 
     def of_scaled(self, scaled: torch.Tensor, chunk: Chunk) -> ScoreNoise | None:
@@ -376,16 +381,21 @@ class ForwardBudget:
         return (p * noise.variance).sum(-1).add_(mean.mul_(2 * unit).square_())
 
     def of_rows(self, p: torch.Tensor, lse: torch.Tensor, chunk: Chunk) -> RowNoise | None:
-        """Return what moves all P of a row together: rounded sinks, rounded factors of the online softmax."""
+        """Return what moves all P of a row together: rounded sinks or their share, rounded factors of the online softmax."""
         unit, sinks = self.rounding.unit, sinks_of(chunk)
         noise = None
         if self.precision.rounds_rescaling:
             factors = 1 + math.log2(max(1.0, self.kv_len / TILE))  # the maximum grows ever more rarely
             variance = lse.new_full((*lse.shape, 1), factors * (SHARED * unit) ** 2)
             noise = RowNoise(variance, over_keys(p, chunk.v_squared).mul_(factors * (SHARED * unit) ** 2))
-        if self.precision.rounds_sinks and sinks is not None:
+        if (self.precision.rounds_sinks or self.precision.rounds_share_of_keys) and sinks is not None:
             share = (sinks - lse.unsqueeze(-1)).exp_()  # of the denominator
-            of_sinks = share.mul_(sinks).square_().mul_((SHARED * unit) ** 2)
+            if self.precision.rounds_sinks:
+                of_sinks = share.mul_(sinks).square_()
+            else:
+                of_keys = lse_of_keys(share, lse)
+                of_sinks = share.square().mul_(of_keys.square() + (of_keys - sinks).square_()).add_(1.5)
+            of_sinks.mul_((SHARED * unit) ** 2)
             noise = RowNoise(of_sinks) if noise is None else RowNoise(noise.variance + of_sinks, noise.of_out)
         return noise
 

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from pytest_attn.backends.precision import LSE_UNIT, SHARED, SLOPE_UNIT, Precision
+from pytest_attn.backends.precision import LSE_UNIT, SHARED, SLOPE_UNIT, TINY, Precision
 from pytest_attn.correctness.arithmetic import Block, Chunk, distances_of, over_group, over_keys, over_rows, per_key, sinks_of
-from pytest_attn.correctness.budget import ForwardRows, Rounding, row_tops
+from pytest_attn.correctness.budget import ForwardRows, Rounding, largest_norm, lse_of_keys, row_tops
 from pytest_attn.workloads.dtypes import DTYPES
 from pytest_attn.workloads.parameters import PARAMETERS
 from pytest_attn.workloads.workload import Workload
@@ -45,7 +45,8 @@ class BackwardRows:
     noise leaves in the sum of exp, None without noise, all (n, heads, rows, 1).
     p, p_rounding_var: e_ij^2, p_noise_var: n_ij, slope: d(final score) / d(scaled score), slope_var: the variance of that, all
     (n, heads, rows, keys). None stands for: not formed yet (p_rounding_var), no noise, slope 1, an exact slope.
-    dropped: what dropout multiplies P by, None without it; p is before dropout.
+    dropped: what dropout multiplies P by, None without it; p is before dropout. are_lost: (n, heads, rows, 1), in which rows
+    a dP, of a hidden key as well, is beyond the dtype in which it is rounded; None where it is in none.
     """
 
     q: torch.Tensor
@@ -60,6 +61,7 @@ class BackwardRows:
     slope: torch.Tensor | None
     slope_var: torch.Tensor | None
     dropped: torch.Tensor | None = None
+    are_lost: torch.Tensor | None = None
 
     def at_rows(self, kept: torch.Tensor | slice) -> BackwardRows:
         """Return the rows that `kept` (rows,) says."""
@@ -74,13 +76,17 @@ class BackwardRows:
         return replace(self, p=self.p[..., keys], p_rounding_var=None, **optional)
 
 
+#: the variance of what may be anything, NaN as well: in float32 its root is infinite, and times 0 it is 0 in float64
+_UNKNOWN = 2.0**900
+
+
 @dataclass
 class ScoreGradient:
     """The gradient of the scaled scores; all are (n, heads, rows, keys) but for row_sum_var (n, heads, rows, 1).
 
     ds: dS, and variance: its own, without that of D. weight: how much of D enters dS. p_rounding_var: e_ij^2.
-    row_sum_var: D's variance, with what only the scores tell of it. denominator_var: as in `BackwardRows`. of_maximum: the
-    variance of the maximum's gradient, (n, heads, rows, 1), None where it has none.
+    row_sum_var: D's variance, with what only the scores tell of it. denominator_var, are_lost: as in `BackwardRows`.
+    of_maximum: the variance of the maximum's gradient, (n, heads, rows, 1), None where it has none.
     """
 
     ds: torch.Tensor
@@ -90,6 +96,7 @@ class ScoreGradient:
     row_sum_var: torch.Tensor
     denominator_var: torch.Tensor | None
     of_maximum: torch.Tensor | None
+    are_lost: torch.Tensor | None
 
 
 class Gradients:
@@ -117,7 +124,10 @@ class Gradients:
         weighted = dout * forward.out
         row_sum = weighted.sum(-1, keepdim=True)
         unit_squared = self.rounding.unit_squared(self.workload.v_head_dim + self.kv_len)  # of D, and of each o in it
-        row_sum_var = weighted.square_().sum(-1, keepdim=True).mul_(SHARED**2 * unit_squared)
+        squares = weighted.square_().sum(-1, keepdim=True)
+        row_sum_var = squares * (SHARED**2 * unit_squared)
+        if self.precision.rounds_share_of_keys and (sinks := sinks_of(chunk)) is not None:
+            row_sum_var += self._of_late_sinks(row_sum, squares, forward.lse, sinks)
         lse_var = forward.lse.where(forward.lse.isfinite(), 0.0).unsqueeze(-1).mul_(SHARED * LSE_UNIT).square_()
         if (row_noise := forward.row_noise) is not None:
             denominator_var = row_noise.variance if denominator_var is None else denominator_var + row_noise.variance
@@ -127,7 +137,27 @@ class Gradients:
                 row_sum_var += dout.square().mul_(row_noise.of_out).sum(-1, keepdim=True)
         dropped = forward.dropped
         sums = row_sum, row_sum_var, lse_var, denominator_var
-        return BackwardRows(forward.q, dout, *sums, p, p_rounding_var, noise_var, slope, slope_var, dropped)
+        are_lost = self._lost_rows(dout, chunk.block.v)
+        return BackwardRows(forward.q, dout, *sums, p, p_rounding_var, noise_var, slope, slope_var, dropped, are_lost)
+
+    def _lost_rows(self, dout: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+        """Return the rows whose gradients are infinity times 0 where dP has the dtype, whatever they are exactly."""
+        largest = DTYPES[self.workload.out_dtype].largest
+        if not self.rounding.rounds_dp_to_dtype or not v.numel() or bool(largest_norm(dout) * largest_norm(v) <= largest):
+            return None
+        return (per_key(dout, v).abs() > largest).any(-1, keepdim=True)
+
+    def _of_late_sinks(
+        self, row_sum: torch.Tensor, squares: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the variance of D where sinks come last: it is D / (1 - share) less what flows back through their share.
+
+        Of that the dtype rounds the products do o, whose squares are given, their sum, and each step to the scores.
+        """
+        share = (sinks - lse.unsqueeze(-1)).exp_()
+        steps = lse_of_keys(share, lse).square_().mul_(2).add_(4)
+        lost = share / (1 - share).clamp_(min=TINY) * (SHARED * self.rounding.unit)
+        return (row_sum.square() * steps + squares).mul_(lost.square_())
 
     def row_sum_var_of_all_keys(self, rows: BackwardRows, chunk: Chunk) -> torch.Tensor:
         """Return D's variance with that of the out it is formed from, of which a sample of the keys tells too little."""
@@ -174,7 +204,11 @@ class Gradients:
             variance = _plus(variance, of_maximum * _may_be_largest(p, rows.p_noise_var))
         ds, weight, variance = self._through_slope(ds, variance, rows)
         variance = self._plus_rounding(variance, ds, rows)
-        return ScoreGradient(ds, variance, weight, p_rounding_var, row_sum_var, rows.denominator_var, of_maximum)
+        if rows.are_lost is not None:
+            variance.masked_fill_(rows.are_lost, _UNKNOWN)
+        return ScoreGradient(
+            ds, variance, weight, p_rounding_var, row_sum_var, rows.denominator_var, of_maximum, rows.are_lost
+        )
 
     def _variance_of_dp(self, dp: torch.Tensor, rows: BackwardRows, v_squared: torch.Tensor) -> torch.Tensor | None:
         """Return P_ij^2 times the variance of dP_ij, (n, heads, rows, keys); None where dP counts as exact."""
@@ -237,7 +271,7 @@ class Gradients:
         if self.rounding.is_float32:
             total = over_keys(scores.ds.abs(), k.abs()).mul_(self.scale)
             variance += self.rounding.of_ordered_terms(total, k.shape[2])
-        return dq, variance
+        return dq, variance if scores.are_lost is None else variance.masked_fill_(scores.are_lost, _UNKNOWN)
 
 
 class KeyGradients:
@@ -265,7 +299,10 @@ class KeyGradients:
             p, noise = p * rows.dropped, noise * rows.dropped.square()
         self._add("dv", keys, p, rows.dout, self._over_rows(noise, rows.dout.square()))
         drift = scores.weight.square().mul_(scores.row_sum_var)
-        variance = self._over_rows(scores.variance.add_(drift), rows.q.square()).mul_(self.scale**2)
+        q_squared = rows.q.square()
+        if rows.are_lost is not None:  # NaN times 0 is lost as well
+            q_squared.masked_fill_(rows.are_lost, 1)
+        variance = self._over_rows(scores.variance.add_(drift), q_squared).mul_(self.scale**2)
         self._add("dk", keys, scores.ds.mul_(self.scale), rows.q, variance)
 
     def _over_rows(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -178,7 +178,7 @@ class _Judgment:
         named: tuple[str, ...] = (),
     ) -> None:
         """named: the parameters whose gradients are asked for by name, of a backend as well."""
-        self.named, self.unjudged = named, dict[str, str]()
+        self.named, self.unjudged, self.lost = named, dict[str, str](), dict[str, None]()
         self.subject, self.spec, self.references, self.deadline = subject, spec, references, deadline
         self.kernel: AttentionFn | None = None
         self.rows: list[TensorComparison] = []
@@ -219,6 +219,7 @@ class _Judgment:
         w = self.spec.workload
         rows = self._compared(distribution, reference, tensors)
         self.rows += rows
+        self.lost |= dict.fromkeys(lost_gradients(reference))
         for row in rows:
             if not row.passed and self.failed is None:
                 tensors = {name: t.clone() for name, t in tensors.items()}  # a kernel may write to them again
@@ -375,7 +376,7 @@ class _Judgment:
             compilation_of(self.kernel) if self.kernel else None,
             self.sampled,
             () if self.failed else untested(self.spec.workload, self.unshown),
-            tuple(f"d{name}: {why}" for name, why in self.unjudged.items()),
+            (*(f"d{name}: {why}" for name, why in self.unjudged.items()), *self.lost),
         )
 
     # -- details -------------------------------------------------------------------------------------------------------
@@ -669,6 +670,19 @@ def _measured(
     return _Measured(numbers, to_row)
 
 
+def lost_gradients(reference: Reference) -> tuple[str, ...]:
+    """Say how many rows of which gradients are not judged, as `Comparison.unjudged`."""
+    precision, is_half = reference.precision, reference.workload.out_dtype == "float16"
+    if not (is_half and (precision.rounds_scores or precision.rounds_dp) and "dq" in reference.tensors):
+        return ()
+    lost = {name: reference.tensors[name].tau.isinf().any(-1) for name in ("dq", "dk")}
+    return tuple(
+        f"{name}: where dP is beyond float16, as in {int(rows.sum()):,} of its {rows.numel():,} rows, eager code's own is NaN"
+        for name, rows in lost.items()
+        if bool(rows.any())
+    )
+
+
 def _steepest(z: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:
     off, error, allowed = head_slopes(z, expected)
     level = (off.abs() / allowed).nan_to_num_(0)
@@ -700,7 +714,8 @@ def apart(
 def _compared_rows(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor, int]:
     """Return the rows that were computed exactly, and how many elements of all rows are not finite, where all should be."""
     assert expected.rows is not None
-    looked_through = got.flatten(0, 1) if bool(expected.value.isfinite().all()) else got[:0]
+    are_finite = bool((expected.value.isfinite() & expected.tau.isfinite()).all())
+    looked_through = got.flatten(0, 1) if are_finite else got[:0]
     faults = sum(int((~head.isfinite()).sum()) for head in looked_through)  # one at a time: each takes memory
     return got[:, :, expected.rows.to(got.device)], faults
 
@@ -708,12 +723,12 @@ def _compared_rows(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor,
 def _residual(got: torch.Tensor, expected: Expected) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual in float64, zero at non-finite places, and where NaN or infinity is not as expected.
 
-    An exact value beyond the dtype's largest number is expected to be infinite.
+    An exact value beyond the dtype's largest number is expected to be infinite, and any is where nothing may be expected.
     """
     value = expected.value.to(got.device)
     as_dtype = value.to(got.dtype)
     both = got.isfinite() & as_dtype.isfinite()
-    alike = both | (got == as_dtype) | (got.isnan() & as_dtype.isnan())
+    alike = both | (got == as_dtype) | (got.isnan() & as_dtype.isnan()) | expected.tau.to(got.device).isinf()
     return torch.where(both, got.double() - value, 0.0), ~alike
 
 

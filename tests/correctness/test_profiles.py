@@ -1,5 +1,6 @@
 """Profiles of what fault-free kernels round: each excuses its kernels on every distribution, and is needed."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from pytest_attn.backends.backend import FunctionBackend
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.precision import PRECISIONS, precision_named
 from pytest_attn.backends.registry import Registry
-from pytest_attn.correctness.judge import compare_all
+from pytest_attn.correctness.judge import compare_all, judge, lost_gradients
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import compute_reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
@@ -126,6 +127,65 @@ def test_the_maximum_that_is_subtracted_may_be_a_sink_s(dtype):
         return (score - score.amax(-1, keepdim=True)).softmax(-1)[..., :256] @ v
 
     assert judged(attention, spec_of(workload, backward=True, precision="eager_shifted"), REFERENCES).passed
+
+
+@pytest.mark.parametrize("fault", ["", "detached", "larger"])
+def test_sinks_may_come_last_and_then_their_share_is_judged(fault):
+    w = Workload(53, batch=2, heads=4, head_dim=32, mask="causal", sinks=True, dtype="bfloat16", scale=0.5)
+    seen, sinks = torch.ones(53, 53).tril().bool(), draw_inputs(w).sinks
+
+    def attention(q, k, v):  # as GraniteMoeSWA's eager code
+        score = (q @ k.mT * w.softmax_scale).masked_fill(~seen, torch.finfo(q.dtype).min)
+        share = (score.logsumexp(-1, keepdim=True) - sinks.view(-1, 1, 1).bfloat16()).float().sigmoid()
+        share = share.detach() if fault == "detached" else share * 1.02 if fault else share
+        return score.softmax(-1, dtype=torch.float32).to(q.dtype) @ v * share.to(q.dtype)
+
+    late, early = (spec_of(w, backward=True, precision=precision) for precision in ("late_sinks", "eager"))
+    assert judge(late.subject(Registry(), attention), late, REFERENCES).passed == (not fault)
+    assert not judge(early.subject(Registry(), attention), early, REFERENCES).passed
+
+
+# -- where dP is beyond float16 ----------------------------------------------------------------------------------------------
+
+
+def with_large_dp(fault=lambda found: None):
+    """Return the rows of honest eager code of which one dP is infinite, with a fault; and what is not judged of it."""
+    w = Workload(72, batch=2, heads=4, kv_heads=2, head_dim=32, dtype="float16", mask="causal")
+    inputs = draw_inputs(w)
+    inputs.dout[0, 1, 3] *= 30_000
+    inputs.q[0, 1, 3] = 0  # times NaN
+    given = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out = eager(w, inputs, torch.float32)(*given)
+    found = {"out": out.detach()}
+    found |= zip(("dq", "dk", "dv"), torch.autograd.grad(out, given, inputs.dout), strict=True)
+    assert found["dq"][0, 1, 3].isnan().all()
+    assert found["dk"][0, 0].isnan().all()
+    fault(found)
+    reference = compute_reference(inputs, PRECISIONS["eager"], backward=True)
+    return compare_all("", found, reference, w, limits_named("default")), lost_gradients(reference)
+
+
+def test_gradients_of_infinite_dp_are_said_to_be_not_judged():
+    rows, lost = with_large_dp()
+    assert all(row.passed for row in rows)
+    assert [one.partition(":")[0] for one in lost] == ["dq", "dk"]
+    assert "1 of its 576 rows" in lost[0]
+    assert "72 of its 288 rows" in lost[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "factor"),
+    [
+        ("dq", (0, 1, 4), math.nan),
+        ("dq", (0, 2), 1.02),
+        ("dq", (0, 1, 60), 1.2),
+        ("dk", (0, 1), 1.02),
+        ("dv", (0, 0, 3), math.nan),
+    ],
+)
+def test_a_fault_beside_infinite_dp_is_found(name, at, factor):
+    rows, _ = with_large_dp(lambda found: found[name][at].mul_(factor))
+    assert [row.name for row in rows if not row.passed] == [name]
 
 
 # -- eager code, which writes each step of its scores in the dtype -----------------------------------------------------------

@@ -26,7 +26,7 @@ from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.call import fault_of_change
 from pytest_attn.correctness.comparison import Comparison, Evidence, Mismatch, Returned, TensorComparison
 from pytest_attn.correctness.contract import ContractError, check_contract
-from pytest_attn.correctness.judge import compare_all, mismatch_of, unshown_by, untested, without_each
+from pytest_attn.correctness.judge import compare_all, lost_gradients, mismatch_of, unshown_by, untested, without_each
 from pytest_attn.correctness.limits import Limits, limits_named
 from pytest_attn.correctness.reference import Expected, Reference, compute_reference, score_elements
 from pytest_attn.correctness.spec import ReferenceCache
@@ -86,6 +86,7 @@ class ModelCall:
             call.changes,
             sampled=reference.sampled,
             untested=unshown,
+            unjudged=lost_gradients(reference),
         )
 
     @property

@@ -217,6 +217,9 @@ def precision_of(intercepted: InterceptedCall, registry: Registry, kind: str) ->
     if intercepted.function is FLEX and uncompiled(intercepted.original) is None:
         return uncompiled_flex_precision(torch.__version__)
     profile = intercepted.function.ran() or intercepted.function.profile
+    code = getattr(intercepted.original, "__code__", None)
+    if profile == "eager" and "sigmoid" in getattr(code, "co_names", ()):
+        return "late_sinks"
     return registry[profile].precision_on(kind) if profile else default_on(kind)
 
 

@@ -121,8 +121,8 @@ class ModelComparison:
 
     @property
     def untested(self) -> tuple[str, ...]:
-        """Options and sums that no call would have shown, as `Comparison.untested`."""
-        judged = [(call.workload, call.comparison.untested) for call in self.calls if call.comparison]
+        """Options and sums that no call would have shown, and what was not judged, as `Comparison.untested` and `unjudged`."""
+        judged = [(call.workload, (*one.untested, *one.unjudged)) for call in self.calls if (one := call.comparison)]
         untested = dict.fromkeys(one for _, unshown in judged for one in unshown)
         shown = {one for w, unshown in judged for one in (*without_each(w), LONG_SUMS) if one not in unshown}
         return tuple(one for one in untested if one not in shown)

@@ -59,6 +59,15 @@ def test_honest_models_pass(name, implementation, dtype, padding):
     assert [call.function for call in found.calls] == [f"transformers:{implementation}"] * 2
 
 
+def test_eager_code_whose_sinks_come_last_rounds_their_share():
+    kind, options = "GraniteMoeSWA", {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip("transformers is older than GraniteMoeSWA")
+    model = tiny(kind, sharper=8, attn_implementation="eager", **HEADS, **options).bfloat16()
+    calls = capture(lambda: model(input_ids=IDS, use_cache=False), model)
+    assert [(call.precision, call.workload.sinks) for call in calls] == [("late_sinks", True)] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "backend"), [("llama", "math"), ("mistral", "sdpa_flash"), ("gemma2", "eager"), ("gpt-oss", "eager")]
 )
