@@ -204,12 +204,13 @@ class _Judgment:
             reference = with_mask(reference, self.keep, self.spec.backward)
         if self.spec.declared.skips is not None:
             reference = self._as_left_out(distribution, reference, tensors)
+        reference = self.references.after_call(reference)
         if self._has_rounded_dp(distribution, reference, tensors):
             declared = replace(self.spec.declared, precision=self.spec.profile.with_autograd())
             self.spec = replace(self.spec, declared=declared)
-            reference = self.references.reference_of(self.spec, distribution, self.subject)
-            reference = reference if self.keep is None else with_mask(reference, self.keep, backward=True)
-        reference = self.references.after_call(reference)
+            wider = self.references.reference_of(self.spec, distribution, self.subject)
+            wider = wider if self.keep is None else with_mask(wider, self.keep, backward=True)
+            reference = self.references.after_call(wider, reference.tensors["out"].rows)
         if reference.is_sampled:
             self.is_sampled = True
             self.sampled |= reference.sampled

@@ -220,12 +220,15 @@ class ReferenceCache:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return reference
 
-    def after_call(self, reference: Reference) -> Reference:
-        """Return the reference of a result: that of a long workload gets rows that are drawn only now, for this call."""
+    def after_call(self, reference: Reference, rows: torch.Tensor | None = None) -> Reference:
+        """Return the reference of a result: that of a long workload gets rows that are drawn only now, for this call.
+
+        rows: which it gets as well.
+        """
         if reference.rows is None:
             return reference
         with quiet():
-            return with_drawn_rows(reference, self.rows)
+            return with_drawn_rows(reference, (*self.rows, *([] if rows is None else rows.tolist())))
 
 
 def _lean(draw: Callable[..., Inputs], workload: Workload, backward: bool) -> Inputs:

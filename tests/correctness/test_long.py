@@ -16,7 +16,7 @@ from pytest_attn.backends.precision import precision_named
 from pytest_attn.backends.registry import Registry
 from pytest_attn.backends.subject import obstacle_of_any
 from pytest_attn.correctness import budget, call, reference
-from pytest_attn.correctness.judge import compare_all, judge
+from pytest_attn.correctness.judge import _Judgment, compare_all, judge
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.workloads import distributions, positions
@@ -221,6 +221,17 @@ def test_each_call_has_rows_of_its_own_that_are_looked_at(few):
     one, other = (judge(subject, spec, references).mismatch.location.rows.found for _ in range(2))
     assert one != other
     assert references.computed == len(spec.inputs)
+
+
+def test_whether_dp_was_rounded_is_asked_of_drawn_rows_too(few, monkeypatch):
+    looked_at = []
+
+    def has_rounded_dp(self, distribution, found, tensors):
+        looked_at.append(set(found.tensors["dq"].rows.tolist()) - set(rows_known().tolist()))
+
+    monkeypatch.setattr(_Judgment, "_has_rounded_dp", has_rounded_dp)
+    compared(causal, backward=True)
+    assert all(looked_at)
 
 
 def test_rows_that_are_asked_for_are_looked_at(few):

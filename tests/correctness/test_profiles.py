@@ -344,15 +344,44 @@ def casts_weights(factor=1.0):
     return attention
 
 
-def checkpointed(q, k, v):
-    return checkpoint(casts_weights(), q, k, v, use_reentrant=True) if q.requires_grad else casts_weights()(q, k, v)
-
-
 @pytest.mark.parametrize("workload", [Workload(96, heads=2), Workload(64, heads=2)], ids=lambda w: w.id)
 def test_a_cast_of_weights_that_autograd_sees_needs_no_profile(workload):
     """Of 64 keys P has as many elements as out, whose own cast is none of weights. A checkpoint hides what is cast."""
     of = CheckSpec(workload, CPU, backward=True)
     assert judged(casts_weights(), of).passed
-    assert judged(checkpointed, of).passed
+    assert judged(behind_checkpoint(casts_weights()), of).passed
     assert not judged(casts_weights(), replace(of, declared=Declaration(precision="flash2"))).passed
     assert judged(casts_weights(factor=1.02), of).mismatch.row.name == "dk"
+
+
+def faulty(fault):
+    """Causal attention whose dk is 1 % too large, dq in one head, or dv as if there were no mask."""
+
+    def attention(q, k, v):
+        larger = 1 + 0.01 * torch.arange(q.shape[1])[:, None, None] if fault == "dq" else 1.01
+        named = ("dq", q.float()), ("dk", k.float())
+        rows, keys = (t * larger - (t * larger - t).detach() if fault == name else t for name, t in named)
+        score = rows @ keys.mT * q.shape[-1] ** -0.5
+        seen = torch.ones(score.shape[-2:]).tril().bool()
+        weights, all_seen = (one.softmax(-1).to(q.dtype).float() for one in (score.masked_fill(~seen, -torch.inf), score))
+        moved = v.float() - v.float().detach()
+        of_v = (all_seen.detach() if fault == "dv" else weights) @ moved
+        return (weights @ v.float().detach() + of_v).to(q.dtype)
+
+    return attention
+
+
+def behind_checkpoint(fn):
+    return lambda *given: checkpoint(fn, *given, use_reentrant=True) if given[0].requires_grad else fn(*given)
+
+
+def compiled(fn):
+    return torch.compile(fn, backend="aot_eager")
+
+
+@pytest.mark.parametrize("hiding", [behind_checkpoint, pytest.param(compiled, marks=pytest.mark.slow("compiles"))])
+@pytest.mark.parametrize("fault", ["", "dk", "dv", "dq"])
+def test_a_fault_is_found_where_casts_are_hidden(fault, hiding):
+    of = CheckSpec(Workload(131, heads=2, mask="causal"), CPU, backward=True)
+    found = judge(of.subject(Registry(), hiding(faulty(fault))), of, REFERENCES)
+    assert (found.mismatch.row.name if found.mismatch else "") == fault

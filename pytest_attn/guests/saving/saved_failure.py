@@ -313,9 +313,9 @@ class SavedReferences(ReferenceCache):
         wanted = tuple(spec.parameters)
         return compute_reference(self._inputs, spec.profile, spec.backward, parameters=wanted, extra=spec.extra)
 
-    def after_call(self, reference: Reference) -> Reference:
+    def after_call(self, reference: Reference, rows: torch.Tensor | None = None) -> Reference:
         """Return the saved one as it is: it has the rows that were drawn then."""
-        return reference if reference is self._reference else super().after_call(reference)
+        return reference if reference is self._reference else super().after_call(reference, rows)
 
 
 def load_failure(folder: str | os.PathLike[str]) -> Failure:
