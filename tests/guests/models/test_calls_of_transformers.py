@@ -26,11 +26,12 @@ def step_of(model, dtype=None):
 # -- functions, whatever their parameters are called -----------------------------------------------------------------------
 
 
-def registered(modeling, function):  # noqa: F811
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+def registered(modeling, function, masks="sdpa"):  # noqa: F811
+    from transformers.masking_utils import AttentionMaskInterface
 
     modeling.AttentionInterface._global_mapping["mine"] = function
-    AttentionMaskInterface._global_mapping["mine"] = sdpa_mask
+    made = AttentionMaskInterface._global_mapping
+    made["mine"] = made[masks]
     return Llama("mine")
 
 
@@ -55,6 +56,12 @@ def test_a_function_is_called_as_the_model_calls_it(modeling, kind):  # noqa: F8
     model = registered(modeling, kind(modeling.sdpa_attention_forward))
 
     assert [call.passed for call in check_model(model, step_of(model)).calls] == [True, True]
+
+
+def test_an_own_function_may_be_handed_its_mask_as_numbers(modeling):  # noqa: F811
+    model = registered(modeling, modeling.eager_attention_forward, "eager")
+
+    assert check_model(model, step_of(model), precision="eager").calls
 
 
 # -- arguments that nothing is known of ----------------------------------------------------------------------------------
