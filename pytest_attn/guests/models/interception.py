@@ -393,9 +393,6 @@ def uncompiled(function: object) -> object | None:
     return made_of
 
 
-# -- which module runs -------------------------------------------------------------------------------------------------------
-
-
 class Running(NamedTuple):
     """A module that runs, what it was called with, the parts of it that have run, and the ids of tensors that nothing read."""
 
@@ -630,9 +627,6 @@ def _exact_forward(
     out, weights = arguments.to_result(exact_attention(inputs))
     gives_weights = any(not str(name).startswith(_WITHOUT_WEIGHTS) and "/" not in str(name) for name in implementations)
     return out, exact_weights(inputs).to(out.dtype) if gives_weights or arguments.asks_more else weights
-
-
-# -- functions that a user names ---------------------------------------------------------------------------------------------
 
 
 #: one function of q, k, v and options, or where it is found
