@@ -1,25 +1,11 @@
 """The marker attention_model and the fixture attn_model, through pytest itself."""
 
 import pytest
+from fakes.layer import LAYER
 
 from pytest_attn.reports.records import read_records
 
-MODEL = """
-import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        return x + F.scaled_dot_product_attention(q * 4, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
+MODEL = f"""{LAYER}
 
 @pytest.fixture
 def model():

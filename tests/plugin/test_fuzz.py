@@ -169,17 +169,6 @@ def test_a_seed_that_is_given_also_draws_the_workloads(fuzz, kernel_test):
     assert one == same != other
 
 
-@pytest.mark.slow("draws workloads")
-def test_only_what_the_markers_workloads_show_is_drawn(fuzz, kernel_test):
-    """A test of one kernel may rely on what all its workloads have in common."""
-    kernel_test(
-        "attn.check(lambda q, k, v: sdpa(q, k, v, is_causal=True, scale=0.5, enable_gqa=True))",
-        marker='Workload(32, heads=4, kv_heads=2, head_dim=32, mask="causal", scale=0.5), device="cpu", backward=True,'
-        ' precision="torch_cpu"',
-    )
-    fuzz().assert_outcomes(passed=1, deselected=1)
-
-
 RIGHT = "attn.check(lambda q, k, v: sdpa(q, k, v))"
 OF_THE_DRAW = """
 q, k, v = qkv

@@ -1,7 +1,7 @@
 """`backward=("q", "k", "v", "sinks")`: gradients of what a kernel closes over."""
 
 import pytest
-import torch
+from judging import explicit
 
 import pytest_attn
 from pytest_attn import Workload, draw_inputs
@@ -68,20 +68,10 @@ def test_a_gradient_that_is_lost_is_named_saved_and_judged_again(judged, pyteste
 SINKS = Workload(64, heads=2, head_dim=32, sinks=True)
 
 
-def with_sinks(q, k, v, sinks):
-    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
-    scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    return (scores.softmax(-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
-
-
-def with_bias(q, k, v, bias):
-    return ((q.float() @ k.float().mT * q.shape[-1] ** -0.5 + bias.float()).softmax(-1) @ v.float()).to(q.dtype)
-
-
 @pytest.mark.parametrize("asked", [("q", "sinks"), ("sinks",), ("q", "k", "v", "sinks")])
 def test_check_takes_names_as_the_marker_does(asked):
     sinks = draw_inputs(SINKS).sinks.requires_grad_()
-    found = pytest_attn.check(lambda q, k, v: with_sinks(q, k, v, sinks), SINKS, backward=asked, device="cpu")
+    found = pytest_attn.check(lambda q, k, v: explicit(q, k, v, sinks=sinks), SINKS, backward=asked, device="cpu")
     assert {row.name for row in found.tensors} == {"out", *(f"d{name}" for name in asked)}
 
 
@@ -89,12 +79,14 @@ def test_check_finds_a_wrong_gradient_of_the_bias_alone():
     workload = Workload(64, heads=2, head_dim=32, bias="hqk")
     bias = draw_inputs(workload).bias.requires_grad_()
     options = {"backward": ("bias",), "device": "cpu"}
-    assert pytest_attn.check(lambda q, k, v: with_bias(q, k, v, bias), workload, **options).passed
+    assert pytest_attn.check(lambda q, k, v: explicit(q, k, v, bias=bias), workload, **options).passed
     with pytest.raises(AssertionError, match="mismatch: dbias of"):
-        pytest_attn.check(lambda q, k, v: with_bias(q, k, v, bias.detach() + 2 * (bias - bias.detach())), workload, **options)
+        pytest_attn.check(
+            lambda q, k, v: explicit(q, k, v, bias=bias.detach() + 2 * (bias - bias.detach())), workload, **options
+        )
     for names in (("q", "bias"), ("bias",)):
         with pytest.raises(AssertionError, match=r"dbias is missing: .* draw_inputs\(...\).bias.requires_grad_\(\)"):
-            pytest_attn.check(lambda q, k, v: with_bias(q, k, v, bias.detach()), workload, backward=names, device="cpu")
+            pytest_attn.check(lambda q, k, v: explicit(q, k, v, bias=bias.detach()), workload, backward=names, device="cpu")
 
 
 FROZEN = """
@@ -130,19 +122,19 @@ def test_invariants_hold_of_the_gradients_that_are_asked_for(pytester, asked, gi
 
 def test_invariants_without_pytest_take_names_of_q_k_and_v():
     def with_frozen_keys(q, k, v):
-        return with_bias(q, k.detach(), v, 0 * q[:1, :1, :1, :1])
+        return explicit(q, k.detach(), v)
 
     options = {"only": ("gradients", "alone", "magnitude"), "device": "cpu"}
     assert pytest_attn.check_invariants(with_frozen_keys, Workload(64, heads=2), backward=("q", "v"), **options).passed
     with pytest.raises(AssertionError, match="out carries no gradient where nothing but k needs one"):
         pytest_attn.check_invariants(with_frozen_keys, Workload(64, heads=2), backward=True, **options)
     with pytest.raises(ValueError, match="those of sinks need a test with a marker"):
-        pytest_attn.check_invariants(with_sinks, SINKS, backward=("q", "sinks"), **options)
+        pytest_attn.check_invariants(explicit, SINKS, backward=("q", "sinks"), **options)
 
 
 def test_check_refuses_a_gradient_of_what_a_workload_has_not():
     with pytest.raises(ValueError, match="backward asks for a gradient of bias, and no workload has bias"):
-        pytest_attn.check(with_sinks, SINKS, backward=("bias",), device="cpu")
+        pytest_attn.check(explicit, SINKS, backward=("bias",), device="cpu")
 
 
 UNNAMED = """
@@ -228,10 +220,10 @@ def test_gradients_that_nobody_names_are_judged_where_autograd_reaches_them(pyte
 
 def test_without_pytest_it_says_what_was_not_judged():
     sinks = draw_inputs(SINKS).sinks
-    frozen = pytest_attn.check(lambda q, k, v: with_sinks(q, k, v, sinks), SINKS, backward=True, device="cpu")
+    frozen = pytest_attn.check(lambda q, k, v: explicit(q, k, v, sinks=sinks), SINKS, backward=True, device="cpu")
     assert frozen.unjudged == ("dsinks: autograd does not reach it from out",)
     sinks.requires_grad_()
-    judged = pytest_attn.check(lambda q, k, v: with_sinks(q, k, v, sinks), SINKS, backward=True, device="cpu")
+    judged = pytest_attn.check(lambda q, k, v: explicit(q, k, v, sinks=sinks), SINKS, backward=True, device="cpu")
     assert not judged.unjudged
     assert "dsinks" in {row.name for row in judged.tensors}
     assert pytest_attn.check("eager", SINKS, backward=("q", "sinks"), device="cpu").passed

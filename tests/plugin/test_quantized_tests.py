@@ -70,11 +70,6 @@ def test_layer_of_a_model(attn_model):
 """
 
 
-def attention(q, k, v, q_descale, k_descale, v_descale):
-    q, k, v = (t.float() * d[..., None, None] for t, d in ((q, q_descale), (k, k_descale), (v, v_descale)))
-    return ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).bfloat16()
-
-
 def test_a_test_file(pytester):
     pytester.makepyfile(TESTS)
     options = ("-rs", "--attn-backends=math,eager,sdpa", "--attn-output=run.jsonl", "--attn-save-failures=saved")
@@ -88,7 +83,8 @@ def test_a_test_file(pytester):
     assert sum(bool(record["is_approximate"]) for record in judged) >= 1
     (saved,) = (pytester.path / "saved").rglob("*.safetensors")
     failure = pytest_attn.load_failure(saved.parent)
-    q_descale, k_descale, v_descale = failure.inputs.descales
+    exec(TESTS.partition("\n\n@pytest")[0], found := {})
+    attention, (q_descale, k_descale, v_descale) = found["attention"], failure.inputs.descales
     assert failure.check(lambda q, k, v: attention(q, k, v, q_descale, k_descale, v_descale), device="cpu").passed
     with pytest.raises(AssertionError, match="with the descale of k for v"):
         failure.check(lambda q, k, v: attention(q, k, v, q_descale, k_descale, k_descale), device="cpu")

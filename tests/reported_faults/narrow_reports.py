@@ -18,7 +18,7 @@ from pytest_attn import Workload
 
 from .kernel import Attention, Call, Entry, Part, Tile, cut
 from .narrow import NARROW, is_decoding, only, taking
-from .table import PagesSideBySide, Splits
+from .table import DescalesOfKAndVNotApplied, NoGradientOfSinks, PagesSideBySide, Splits
 
 __all__ = ["NARROW"]
 
@@ -114,11 +114,8 @@ class TilesChosenCausally(Attention):
 
 
 @taking(only("causal-bottom-right", _GROUPED, where=is_decoding), "meta-pytorch/gpt-fast#233", "causal-other-alignment")
-class MaskOfTheFirstRow(Attention):
+class MaskOfTheFirstRow(CausalFromTheFirstKey):
     """While decoding the mask was that of row 0."""
-
-    def place(self, t: Tile) -> Tensor:
-        return t.i
 
 
 class _NoMask(Attention):
@@ -440,11 +437,8 @@ class GatheredWithoutHeads(Attention):
 
 
 @taking(_PACKED_PAGES, "GeeeekExplorer/nano-vllm#213", "kv-lens-ignored", "padding-of-pages-seen")
-class ChunkSeesTheWholeSequence(Attention):
+class ChunkSeesTheWholeSequence(PaddingNotHandedOver):
     """A chunk's keys were as many as the whole sequence has, of which later ones are not written."""
-
-    def entry(self, call: Call, b: int) -> Entry:
-        return super().entry(call, b)._replace(m=call.w.kv_len)
 
 
 @taking(_PAGED, "sgl-project/sglang#8675", "keys-begin-late", "first-key-missing")
@@ -696,19 +690,13 @@ class AlibiOfOneQueryIsZero(Attention):
     "descale-ignored-of-v",
     "descale-ignored-of-kv",
 )
-class DescalesOfRaggedKeysIgnored(Attention):
+class DescalesOfRaggedKeysIgnored(DescalesOfKAndVNotApplied):
     """The scales of a cache of fp8 were ignored for ragged sequences."""
-
-    def descale(self, t: Tile, name: str) -> Tensor | None:
-        return super().descale(t, name) if name == "q" else None
 
 
 @taking(_TOKENS, "vllm-project/vllm#51091", "descale-ignored-of-v", "descale-ignored-of-kv")
-class DescalesReset(Attention):
+class DescalesReset(DescalesOfKAndVNotApplied):
     """The scales of tokens were set to 1 after the prompt had been written."""
-
-    def descale(self, t: Tile, name: str) -> Tensor | None:
-        return super().descale(t, name) if name == "q" else None
 
 
 @taking(_TOKENS, "lablup/mlxcel#717")
@@ -851,11 +839,8 @@ class BackwardWithoutAMask(Attention):
     "all-zeros",
     backward=True,
 )
-class GradientOfSinksLost(Attention):
+class GradientOfSinksLost(NoGradientOfSinks):
     """The gradient of sinks was computed and not returned."""
-
-    def dsinks(self, call: Call, e: Entry, rows: range, lse: Tensor, delta: Tensor) -> Tensor:
-        return torch.zeros(call.w.heads)
 
 
 # -- after reports that the others left out -----------------------------------------------------------------------------------
@@ -1077,11 +1062,8 @@ class LastRowOfDbias(Attention):
     "sgl-project/sglang#40903",
     "splits-merged-as-natural",
 )
-class MergeOfLseInBase2(Splits):
+class MergeOfLseInBase2(BaseTwoMergedAsNatural):
     """A prefix and the rest were merged by lse in base 2 as if it were natural."""
-
-    def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
-        return super().merged(call, e, rows, [part._replace(lse=part.lse / math.log(2)) for part in parts])
 
 
 @taking(_DENSE_GROUPED, "pytorch/executorch#22426", "causal-other-alignment")
