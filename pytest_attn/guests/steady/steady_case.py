@@ -81,12 +81,14 @@ def check_steady(
     variants: int = 3,
     name: str | None = None,
     first_call: float | None = None,
+    first_memory: float | None = None,
 ) -> Steadiness:
     """Call `fn` with other lengths, batches and offsets in rounds: nothing may compile, grow or wait once these are known.
 
     fn: as for `attn.check`; a callable must take any shape up to that of the workload. variants: at how many shapes it may
     compile after the first call. name: as for `attn.check`. first_call: the CPU seconds that the first call may take at most,
-    those of the compilers that it starts included; None for any.
+    those of the compilers that it starts included; None for any. first_memory: the bytes of a CUDA device that the first call
+    may hold at its peak, beyond what was held before; None for any.
 
     Returns what was seen. Raises AssertionError where it is not steady; the text names the first shape.
     """
@@ -95,10 +97,11 @@ def check_steady(
         raise ValueError(f"attn.check_steady: variants must be a whole number >= 0, got {variants!r}")
     if not (callable(fn) or isinstance(fn, Backend | str)):
         raise TypeError(f"attn.check_steady takes a callable or a backend, got {describe(fn)}")
-    if not (first_call is None or (type(first_call) in (int, float) and first_call > 0)):
-        raise ValueError(f"attn.check_steady: first_call must be a number of seconds > 0, got {first_call!r}")
+    for limited, limit, unit in (("first_call", first_call, "seconds"), ("first_memory", first_memory, "bytes")):
+        if not (limit is None or (type(limit) in (int, float) and limit > 0)):
+            raise ValueError(f"attn.check_steady: {limited} must be a number of {unit} > 0, got {limit!r}")
     subject = case._subject(fn, name)
-    return conclude(context_of(case), SteadyEvaluator(subject, case._spec, variants, first_call))
+    return conclude(context_of(case), SteadyEvaluator(subject, case._spec, variants, first_call, first_memory))
 
 
 class UnsteadyError(Exception):
@@ -212,9 +215,11 @@ class SteadyEvaluator(Evaluator[Steadiness]):
 
     question, wrong = "steady", Verdict.BROKEN
 
-    def __init__(self, subject: Subject, spec: CheckSpec, variants: int, first_call: float | None) -> None:
+    def __init__(
+        self, subject: Subject, spec: CheckSpec, variants: int, first_call: float | None, first_memory: float | None
+    ) -> None:
         self.subject: Subject = subject
-        self._first_call = first_call
+        self._first_call, self._first_memory = first_call, first_memory
         self._spec, self._variants, self.workload = spec, variants, spec.workload
         self.doing, self.on = f"calling {subject.name} in other shapes", spec.workload.id
         self._compiled: list[str] = []
@@ -242,9 +247,12 @@ class SteadyEvaluator(Evaluator[Steadiness]):
             with peak:
                 made = visits[0].calls()
             seconds, computed = time.perf_counter() - start, cpu_seconds() - computed
-            facts: Any = {"fields": {"compile_seconds": seconds if made else None, "memory": peak.bytes}}
+            is_uncounted = self._first_memory is not None and self._spec.device.type != "cuda"
+            untested = ("first_memory: it is counted on CUDA only",) if is_uncounted else ()
+            fields = {"compile_seconds": seconds if made else None, "memory": peak.bytes, "untested": untested}
+            facts: Any = {"fields": fields}
             try:
-                self._require_quick(seconds, computed, made)
+                self._require_modest(seconds, computed, peak.bytes, made)
                 rounds, said = self._rounds(visits)
             except UnsteadyError as error:
                 lines = [f"not steady: {self.subject.name} ({self.workload.id})", *(labeled(*line) for line in error.lines)]
@@ -266,12 +274,16 @@ class SteadyEvaluator(Evaluator[Steadiness]):
             found.append(Visit(Probe(self.subject, spec, inputs, deadline), self.workload, watch, is_view=True))
         return found
 
-    def _require_quick(self, seconds: float, computed: float, made: list[str]) -> None:
-        """Raise UnsteadyError where the first call has computed for longer than it may."""
+    def _require_modest(self, seconds: float, computed: float, memory: int, made: list[str]) -> None:
+        """Raise UnsteadyError where the first call has computed for longer, or held more memory, than it may."""
         if self._first_call is not None and computed > self._first_call:
             words = f"the first call takes {computed:.1f} s of CPU, more than first_call={self._first_call:g}"
-            compiled = (("compiled", one) for one in made[:_SHOWN])
-            raise UnsteadyError(words, ("first call", f"{words}; {seconds:.1f} s on the clock"), *compiled)
+        elif self._first_memory is not None and memory > self._first_memory:
+            words = f"the first call holds {memory:,} bytes of the device, more than first_memory={self._first_memory:,}"
+        else:
+            return
+        compiled = (("compiled", one) for one in made[:_SHOWN])
+        raise UnsteadyError(words, ("first call", f"{words}; {seconds:.1f} s on the clock"), *compiled)
 
     def _rounds(self, visits: list[Visit]) -> tuple[int, str]:
         """Call all in rounds, as many as it takes to tell; return how many, and what could not be told."""

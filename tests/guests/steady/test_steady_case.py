@@ -21,6 +21,7 @@ from pytest_attn.cases.case_records import RECORDS
 from pytest_attn.guests.steady import growth, steady_case
 from pytest_attn.guests.steady.compilations import compilers_in, watching
 from pytest_attn.guests.steady.steady_case import UnsteadyError, waiting_for_nothing
+from pytest_attn.latency.work import PeakMemory
 
 W = Workload(8, batch=2, heads=2, head_dim=16, dtype="float32")
 DECODE = Workload(1, 100, batch=4, heads=4, kv_heads=2, head_dim=16)
@@ -284,6 +285,17 @@ def test_the_seconds_of_a_first_call_have_a_limit(attn):
     assert last_record(attn)["verdict"] == "broken"
     with pytest.raises(ValueError, match="first_call must be a number of seconds > 0, got True"):
         attn.check_steady(plain, first_call=True)
+
+
+@on_w
+def test_the_memory_of_a_first_call_has_a_limit(attn, monkeypatch):
+    attn.check_steady(plain, first_memory=1000)
+    assert list(last_record(attn)["untested"]) == ["first_memory: it is counted on CUDA only"]
+    monkeypatch.setattr(PeakMemory, "bytes", property(lambda self: 2000, lambda self, value: None), raising=False)
+    attn.check_steady(plain, first_memory=2000)
+    with pytest.raises(AssertionError, match="the first call holds 2,000 bytes of the device, more than first_memory=1,000"):
+        attn.check_steady(plain, first_memory=1000)
+    assert [last_record(attn)[name] for name in ("verdict", "memory")] == ["broken", 2000]
 
 
 def test_what_is_started_computes_too():
