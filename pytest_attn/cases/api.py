@@ -108,7 +108,7 @@ def check(
         dequantized: of a callable that quantizes inside, a function of (q, k, v) that returns what it makes of them, as float
             tensors: exact attention is that of these values.
         reference: what out is exactly, where fn is not softmax attention: a function of q, k and v in float64, each step of
-            which is torch's and in float64. No cause is looked for.
+            which is torch's and in float64. Gradients are its own, by autograd. No cause is looked for.
         **declared: what fn says of itself (`Declaration`).
 
     Returns:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.precision import TINY, UNIT, Precision
+from pytest_attn.backends.precision import TINY, UNIT
 from pytest_attn.backends.subject import Subject
 from pytest_attn.correctness.budget import Rounding
 from pytest_attn.correctness.comparison import (
@@ -252,6 +252,9 @@ _TAKEN = {"plain", "fewer queries", "fewer keys", "grouped heads", "v_head_dim",
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "addbmm": 1}
 #: sums, at most along the longest dimension
 _SUMS = {"sum", "mean", "cumsum", "logsumexp", "logcumsumexp", "_softmax", "_log_softmax", "linalg_vector_norm", "var", "std"}
+_SUMS |= {"_softmax_backward_data", "_log_softmax_backward_data"}  # of gradients
+#: roundings to a dtype of which a step of near numbers, as of scores about a constant, has the errors in common
+_ALIKE = 2**0.5
 #: what hides several products in one step, or chooses: a kernel that rounds otherwise may choose otherwise
 _HIDDEN = (
     "attention",
@@ -278,7 +281,6 @@ class OwnReferences(ReferenceCache):
         is_quantized = profile.p_step or profile.p_dtype or profile.v_dtype or profile.qk_error or profile.half_sum_keys
         unfit = {
             f"{w.id} has {', '.join(more)}, of which it is not told; leave these to the code of fn and reference": more,
-            "it says what out is, and nothing of gradients; leave out backward": spec.backward,
             "it says what out is, and nothing of lse; leave out returns and returns_lse": spec.results != ("out",),
             f"layout {declared.layout!r} has no batch dimension": not declared.has_batch,
             f"precision {profile.name!r} says what a softmax rounds; leave it out, or say 'eager'": is_quantized,
@@ -295,54 +297,102 @@ class OwnReferences(ReferenceCache):
             raise ValueError("reference=: the kernel quantizes its inputs, and it is not told how; leave out dequantized")
         inputs = self.inputs_of(spec, distribution or spec.inputs[0])
         given = tuple(t.double() for t in spec.handed(inputs))
-        with quiet(), torch.no_grad():
-            value, variance = exact_and_variance(self.form, given, spec.profile, spec.workload.out_dtype)
-        heads_first = spec.in_layout(value)
-        expected = (spec.workload.batch, spec.workload.heads, spec.workload.q_len, spec.workload.v_head_dim)
-        if heads_first.shape != expected:
-            raise ValueError(f"reference returned shape {tuple(value.shape)}, expected that of out in layout {spec.layout}")
-        return Reference(inputs, spec.profile, {"out": Expected(heads_first, spec.in_layout(variance).sqrt().float())})
+        results = _OwnResults(self.form, given, spec.in_layout(inputs.dout).double(), spec.leaves if spec.backward else ())
+        with quiet():
+            scatters = scatters_of(results, Rounding(spec.profile, spec.workload.out_dtype))
+        tensors = {
+            name: Expected(spec.in_layout(scatter.exact), spec.in_layout(scatter.variance).sqrt().float())
+            for name, scatter in scatters.items()
+        }
+        shared = {"rounds_scaled_key": True} if spec.profile.rounds_scores else {}  # what all are off alike is a factor
+        return Reference(inputs, replace(spec.profile, **shared), tensors)
 
 
-def exact_and_variance(form: OwnForm, given: tuple[Tensor, ...], precision: Precision, dtype: str) -> tuple[Tensor, Tensor]:
-    """Return what a form computes, and the variance of what kernels of it may round. Raises ValueError where it has none."""
-    exact = _called(form, given)
-    rounding, generator = Rounding(precision, dtype), torch.Generator(exact.device).manual_seed(0)
-    squares, medians, bent = torch.zeros_like(exact), [], torch.zeros_like(exact)
+def scatters_of(results: _OwnResults, rounding: Rounding) -> dict[str, _Scatter]:
+    """Return how far kernels of a form may be off, by the names of results. Raises ValueError where none can be held to it."""
+    exact = results()
+    scatters = {name: _Scatter(name, t, rounding) for name, t in exact.items()}
+    generator = torch.Generator(exact["out"].device).manual_seed(0)
     for _ in range(_PAIRS):
         state = generator.get_state()
-        one = (_called(form, given, _Off(rounding, generator, 1.0)) - exact).nan_to_num_(0, 0, 0)
+        one = results(_Off(rounding, generator, 1.0))
         generator.set_state(state)
-        other = (_called(form, given, _Off(rounding, generator, -1.0)) - exact).nan_to_num_(0, 0, 0)
-        squares += ((one - other) / 2).square_()
-        medians.append((one - other).abs_().float())
-        bent = bent.maximum((one + other).abs_())
-    if not torch.equal(_called(form, given).nan_to_num(), exact.nan_to_num()):
+        other = results(_Off(rounding, generator, -1.0))
+        for name, scatter in scatters.items():
+            scatter.add(one[name], other[name])
+    again = results()
+    if not all(torch.equal(again[name].nan_to_num(), t.nan_to_num()) for name, t in exact.items()):
         raise ValueError(
             "reference returned other numbers when it was called again: it draws some, or depends on earlier calls"
         )
-    variance = (squares + squares.mean(-1, keepdim=True) * (_OF_ROW / _PAIRS)) / (_PAIRS + _OF_ROW)
-    variance = (variance + rounding.of_result(exact, 1)).where(exact.isfinite(), 1.0)
-    usual = torch.stack(medians).median(0).values.double().square_()
-    usual = (usual + usual.mean(-1, keepdim=True) + variance.where(usual == 0, 0.0)).sqrt_()
-    if bool((jumps := bent > _BENT * usual).any()):
-        at = ", ".join(str(int(i)) for i in jumps.nonzero()[0])
-        raise ValueError(
-            f"reference jumps: its out[{at}] moves by {float(bent[jumps][0]):.3g} where rounding moves it by"
-            f" {float(usual[jumps][0]):.3g} at most times, so no kernel can be held to it"
-        )
-    return exact, variance
+    for scatter in scatters.values():
+        scatter.require_smooth()
+    return scatters
 
 
-def _called(form: OwnForm, given: tuple[Tensor, ...], off: _Off | None = None) -> Tensor:
-    """Return what a form returns. off: the errors that its steps have. Raises ValueError for all but a float64 tensor."""
-    given = tuple(t.clone() if off is None else off.by_input(t) for t in given)
-    with off or _Off(None):
-        out = form(*given)
-    if not isinstance(out, Tensor) or out.dtype != torch.float64:
-        kind = str(out.dtype) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"reference returned {kind}, expected out as a float64 tensor: q, k and v are float64")
-    return out
+class _Scatter:
+    """How far one result of a form is off when its steps are."""
+
+    def __init__(self, name: str, exact: Tensor, rounding: Rounding) -> None:
+        self.exact = exact
+        self._name, self._rounding = name, rounding
+        self._squares, self._bent = torch.zeros_like(exact), torch.zeros_like(exact)
+        self._apart: list[Tensor] = []
+
+    def add(self, one: Tensor, other: Tensor) -> None:
+        """Add the results of a pair of draws, of which one has the errors of the other with opposite signs."""
+        one, other = ((t - self.exact).nan_to_num_(0, 0, 0) for t in (one, other))
+        self._squares += ((one - other) / 2).square_()
+        self._apart.append((one - other).abs_().float())
+        self._bent = self._bent.maximum((one + other).abs_())
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of what kernels may round, 1 where the result is not finite."""
+        squares = self._squares
+        variance = (squares + squares.mean(-1, keepdim=True) * (_OF_ROW / _PAIRS)) / (_PAIRS + _OF_ROW)
+        return (variance + self._rounding.of_result(self.exact, 1)).where(self.exact.isfinite(), 1.0)
+
+    def require_smooth(self) -> None:
+        """Raise ValueError where the two of a pair do not lie on opposite sides."""
+        usual = torch.stack(self._apart).median(0).values.double().square_()
+        usual = (usual + usual.mean(-1, keepdim=True) + self.variance.where(usual == 0, 0.0)).sqrt_()
+        if bool((jumps := self._bent > _BENT * usual).any()):
+            at = f"{self._name}[{', '.join(str(int(i)) for i in jumps.nonzero()[0])}]"
+            raise ValueError(
+                f"reference jumps: its {at} moves by {float(self._bent[jumps][0]):.3g} where rounding moves it by"
+                f" {float(usual[jumps][0]):.3g} at most times, so no kernel can be held to it"
+            )
+
+
+class _OwnResults:
+    """Out of a form, and its gradients by autograd. leaves: those of q, k and v whose gradients are asked for."""
+
+    def __init__(self, form: OwnForm, given: tuple[Tensor, ...], dout: Tensor, leaves: tuple[str, ...]) -> None:
+        self._form, self._given, self._dout, self._leaves = form, given, dout, leaves
+
+    def __call__(self, off: _Off | None = None) -> dict[str, Tensor]:
+        """Return them by their names. off: the errors that steps have. Raises ValueError for all but float64 tensors."""
+        given = [t.clone() if off is None else off.by_input(t) for t in self._given]
+        leaves = [t.requires_grad_() for name, t in zip("qkv", given, strict=True) if name in self._leaves]
+        with off or _Off(None) as steps, torch.set_grad_enabled(bool(leaves)):
+            out = self._form(*given)
+            self._require_result(out)
+            steps.is_backward = True
+            found = torch.autograd.grad(out, leaves, self._dout, allow_unused=True) if leaves else ()
+        gradients = dict(zip(self._leaves, found, strict=True))
+        if unreached := [name for name, gradient in gradients.items() if gradient is None]:
+            raise ValueError(f"reference has no gradient of {', '.join(unreached)}: autograd does not reach it from out")
+        return {"out": out.detach()} | {f"d{name}": gradient for name, gradient in gradients.items()}
+
+    def _require_result(self, out: object) -> None:
+        if not isinstance(out, Tensor) or out.dtype != torch.float64:
+            kind = str(out.dtype) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"reference returned {kind}, expected out as a float64 tensor: q, k and v are float64")
+        if out.shape != self._dout.shape:
+            raise ValueError(f"reference returned shape {tuple(out.shape)}, expected that of out, {tuple(self._dout.shape)}")
+        if self._leaves and not out.requires_grad:
+            raise ValueError("reference has no gradients: autograd does not reach q, k or v from out; leave out backward")
 
 
 class _Off(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -355,6 +405,7 @@ class _Off(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._rounding, self._generator, self._sign = rounding, generator, sign
         self._inputs: set[int] = set()  # their addresses: they are off already
+        self.is_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute one step."""
@@ -368,7 +419,9 @@ class _Off(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         sums, unit = 0.0, 0.0
         if rounding is not None:
-            sums, unit = UNIT["float32"] * _terms(name, args) ** 0.5, rounding.unit if rounding.rounds_scores_to_dtype else 0.0
+            is_rounded_dp = self.is_backward and rounding.rounds_dp_to_dtype and name in _PRODUCTS
+            unit = rounding.unit if rounding.rounds_scores_to_dtype or is_rounded_dp else 0.0
+            sums = UNIT["float32"] * _terms(name, args) ** 0.5
             operands = math.hypot(rounding.unit, rounding.operand_unit) if name in _PRODUCTS else 0.0
             if name in _PRODUCTS or name in _SUMS:
                 args = tree_map_only(
@@ -380,7 +433,7 @@ class _Off(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def result(found: Tensor) -> Tensor:
             if found.is_complex() or (found.is_floating_point() and found.itemsize < max(taken, 4)):
                 raise ValueError(f"reference computes in {found.dtype} in aten::{name}, expected torch.float64 in each step")
-            off = self._off(found, math.hypot(unit, sums))
+            off = self._off(found, math.hypot(unit, sums), _ALIKE * unit)
             return found.copy_(off) if func._opname.endswith("_") else off
 
         return tree_map_only(Tensor, result, func(*args, **kwargs))
@@ -392,13 +445,19 @@ class _Off(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inputs.add(_address(off))
         return off
 
-    def _off(self, tensor: Tensor, unit: float) -> Tensor:
-        """Return a tensor whose numbers are off by a part of themselves at random, with this standard deviation."""
+    def _off(self, tensor: Tensor, unit: float, alike: float = 0.0) -> Tensor:
+        """Return a tensor whose numbers are off by a part of themselves at random, with this standard deviation.
+
+        alike: that of what all of them are off alike.
+        """
         if not unit or not tensor.is_floating_point():
             return tensor
-        most = 3**0.5 * unit
-        off = torch.empty_like(tensor).uniform_(-most, most, generator=self._generator)
-        return off.mul_(self._sign).mul_(tensor).nan_to_num_(0, 0, 0).add_(tensor)
+        most = 3**0.5
+        off = torch.empty_like(tensor).uniform_(-most * unit, most * unit, generator=self._generator)
+        off += torch.empty((), device=off.device).uniform_(-most * alike, most * alike, generator=self._generator)
+        assert self._rounding is not None
+        size = tensor.abs().clamp_(min=self._rounding.floor / self._rounding.unit).copysign_(tensor)  # float16 has subnormals
+        return off.mul_(self._sign).mul_(size).where(tensor != 0, 0.0).nan_to_num_(0, 0, 0).add_(tensor)
 
 
 def _address(tensor: Tensor) -> int:

@@ -7,8 +7,10 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_attn import Window, Workload, check
+from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
 from pytest_attn.correctness.rounded import OwnReferences
@@ -171,6 +173,83 @@ def test_honest_kernels_pass_and_faults_are_found(form, dtype, seeds):
         assert (refused, missed) == ([], []), (seed, causal)
 
 
+# -- gradients -----------------------------------------------------------------------------------------------------------
+
+
+class Operands(TorchDispatchMode):
+    """Rounds operands of products to a dtype, as tensor cores take them."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_product = func._opname in ("mm", "bmm")
+        return func(*(t.to(self.dtype).to(t.dtype) for t in args) if is_product else args, **(kwargs or {}))
+
+
+class Fused(torch.autograd.Function):
+    """A form in float32, forward and backward, with rounded operands."""
+
+    @staticmethod
+    def forward(ctx, form, q, k, v):
+        ctx.dtype, ctx.leaves = q.dtype, [t.detach().float().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad(), Operands(q.dtype):
+            ctx.out = form(*ctx.leaves)
+        return ctx.out.detach().to(q.dtype)
+
+    @staticmethod
+    def backward(ctx, dout):
+        with Operands(ctx.dtype):
+            found = torch.autograd.grad(ctx.out, ctx.leaves, dout.to(ctx.out.dtype), retain_graph=True)
+        return (None, *(t.to(ctx.dtype) for t in found))
+
+
+def with_wrong_gradients(wrong):
+    """Return a kernel of a form whose out is right. wrong: takes q, k, v and the form's out, and returns it."""
+    return lambda form, q, k, v: Fused.apply(lambda *leaves: wrong(form, *leaves), q, k, v)
+
+
+def scaled(tensor, factor):
+    return tensor * factor - (tensor * (factor - 1)).detach()
+
+
+TRAINED = {
+    "fused": lambda form, q, k, v: Fused.apply(form, q, k, v),
+    "float32": lambda form, q, k, v: form(q.float(), k.float(), v.float()).to(q.dtype),
+    "eager": lambda form, q, k, v: form(q, k, v).to(q.dtype),
+}
+WRONG = {
+    "dq 3 % too large": with_wrong_gradients(lambda form, q, k, v: form(scaled(q, 1.03), k, v)),
+    "dk of the last key lost": with_wrong_gradients(
+        lambda form, q, k, v: form(q, torch.cat((k[:, :, :-1], k[:, :, -1:].detach()), 2), v)
+    ),
+    "dv 3 % too small": with_wrong_gradients(lambda form, q, k, v: form(q, k, scaled(v, 0.97))),
+    "dk lost": with_wrong_gradients(lambda form, q, k, v: form(q, k.detach() + 0 * k, v)),
+}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "relu"])
+@pytest.mark.parametrize(
+    "seeds", [range(4, 5), pytest.param(range(10), marks=pytest.mark.slow("720 honest kernels, 960 faults"))], ids=str
+)
+def test_gradients_are_those_of_autograd(form, dtype, seeds):
+    for seed, causal in itertools.product(seeds, (False, True)):
+        q_len, kv_len, heads, dim = SIZES[seed % len(SIZES)]
+        w = Workload(q_len, q_len if causal else kv_len, heads=heads, head_dim=dim, dtype=dtype)
+        gate(heads, q_len, dim)
+        exact, found = partial(FORMS[form], causal), {}
+        for precision, kernels in ("flash", ["fused", "float32", *WRONG]), ("eager", ["eager"]):
+            spec = CheckSpec(w, CPU, True, declared=Declaration(precision=precision), seed=seed)
+            references = Kept(exact, spec)
+            for name in kernels:
+                kernel = partial({**TRAINED, **WRONG}[name], exact)
+                found[name] = judge(spec.subject(Registry(), kernel, name), spec, references).passed
+        assert found == dict.fromkeys(TRAINED, True) | dict.fromkeys(WRONG, False), (seed, causal)
+
+
 # -- what is refused, and what is said -----------------------------------------------------------------------------------
 
 SMALL = Workload(40, heads=2, head_dim=16)
@@ -189,7 +268,7 @@ REFUSED = {
     "float64 tensor": lambda q, k, v: None,
     "computes in torch.float32 in aten::_to_copy": lambda q, k, v: relu(q.float(), k.float(), v.float()).double(),
     "computes in torch.bfloat16 in aten::sigmoid": lambda q, k, v: relu(q, k, v) * GATE.sigmoid(),
-    r"returned shape \(1, 2, 1, 16\), expected that of out": lambda q, k, v: relu(q, k, v)[:, :, :1],
+    r"returned shape \(1, 2, 1, 16\), expected that of out, \(1, 2, 40, 16\)": lambda q, k, v: relu(q, k, v)[:, :, :1],
     "draws some, or depends on earlier calls": lambda q, k, v: relu(q, k, v) * next(CALLS),
     "_scaled_dot_product_.*, in which rounding cannot be followed": F.scaled_dot_product_attention,
     "aten::topk, in which": lambda q, k, v: scores(q, k).topk(4).values @ v[:, :, :4],
@@ -209,7 +288,6 @@ def test_a_form_to_which_no_kernel_can_be_held_is_refused(words):
     [
         (SMALL.replace(softcap=10.0), {}, "has softcap"),
         (SMALL.replace(mask=Window(8, 0)), {}, "has window"),
-        (SMALL, {"backward": True}, "nothing of gradients"),
         (SMALL, {"returns_lse": True}, "nothing of lse"),
         (SMALL, {"precision": "int8"}, "precision 'int8' says what a softmax rounds"),
         (SMALL, {"dequantized": lambda q, k, v: (q, k, v)}, "leave out dequantized"),
@@ -218,6 +296,19 @@ def test_a_form_to_which_no_kernel_can_be_held_is_refused(words):
 def test_what_a_form_does_not_say_is_refused(workload, options, words):
     with pytest.raises(ValueError, match=f"^reference=: .*{words}"):
         check(relu, workload, reference=relu, device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (relu, r"reference jumps: its dq\["),
+        (lambda q, k, v: relu(q, k, v).detach(), "no gradients: autograd does not reach q, k or v"),
+        (lambda q, k, v: relu(q.detach(), k, v), "no gradient of q: autograd does not reach it"),
+    ],
+)
+def test_gradients_that_no_kernel_can_be_held_to_are_refused(form, words):
+    with pytest.raises(ValueError, match=words):
+        check(relu, SMALL, reference=form, backward=True, device="cpu")
 
 
 def test_no_fault_of_a_softmax_is_named():
