@@ -7,7 +7,8 @@ Where a kernel of an exact form of the user's own rounds, as of ReLU or linear a
 asked, by Monte Carlo arithmetic (Parker, Monte Carlo Arithmetic, 1997): `OwnReferences` compute it again and again in float64,
 each step off at random by what a kernel may round there. Inputs and operands of products are off by one rounding to the
 dtype, sums as in float32; `precision="eager"` rounds each step to the dtype. The scatter of the results, and one rounding of
-the result itself, are the budget.
+the result itself, are the budget. Gradients are autograd's of the form, whose steps are off as well; sums over a row in the
+backward pass, as of P dP, are off as those that a kernel has of dout and its rounded out.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pytest_attn.correctness.reference import Expected, Reference
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
 from pytest_attn.reports.lines import labeled
 from pytest_attn.workloads.dtypes import FLOATING_DTYPES, dtype_name
+from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.traits import traits_of
 from pytest_attn.workloads.workload import Workload
 
@@ -170,11 +172,13 @@ def _variance(rounding: Rounded | Quantized | torch.Tensor, name: str, exact: to
     if isinstance(rounding, Rounded):
         dtype_name(rounding.dtype, f"dtype of {name}")
         name, of = f"{name}.of", rounding.of
-        if not 0 < rounding.times < math.inf:
+        if not (isinstance(rounding.times, int | float) and 0 < rounding.times < math.inf):
             raise ValueError(f"times of {name[:-3]} is {rounding.times!r}, expected a number above 0, as the terms of a sum")
     elif isinstance(rounding, Quantized):
         name, of = f"{name}.step", rounding.step
-    is_number = isinstance(rounding, Quantized) and isinstance(of, (int, float))
+        if not isinstance(of, torch.Tensor) and not (isinstance(of, int | float) and of > 0):
+            raise ValueError(f"{name} is {of!r}, expected a number above 0 or a float64 tensor")
+    is_number = isinstance(rounding, Quantized) and not isinstance(of, torch.Tensor)
     if not is_number and getattr(of, "dtype", None) != torch.float64:
         raise ValueError(f"{name} is {getattr(of, 'dtype', type(of).__name__)}, expected a float64 tensor")
     try:
@@ -296,16 +300,15 @@ class OwnReferences(ReferenceCache):
         if subject is not None and subject.has_own_inputs:
             raise ValueError("reference=: the kernel quantizes its inputs, and it is not told how; leave out dequantized")
         inputs = self.inputs_of(spec, distribution or spec.inputs[0])
-        given = tuple(t.double() for t in spec.handed(inputs))
-        results = _OwnResults(self.form, given, spec.in_layout(inputs.dout).double(), spec.leaves if spec.backward else ())
         with quiet():
+            results = _OwnResults(self.form, spec, inputs)
             scatters = scatters_of(results, Rounding(spec.profile, spec.workload.out_dtype))
         tensors = {
             name: Expected(spec.in_layout(scatter.exact), spec.in_layout(scatter.variance).sqrt().float())
             for name, scatter in scatters.items()
         }
-        shared = {"rounds_scaled_key": True} if spec.profile.rounds_scores else {}  # what all are off alike is a factor
-        return Reference(inputs, replace(spec.profile, **shared), tensors)
+        profile = replace(spec.profile, rounds_scaled_key=spec.profile.rounds_scores)  # what all are off alike is a factor
+        return Reference(inputs, profile, tensors)
 
 
 def scatters_of(results: _OwnResults, rounding: Rounding) -> dict[str, _Scatter]:
@@ -366,10 +369,14 @@ class _Scatter:
 
 
 class _OwnResults:
-    """Out of a form, and its gradients by autograd. leaves: those of q, k and v whose gradients are asked for."""
+    """Out of a form, and its gradients by autograd where these are asked for."""
 
-    def __init__(self, form: OwnForm, given: tuple[Tensor, ...], dout: Tensor, leaves: tuple[str, ...]) -> None:
-        self._form, self._given, self._dout, self._leaves = form, given, dout, leaves
+    def __init__(self, form: OwnForm, spec: CheckSpec, inputs: Inputs) -> None:
+        self._form, self._in_layout = form, spec.in_layout
+        self._given = tuple(t.double() for t in spec.handed(inputs))
+        self._dout = spec.in_layout(inputs.dout).double()
+        self._leaves = spec.leaves if spec.backward else ()
+        self._deltas: list[Tensor] = []
 
     def __call__(self, off: _Off | None = None) -> dict[str, Tensor]:
         """Return them by their names. off: the errors that steps have. Raises ValueError for all but float64 tensors."""
@@ -378,7 +385,11 @@ class _OwnResults:
         with off or _Off(None) as steps, torch.set_grad_enabled(bool(leaves)):
             out = self._form(*given)
             self._require_result(out)
-            steps.is_backward = True
+            steps.is_backward, steps.deltas = True, self._deltas
+            if off is None:
+                steps.deltas.clear()
+                parts = self._in_layout(out.detach() * self._dout)
+                steps.delta = parts.square().sum(-1).sqrt_() / parts.sum(-1).abs_()
             found = torch.autograd.grad(out, leaves, self._dout, allow_unused=True) if leaves else ()
         gradients = dict(zip(self._leaves, found, strict=True))
         if unreached := [name for name, gradient in gradients.items() if gradient is None]:
@@ -406,6 +417,9 @@ class _Off(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rounding, self._generator, self._sign = rounding, generator, sign
         self._inputs: set[int] = set()  # their addresses: they are off already
         self.is_backward = False
+        #: what each sum of a row is off for a rounding of out, as exact steps have found with `delta`, the part of it
+        self.deltas: list[Tensor] = []
+        self.delta: Tensor | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute one step."""
@@ -436,7 +450,21 @@ class _Off(TorchDispatchMode):  # type: ignore[no-untyped-call]
             off = self._off(found, math.hypot(unit, sums), _ALIKE * unit)
             return found.copy_(off) if func._opname.endswith("_") else off
 
-        return tree_map_only(Tensor, result, func(*args, **kwargs))
+        found = func(*args, **kwargs)
+        if self.is_backward and name == "_softmax_backward_data":
+            found = found + self._off_by_out((args[0] * args[1]).sum(-1, keepdim=True)) * args[1]
+        elif self.is_backward and name == "sum":
+            found = found + self._off_by_out(found)
+        return tree_map_only(Tensor, result, found)
+
+    def _off_by_out(self, sums: Tensor) -> Tensor | float:
+        """Return what sums of P dP are off, one for each row, in kernels that have them of dout and an out that is rounded."""
+        if self.delta is not None and sums.numel() == self.delta.numel():
+            self.deltas.append((sums * self.delta.reshape(sums.shape)).nan_to_num_(0, 0, 0))
+        if self._rounding is None or not self.deltas or sums.numel() != self.deltas[0].numel():
+            return 0.0
+        self.deltas.append(size := self.deltas.pop(0))
+        return self._off(size, self._rounding.unit) - size
 
     def by_input(self, tensor: Tensor) -> Tensor:
         """Return an input that is off, which stands for what is rounded of its partners, in products that are none here."""

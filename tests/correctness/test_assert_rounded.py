@@ -506,7 +506,13 @@ REFUSED = [
     ),
     ({"roundings": [Rounded("bf16", of=EXACT, times=0)]}, ValueError, "times of roundings[0] is 0, expected a number above 0"),
     ({"roundings": [Rounded("bf16", of=EXACT / 0)]}, ValueError, "roundings[0].of is NaN or infinite at 512 elements where"),
-    ({"roundings": [Quantized("1")]}, ValueError, "roundings[0].step is str, expected a float64 tensor"),
+    (
+        {"roundings": [Rounded("bf16", of=EXACT, times="2")]},
+        ValueError,
+        "times of roundings[0] is '2', expected a number above 0",
+    ),
+    ({"roundings": [Quantized("1")]}, ValueError, "roundings[0].step is '1', expected a number above 0 or a float64 tensor"),
+    ({"roundings": [Quantized(-0.1)]}, ValueError, "roundings[0].step is -0.1, expected a number above 0"),
     ({"roundings": [EXACT.float()]}, ValueError, "roundings[0] is torch.float32, expected a float64 tensor"),
 ]
 

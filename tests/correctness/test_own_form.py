@@ -250,6 +250,24 @@ def test_gradients_are_those_of_autograd(form, dtype, seeds):
         assert found == dict.fromkeys(TRAINED, True) | dict.fromkeys(WRONG, False), (seed, causal)
 
 
+def late_division(q, k, v):
+    p = scores(q, k).exp()
+    return p @ v / p.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("exact", [lambda q, k, v: scores(q, k).softmax(-1) @ v, late_division], ids=["softmax", "sums"])
+def test_a_kernel_may_have_row_sums_of_gradients_from_its_rounded_out(exact):
+    of_flash = partial(F.scaled_dot_product_attention, scale=0.25)
+    assert check(of_flash, Workload(24, heads=2, head_dim=16), reference=exact, backward=True, device="cpu").passed
+
+    def without_row_sums(q, k, v):
+        s = scores(q.float(), k.float())
+        return ((s - s.logsumexp(-1, keepdim=True).detach()).exp() @ v.float()).to(q.dtype)
+
+    with pytest.raises(AssertionError, match="mismatch: dq"):
+        check(without_row_sums, SMALL, reference=exact, backward=True, device="cpu")
+
+
 # -- what is refused, and what is said -----------------------------------------------------------------------------------
 
 SMALL = Workload(40, heads=2, head_dim=16)

@@ -220,6 +220,7 @@ REFUSED = {
     "--attn-mutants --attn-fuzz=5": "--attn-fuzz: draws workloads for the test's own kernels; leave out --attn-mutants",
     "--attn-rank --attn-latency=off": "--attn-rank: needs times; leave out --attn-latency=off",
     "--attn-rank --attn-mutants": "--attn-rank: needs times, and --attn-mutants takes none; leave one of them out",
+    "--attn-compile-only --attn-against=self": "--attn-against: judges or times, and --attn-compile-only does neither",
     "--attn-rank-to=best --attn-latency=off": "--attn-rank-to: needs times",
     "--attn-rank-to=no/where": "--attn-rank-to: must be a name without suffix in a folder that exists, got 'no/where'",
     "--attn-rank-to=best.json": "--attn-rank-to: must be a name without suffix",

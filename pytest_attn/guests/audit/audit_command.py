@@ -30,6 +30,8 @@ def _run(given: argparse.Namespace) -> int:
     """Audit; return 0, or 1 where no test could be audited. Other arguments are a usage error: exit 2."""
     if given.output:
         require_output(given, given.output, "-o", (".md", ".json"))
+    if not given.seconds > 0:
+        given.error(f"--seconds must be a number of seconds > 0, got {given.seconds:g}")
     from pytest_attn.guests.audit.audit_report import run_audit  # imports torch
 
     return run_audit(given)

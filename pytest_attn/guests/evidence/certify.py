@@ -88,8 +88,8 @@ _Key: TypeAlias = tuple[str, str, str]
 def run_certify(given: argparse.Namespace) -> int:
     """Write certificates, badges and the page; return 0, or 1 for what is not certified, which is said in one line."""
     folder = Path(given.output)
-    if folder.exists() and not folder.is_dir():
-        given.error(f"-o must be a folder, got the file {given.output!r}")
+    if not given.output or (folder.exists() and not folder.is_dir()):
+        given.error(f"-o must be a folder, got {given.output!r}")
     if given.page and not given.page.endswith(".md"):
         given.error(f"--page must end in .md, got {given.page!r}")
     if not (given.files or given.page):

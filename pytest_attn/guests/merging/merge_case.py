@@ -250,6 +250,7 @@ class MergeEvaluator(Evaluator[Comparison]):
         comparison = Comparison(w.id, str(self.subject), ())
         for exact in arrangements(drawn.inputs, self._parts, not declared.contiguous, self._may_be_empty):
             given = Handed(exact, w, declared)
+            self.on = f"{w.id}, given {given.words}"
             with context.session.deadline.around(f"{self.subject} on {w.id}, {context.item.nodeid}"):
                 results = given.results_of(self._fn, drawn.inputs, self._spec.backward)
             reference = Reference(drawn.inputs, self._spec.profile, given.expected())
@@ -283,6 +284,13 @@ class Handed:
         self.parts = exact._replace(outs=self._outs.double(), lses=self._lses.double() * self._unit)
         self.arriving: Arriving | None = None
         self.unjudged = ""
+
+    @property
+    def words(self) -> str:
+        """What a merge is called with, and the shapes of a part."""
+        out, lse = self._laid_out("out", self._outs[0]), self._laid_out("lse", self._lses[0])
+        names = "out_a, lse_a, out_b, lse_b" if len(self._outs) == 2 else f"lists of {len(self._outs)} outs and lses"
+        return f"{names} of shapes {tuple(out.shape)} and {tuple(lse.shape)}"
 
     def results_of(self, fn: Callable[..., Any], inputs: Inputs, backward: bool = False) -> dict[str, Tensor]:
         """Call a merge; return its results by name, in native layout, with the gradients that it has.

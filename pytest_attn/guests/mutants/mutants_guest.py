@@ -27,7 +27,7 @@ def contradiction(settings: "Settings") -> str:
     needing_times = {
         **{f"--attn-{name.replace('_', '-')}": settings.more.get(name) for name in ("tune", "rank_to", "rank")},
         "--attn-latency=require": settings.latency == "require",
-        "--attn-update-baselines": settings.update_baselines is not None,
+        **dict.fromkeys(settings.serial_flags, True),
     }
     flag = next((flag for flag, is_given in needing_times.items() if is_given), "")
     return f"{flag}: needs times, and --attn-mutants takes none; leave one of them out" if flag else ""

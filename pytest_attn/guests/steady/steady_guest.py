@@ -24,7 +24,7 @@ def contradiction(settings: "Settings") -> str:
     """Say which option does not go with --attn-compile-only; "" where all do."""
     judging = {
         "--attn-fuzz": settings.more.get("fuzz"),
-        "--attn-update-baselines": settings.update_baselines is not None,
+        **dict.fromkeys(settings.serial_flags, True),
         "--attn-mutants": settings.more.get("mutants"),
         "--attn-latency=require": settings.latency == "require",
     }

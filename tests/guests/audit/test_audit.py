@@ -229,6 +229,7 @@ def test_two_functions_are_not_guessed_between(audit):
         (("test_audited_none.py", "--replace", "audited_kernel:no_such"), "'audited_kernel.no_such' is not found"),
         (("no_such.py",), "pytest ran no test"),
         (("test_audited_none.py", "-o", "audit.txt"), "-o must end in .md or .json"),
+        (("test_audited_none.py", "--seconds=-3"), "--seconds must be a number of seconds > 0, got -3"),
     ],
 )
 def test_a_wrong_argument_is_a_usage_error(audit, capsys, words, said):

@@ -165,7 +165,8 @@ def test_what_cannot_be_certified_is_said_in_a_line(certify, capsys):
     assert twice[:2] == (1, ["certify: flash2 2.8.3 on AMD EPYC is in two runs, expected one; certify them apart"])
     assert refused(capsys).startswith("name the .jsonl files of whole runs; or ")
     assert refused(capsys, "0.jsonl", "--page=page.html") == "--page must end in .md, got 'page.html'"
-    assert refused(capsys, "0.jsonl", "-o", "0.jsonl") == "-o must be a folder, got the file '0.jsonl'"
+    assert refused(capsys, "0.jsonl", "-o", "0.jsonl") == "-o must be a folder, got '0.jsonl'"
+    assert refused(capsys, "0.jsonl", "-o", "") == "-o must be a folder, got ''"
     assert refused(capsys, "gone.jsonl").startswith("there is no gone.jsonl; ")
     assert refused(capsys, "0.jsonl", "-o", "/proc/none").startswith("cannot write /proc/none: ")
     Path("page.md").write_text("# Mine\n")

@@ -317,6 +317,9 @@ def test_what_cannot_be_compared_is_told(attn):
         attn.check_merge(of_two, empty_parts="yes")
     with pytest.raises(TypeError, match="takes a callable, got"):
         attn.check_merge("flash2")
+    with pytest.raises(TypeError, match="missing 2 required positional arguments") as raised:
+        attn.check_merge(of_two, parts=3)
+    assert "given lists of 3 outs and lses of shapes (1, 4, 40, 32) and (1, 4, 40)" in "".join(raised.value.__notes__)
 
 
 def test_it_is_recorded_as_other_judgments_are(pytester):
