@@ -175,6 +175,12 @@ def test_backends_of_ones_own():
         registry.add_function("x", dict, layout="sbhd")
     with pytest.raises(ValueError, match="backend name 'a b' must consist of letters, digits, underscores and dots"):
         registry.add_function("a b", dict)
+    with pytest.raises(ValueError, match="backend name 'all' means a selection in --attn-backends; rename yours"):
+        registry.add_function("all", dict)
+    with pytest.raises(ValueError, match=r"add takes an instance of pytest_attn\.Backend, got <built-in function print>"):
+        registry.add(print)
+    with pytest.raises(ValueError, match=r"'x': fn must be a function of \(q, k, v, workload\), got 5"):
+        registry.add_function("x", 5)
     with pytest.raises(ValueError, match=r"'x': fn must be a function of \(q, k, v, workload\), got .* without it"):
         registry.add_function("x", lambda q, k, v: q)
 

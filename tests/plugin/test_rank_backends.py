@@ -106,6 +106,7 @@ def test_faulty(attn, attn_backend, fault, plant):
     result.stdout.fnmatch_lines(["*known defect  ring_flash on half-fp16 backward: *dq to bfloat16*"])
 
 
+@pytest.mark.slow("imports diffusers on each rank")
 @pytest.mark.skipif(not find_spec("diffusers"), reason="needs diffusers")
 def test_diffusers_shares_heads(run):
     result = run("""
