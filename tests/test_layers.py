@@ -245,7 +245,7 @@ def test_the_page_on_the_architecture_lists_these_layers():
 def test_the_page_on_the_architecture_names_files_that_there_are():
     named = set(re.findall(r"`([\w/]+\.py)`", ARCHITECTURE)) - {"tests/test_layers.py"}
     assert len(named) > 20
-    assert 1 < ARCHITECTURE.count("\n| Where") <= 25, "names answer the rest"
+    assert 1 < ARCHITECTURE.count("\n- Where") <= 25, "names answer the rest"
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 

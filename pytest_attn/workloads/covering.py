@@ -57,9 +57,10 @@ def covering(
         reached: what others reach.
     """
     left = {case: targets_of(values, max(strength, 1)) - reached for case, values in cases.items()}
+    costs = {case: cost(case) for case in cases}
     chosen: list[Case] = []
     while left and not (chosen and strength == 0):
-        best = max(left, key=lambda case: (len(left[case]), -cost(case)))
+        best = max(left, key=lambda case: (len(left[case]), -costs[case]))
         added = left.pop(best)
         if not added:
             break
