@@ -195,20 +195,25 @@ class KeptResult:
         return (tensor != self._copy).any()
 
 
-#: elements of a result of which a glimpse is taken
-_SPOTS = 64
+#: elements of a result of which a glimpse is taken at least, and bytes of which it has one: a page of memory
+_SPOTS, _PAGE = 64, 4096
 
 
 @lru_cache
-def _spots(size: int, device: torch.device) -> Tensor:
+def _spots(size: int, nbytes: int, device: torch.device) -> Tensor:
     """Return where to look at results of so many elements, which no kernel knows."""
-    chance = SystemRandom()
-    return torch.tensor([chance.randrange(size) for _ in range(_SPOTS if size else 0)], dtype=torch.int64, device=device)
+    chance = torch.Generator().manual_seed(SystemRandom().getrandbits(63))
+    spots = max(_SPOTS, -(-nbytes // _PAGE)) if size else 0
+    return (
+        (torch.rand(spots, dtype=torch.float64, generator=chance).add_(torch.arange(spots)) * (size / max(1, spots)))
+        .long()
+        .to(device)
+    )
 
 
 def glimpse(result: Tensor) -> Tensor:
     """Return the bytes of some elements of a result, as they are now."""
-    seen = movable(result.detach()).take(_spots(result.numel(), result.device))
+    seen = movable(result.detach()).take(_spots(result.numel(), result.nbytes, result.device))
     return seen.view(torch.uint8)
 
 
@@ -302,6 +307,7 @@ def call_kernel(
     with seed, gradients, watching as caches, KeptSwitches(spec.device.type):
         result = kernel(*given.values())
     wait(spec.device)
+    _require_plain(given)
     if has_cache and (fault := fault_of_caches(caches)):
         raise ContractError(fault, fault="new-keys-misplaced" if caches else "")
     handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
@@ -317,6 +323,14 @@ def call_kernel(
     laid_out = ("out", "dq", "dk", "dv")
     native = {name: spec.in_layout(t) if name in laid_out else t for name, t in tensors.items()}
     return empty_rows.forget(native), changes
+
+
+def _require_plain(given: Mapping[str, Tensor]) -> None:
+    """Raise ContractError for a tensor that was given of which the kernel has made one of a class of its own."""
+    for name, tensor in given.items():
+        if type(tensor) is not Tensor:
+            kind = type(tensor).__name__
+            raise ContractError(f"the callable made its input {name} a {kind}, whose own code would run wherever it is read")
 
 
 def _handed(spec: CheckSpec, pristine: Inputs, kept: Sequence[Tensor], pattern: StridePattern) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ undo all of that: it stops no attack that is meant.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import locale
@@ -167,6 +168,8 @@ def _switches(kind: str) -> dict[str, Switch]:
     }
     if hasattr(torch._C, "_set_mkldnn_enabled"):
         switches["oneDNN"] = Switch(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
+    if hasattr(torch._C, "_set_sdp_priority_order"):  # since torch 2.6
+        switches["order of SDPA's backends"] = Switch(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
     named = {f"torch's {name}": one for name, one in switches.items()}
     return named | _LATER | _of_process()
 
@@ -193,7 +196,21 @@ def _of_process() -> dict[str, Switch]:
     }
     if hasattr(os, "sched_setaffinity"):
         switches[_CORES] = Switch(partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
+        switches["the scheduling class of the process"] = Switch(partial(os.sched_getscheduler, 0), _set_scheduler)
+    if hasattr(signal, "pthread_sigmask"):
+        change = signal.pthread_sigmask
+        switches["the signals that are blocked"] = Switch(
+            partial(change, signal.SIG_BLOCK, ()), partial(change, signal.SIG_SETMASK)
+        )
+    with suppress(OSError, TypeError, AttributeError):  # not on Windows
+        c = ctypes.CDLL(None)
+        switches["the direction in which floats are rounded"] = Switch(c.fegetround, c.fesetround)
     return switches
+
+
+def _set_scheduler(policy: int) -> None:
+    with suppress(OSError):  # without the right to
+        os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 def _umask() -> int:
@@ -295,6 +312,10 @@ def _precisions() -> dict[str, Switch]:
     ):
         if hasattr(matmul, name):
             known[f"backends.cuda.matmul.{name}"] = Switch(partial(getattr, matmul, name), partial(setattr, matmul, name))
+    if hasattr(torch._C, "_set_math_sdp_allow_fp16_bf16_reduction"):
+        known["sums of MATH SDPA in half precision"] = Switch(
+            torch._C._get_math_sdp_allow_fp16_bf16_reduction, torch._C._set_math_sdp_allow_fp16_bf16_reduction
+        )
     read, turn = (getattr(torch._C, f"_{way}_fp32_precision_{way}ter", None) for way in ("get", "set"))
     if read is None or turn is None:  # before torch 2.9
         known["float32 matmul precision"] = Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)

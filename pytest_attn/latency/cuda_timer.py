@@ -129,11 +129,11 @@ _SECONDS, _FEWEST = 0.12, 3
 class Replay:
     """A graph that was captured, ready to be replayed on other data.
 
-    outputs: what its calls return, each time in the same memory; of all but the one at `whole` the first alone.
+    outputs: what its calls return, each time in the same memory; of all but those at `whole` the first alone.
     """
 
     def __init__(
-        self, executable: Any, work: KernelWork, calls: Sequence[Call], outputs: Sequence[list[torch.Tensor]], whole: int
+        self, executable: Any, work: KernelWork, calls: Sequence[Call], outputs: Sequence[list[torch.Tensor]], whole: list[int]
     ) -> None:
         self._executable, self._work, self._calls, self._outputs = executable, work, calls, outputs
         self._whole = whole
@@ -149,7 +149,7 @@ class Replay:
 
     def seen(self, value: None) -> CallResults:
         """Return what one call has returned, which chance chooses, and where its data lie."""
-        at = CHANCE.choice((self._whole, CHANCE.randrange(len(self._calls))))
+        at = CHANCE.choice((CHANCE.choice(self._whole), CHANCE.randrange(len(self._calls))))
         return self._calls[at].seen(self._outputs[at])
 
 
@@ -181,7 +181,8 @@ def _captured(work: KernelWork, calls: int, stream: torch.cuda.Stream, on_device
     except TypeError as error:
         raise DeviceGraphError(f"torch {torch.__version__} keeps no graph that it captured; 2.8 does") from error
     outputs: list[list[torch.Tensor]] = []
-    whole = CHANCE.randrange(calls)  # to keep all that all calls return would change where they write it
+    # to keep all that all calls return would change where they write it; a kernel that sees one kept may see another
+    whole = [CHANCE.randrange(calls) for _ in range(CHANCE.randint(1, 2))]
     padding: list[torch.Tensor] = []  # until the capture is over
     try:
         with side_stream(work.device, stream):
@@ -189,7 +190,7 @@ def _captured(work: KernelWork, calls: int, stream: torch.cuda.Stream, on_device
             staged[0]()
         with capturing(graph, stream):
             for at, call in enumerate(staged):
-                outputs.append([*work.results(call()).values()][: None if at == whole else 1])
+                outputs.append([*work.results(call()).values()][: None if at in whole else 1])
                 padding.append(torch.empty(_PADDING_BYTES, dtype=torch.uint8, device=work.device))
         executable = DeviceGraph(graph, work.device) if on_device else graph
         replay = Replay(executable, work, staged, outputs, whole).stage()

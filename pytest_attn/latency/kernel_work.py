@@ -233,10 +233,15 @@ class KernelWork(Work):
     def begin(self) -> None:
         self._later, self._threads, self._exits = kept_from_running_later(), {*threading.enumerate()}, math.inf
 
-    def glance(self, value: Any) -> Callable[[], object]:
-        self._require_nothing_later()
-        seen = self._some_of(value)
-        return lambda: self._require_same(seen, self._some_of(value))
+    def glance(self, values: Sequence[Any]) -> Callable[[], object]:
+        seen = [self._some_of(value) for value in values]
+
+        def look_again() -> None:
+            self._require_nothing_later()
+            for one, value in zip(seen, values, strict=True):
+                self._require_same(one, self._some_of(value))
+
+        return look_again
 
     def _require_nothing_later(self, is_warm: bool = True) -> None:
         """Raise ContractError where calls have left behind what runs their code later."""
@@ -326,8 +331,10 @@ class KernelWork(Work):
     def _verify(
         self, what: str, tensors: Sequence[torch.Tensor], dout: torch.Tensor, results: dict[str, torch.Tensor]
     ) -> None:
-        """Look at results, after which others have their turn."""
+        """Look at results, after which others have their turn, in an order that is drawn once all have had theirs."""
         self._turn_to_look = (self._turn_to_look + 1) % len(self._turns)
+        if not self._turn_to_look:
+            self._attention.chosen.shuffle(self._turns)
         if fault := self._attention.fault_of(results, tensors, dout):
             how = f"{what}, without gradients" if self.direction == "forward" else what
             raise WrongResultError(f"{how}: its result is not that of the data it was given ({fault})")

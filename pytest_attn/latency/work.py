@@ -97,10 +97,10 @@ class Work:
     def begin(self) -> None:
         """Begin to be timed: what is left behind from now on to run later is its own."""
 
-    def glance(self, value: Any) -> Callable[[], object]:
-        """Look at what a call has just returned, once its time was taken; return what sees, later, that it is the same still.
+    def glance(self, values: Sequence[Any]) -> Callable[[], object]:
+        """Look at what calls have just returned, once their time was taken; return what sees later that it is the same.
 
-        Raises ContractError where something can run later, which may be what computes.
+        That raises ContractError where something can run later, which may be what computes.
         """
         return lambda: None
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from pytest_attn.processes.channel import Channel, Message, wait
 from pytest_attn.processes.fork_server import Command, ForkServer, ServerError, started
+from pytest_attn.processes.last_words import end_of_output
 from pytest_attn.processes.lifetime import CHANNEL_VARIABLE
 from pytest_attn.processes.worker import FINISHED
 
@@ -97,7 +98,7 @@ class Process(ABC):
             raise
         self.channel.close()
         is_finished = messages[-1:] == [FINISHED]
-        output = self.command.output.read_text(encoding="utf-8", errors="replace")
+        output = end_of_output(self.command.output)
         return Ended(returncode, output, messages[:-1] if is_finished else messages, is_finished)
 
     def await_message(self, end: float) -> Message | None:

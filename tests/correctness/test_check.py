@@ -47,6 +47,19 @@ def changes_k(q, k, v):
     return explicit(q, k, v)
 
 
+class Same(torch.Tensor):
+    """Equals whatever it is compared with."""
+
+    __ne__ = __eq__ = lambda self, other: torch.zeros(self.shape, dtype=torch.bool)
+
+
+def hides_changes_of_q(q, k, v):
+    out = sdpa(q, k, v)
+    q.data.zero_()
+    q.__class__ = Same
+    return out
+
+
 CONTRACTS = {
     "nothing": (lambda q, k, v: None, {}, "the callable returned nothing (None); expected a tensor out"),
     "a tuple": (lambda q, k, v: (q, q), {}, "returned a tuple of 2; expected a tensor out. Say returns_lse=True"),
@@ -60,6 +73,7 @@ CONTRACTS = {
     "sparse": (lambda q, k, v: q.to_sparse(), {}, "out is a sparse_coo tensor; expected a dense one, say .to_dense()"),
     "object": (lambda q, k, v: "out", {}, "out is str; expected a torch.Tensor"),
     "inputs": (changes_k, {}, "the callable changed its input k in place (by up to"),
+    "class of inputs": (hides_changes_of_q, {}, "the callable made its input q a Same, whose own code would run"),
     "no gradient": (
         lambda q, k, v: sdpa(q, k, v).detach(),
         {"backward": True},

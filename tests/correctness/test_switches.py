@@ -2,6 +2,7 @@
 
 import bdb
 import cProfile
+import ctypes
 import gc
 import os
 import signal
@@ -71,6 +72,18 @@ OF_PROCESS = {
         lambda on: signal.set_wakeup_fd(DESCRIPTOR if on else -1),
         lambda: signal.set_wakeup_fd(-1) != -1,
     ),
+    "the scheduling class of the process": (
+        lambda on: os.sched_setscheduler(0, os.SCHED_BATCH if on else os.SCHED_OTHER, os.sched_param(0)),
+        lambda: os.sched_getscheduler(0) == os.SCHED_BATCH,
+    ),
+    "the signals that are blocked": (
+        lambda on: signal.pthread_sigmask(signal.SIG_BLOCK if on else signal.SIG_UNBLOCK, {signal.SIGALRM}),
+        lambda: signal.SIGALRM in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+    ),
+    "the direction in which floats are rounded": (
+        lambda on: ctypes.CDLL(None).fesetround(0x800 if on else 0),
+        lambda: ctypes.CDLL(None).fegetround() == 0x800,
+    ),
     "the cores of the process": (
         lambda on: os.sched_setaffinity(0, {min(CORES)} if on else CORES),
         lambda: os.sched_getaffinity(0) != CORES,
@@ -78,6 +91,7 @@ OF_PROCESS = {
 }
 if len(CORES) == 1:
     del OF_PROCESS["the cores of the process"]
+PRIORITY = torch._C._get_sdp_priority_order()
 GUARDS, SAVED = [], torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone)
 SWITCHES = {
     "autocast on cpu": (lambda on: torch.set_autocast_enabled("cpu", on), lambda: torch.is_autocast_enabled("cpu")),
@@ -122,6 +136,14 @@ SWITCHES = {
     f"float32 {'precision of cuda matmul' if IS_FINE else 'matmul precision'}": (
         lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
         lambda: torch.get_float32_matmul_precision() == "high",
+    ),
+    "order of SDPA's backends": (
+        lambda on: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4] if on else PRIORITY),
+        lambda: torch._C._get_sdp_priority_order() != PRIORITY,
+    ),
+    "sums of MATH SDPA in half precision": (
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
     ),
     "grad mode": (lambda on: torch.set_grad_enabled(not on), lambda: not torch.is_grad_enabled()),
 }

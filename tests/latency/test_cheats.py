@@ -7,6 +7,8 @@ import atexit
 import signal
 import sys
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from pytest_attn import Workload
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.exact_results import Attention
-from pytest_attn.latency.timer import HostTimer
+from pytest_attn.latency.timer import Calls, HostTimer, Item
 from pytest_attn.latency.work import StaleError
 from pytest_attn.workloads.inputs import draw_inputs
 
@@ -162,7 +164,7 @@ def warm_call():
 
 def test_a_result_that_is_written_once_its_time_was_taken_is_refused(warm_call):
     work, value = warm_call
-    look_again = work.glance(value)
+    look_again = work.glance([value])
     look_again()
     value.neg_()
     with pytest.raises(StaleError, match="out was written after the call had returned, and its time was taken"):
@@ -174,11 +176,11 @@ def test_a_handler_that_a_timed_call_leaves_is_named_and_put_back(warm_call):
     before = signal.signal(signal.SIGUSR1, lambda *event: None)
     try:
         with pytest.raises(ContractError, match="while it was timed, the callable left the handler of SIGUSR1 at <lambda> of"):
-            work.glance(value)
+            work.glance([value])()
         assert signal.getsignal(signal.SIGUSR1) is before
     finally:
         signal.signal(signal.SIGUSR1, before)
-    work.glance(value)()
+    work.glance([value])()
 
 
 def test_what_a_timed_call_has_called_at_the_end_of_the_process_is_refused_once_it_is_warm(warm_call):
@@ -186,7 +188,7 @@ def test_what_a_timed_call_has_called_at_the_end_of_the_process_is_refused_once_
     atexit.register(later := lambda: None)
     try:
         with pytest.raises(ContractError, match="had a function of its own called when the process ends"):
-            work.glance(value)
+            work.glance([value])()
     finally:
         atexit.unregister(later)
 
@@ -196,3 +198,36 @@ def test_what_a_call_has_python_tell_ends_with_its_clock():
     HostTimer(CPU)._one(lambda: sys.setprofile(lambda frame, event, arg: told.append(frame.f_code.co_name)))
     assert sys.getprofile() is None
     assert "_one" not in told[told.index("unwatch") + 1 :]
+
+
+def test_a_kernel_that_idles_while_its_last_result_is_kept_is_seen():
+    """Of the calls of a sample it takes the one that is kept for the one that is looked at."""
+    last = [lambda: None]
+
+    def kernel():
+        if last[0]() is not None:
+            return None
+        out = torch.ones(1)
+        last[0] = weakref.ref(out)
+        return out
+
+    assert any(Calls([kernel] * 40)() is None for _ in range(40))
+
+
+@pytest.mark.parametrize("waits", [0.0, 0.05])
+def test_a_result_that_is_computed_as_it_is_looked_at_is_timed(waits):
+    looks = iter([waits, 0.0, 0.0])
+    item = Item("op", lambda: lambda: time.sleep(0.002), glance=lambda values: time.sleep(next(looks)) or (lambda: None))
+    (seconds,) = HostTimer(CPU).block([item])
+    assert (seconds > 0.05) == bool(waits)
+
+
+def test_no_kernel_knows_which_of_its_results_is_looked_at_next():
+    work, looks = timed(attention, WORKLOAD, CPU, "forward+backward"), []
+    work._attention.fault_of = lambda results, tensors, dout: looks.append("+".join(results)) or ""
+    for _ in range(90):
+        call = work.stage()
+        work.verify_call("called", call, call())
+    rounds = [looks[at : at + 3] for at in range(0, len(looks), 3)]
+    assert all({*one} == {"out", "dq", "dk+dv"} for one in rounds if len(one) == 3)
+    assert len({*map(tuple, rounds)}) > 3

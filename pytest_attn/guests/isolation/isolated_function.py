@@ -35,7 +35,7 @@ from pytest_attn.guests.isolation.wire import (
 from pytest_attn.latency.disturbance import thread_waited
 from pytest_attn.latency.work import WrongResultError
 from pytest_attn.processes.fork_server import Command, ServerError
-from pytest_attn.processes.last_words import ending, last_words
+from pytest_attn.processes.last_words import end_of_output, ending, last_words
 from pytest_attn.processes.launcher import Launcher
 from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.session.deadline import DeadlineError
@@ -155,9 +155,7 @@ class IsolatedProcess:
     def give_up(self, what: str) -> NoReturn:
         """End it, and raise IsolatedLostError."""
         self._close()
-        printed = ""
-        with suppress(OSError):  # it has opened none yet, or has removed it
-            printed = last_words(self._process.command.output.read_text(errors="replace")[-MOST_TEXT:], silence="")
+        printed = last_words(end_of_output(self._process.command.output, MOST_TEXT), silence="")
         self._folder.cleanup()
         raise IsolatedLostError(f"{self.name}: {what}{printed and f'; its last words: {_text(printed)}'}")
 

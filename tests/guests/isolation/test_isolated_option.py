@@ -72,6 +72,12 @@ def finds_the_reference(q, k, v):
 def leaves(q, k, v):
     os._exit(0)
 
+def puts_a_pipe_in_place_of_its_output(q, k, v):
+    path = os.readlink("/proc/self/fd/1")
+    os.unlink(path)
+    os.mkfifo(path)
+    os.kill(os.getpid(), signal.SIGKILL)
+
 def leaves_by_c(q, k, v):
     import ctypes
     ctypes.CDLL(None)._exit(0)
@@ -166,6 +172,7 @@ REFUSED = {
     "finds_the_reference": "",
     "leaves": "kernels:leaves called os._exit(0): a kernel cannot end",
     "leaves_by_c": "its process has left the interpreter with exit code 0 while it was called",
+    "puts_a_pipe_in_place_of_its_output": "its process was killed by SIGKILL while it was called",
     "exits": "kernels:exits raised SystemExit (0): a kernel cannot end",
     "skips": "kernels:skips raised pytest.skip (not today): a kernel cannot end",
     "kills_itself": "its process was killed by SIGKILL while it was called; its last words: these are my last words",
