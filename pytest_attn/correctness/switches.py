@@ -154,6 +154,8 @@ def _switches(kind: str) -> dict[str, Switch]:
         "modes": Switch(_modes, _leave_modes),
         "hooks of saved tensors": Switch(_saved_tensors_hooks, _leave_saved_tensors_hooks),
         "detection of anomalies": Switch(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+        "cuDNN": Switch(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+        "threads of autograd": Switch(torch._C._is_multithreading_enabled, torch.autograd.set_multithreading_enabled),
         "number of threads": Switch(torch.get_num_threads, torch.set_num_threads),
         "flushing of denormal numbers": Switch(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
         "deterministic algorithms": Switch(

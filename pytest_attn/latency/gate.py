@@ -232,7 +232,9 @@ class _Figures:
         # chance alone does not make such a change, nor one slow process
         slow_runs, may_stray = sum(value > self.recorded.slow for value in self.values), 0 if policy.is_shared else 1
         self.is_certain = self.tail < self.level and slow_runs >= max(1, len(runs) - may_stray)
-        self.upper = self.change + t_quantile(_BOUND_ALPHA, self.degrees_of_error) * self.error
+        # one process may be lucky where others share the device: alone it may differ from others by twice as much
+        error, degrees = _with_known(self.scatter, self.degrees, between * (2 if policy.is_shared and len(runs) == 1 else 1))
+        self.upper = self.change + t_quantile(_BOUND_ALPHA, degrees) * error
         self.detectable = math.expm1(max(certain * later_error, self.least) + likely * later_error)
 
     def decision(self, verdict: Verdict, reason: str = "") -> Decision:

@@ -104,6 +104,11 @@ SWITCHES = {
         lambda on: torch.set_default_device("meta" if on else None),
         lambda: torch.get_default_device().type == "meta",
     ),
+    "cuDNN": (lambda on: torch._C._set_cudnn_enabled(not on), lambda: not torch._C._get_cudnn_enabled()),
+    "threads of autograd": (
+        lambda on: torch._C._set_multithreading_enabled(not on),
+        lambda: not torch._C._is_multithreading_enabled(),
+    ),
     "number of threads": (lambda on: torch.set_num_threads(2 if on else 1), lambda: torch.get_num_threads() == 2),
     "flushing of denormal numbers": (torch.set_flush_denormal, lambda: sys.float_info.min / 2 == 0),
     "deterministic algorithms": (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled),

@@ -333,6 +333,16 @@ def test_new_processes_on_a_cpu_that_differ_more_than_recorded_ones_accuse_nobod
     assert decide([Run(p50 * 1e-3, {}) for p50 in (4.4, 4.5, 4.6)], recording, NOTED, CPU, cases=2).verdict == "regressed"
 
 
+@pytest.mark.parametrize(("slower", "verdict"), [(0.0, "passed"), (0.05, "passed"), (0.09, "inconclusive")])
+def test_one_process_on_a_cpu_that_may_have_been_lucky_does_not_pass_alone(slower, verdict):
+    """A kernel that is 30 % slower took 9 % longer in one process of eight, beside controls as recorded."""
+    recording = fit(beside(FEWEST_RUNS, 1, sd=0.005), SENSITIVITY)
+    now = [Run(3e-3 * (1 + slower), {"attention": 2e-3})] * 3
+    decision, needs_others = screen(now[0], recording, NOTED, CPU, cases=6)
+    assert (decision.verdict, needs_others) == (verdict, verdict != "passed")
+    assert decide(now, recording, NOTED, CPU, cases=6).verdict == "passed"
+
+
 def test_on_a_cpu_whose_hours_differ_nobody_is_accused_and_nearly_each_slowdown_is_found():
     """Recorded in one hour, run in another; a case and the attention beside it are slowed by others, each its own way."""
     found = {0.0: [], 0.3: []}
