@@ -170,7 +170,7 @@ def _switches(kind: str) -> dict[str, Switch]:
     }
     if hasattr(torch._C, "_set_mkldnn_enabled"):
         switches["oneDNN"] = Switch(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
-    if hasattr(torch._C, "_set_sdp_priority_order"):  # since torch 2.6
+    if hasattr(torch._C, "_set_sdp_priority_order"):
         switches["order of SDPA's backends"] = Switch(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
     named = {f"torch's {name}": one for name, one in switches.items()}
     return named | _LATER | _of_process()
@@ -182,7 +182,10 @@ _locale = partial(locale.setlocale, locale.LC_ALL)
 
 def _of_process() -> dict[str, Switch]:
     """Return switches of Python and of the process."""
+    blocked, c = signal.pthread_sigmask, ctypes.CDLL(None)
     switches = {
+        "the signals that are blocked": Switch(partial(blocked, signal.SIG_BLOCK, ()), partial(blocked, signal.SIG_SETMASK)),
+        "the direction in which floats are rounded": Switch(c.fegetround, c.fesetround),
         "the working directory": Switch(_working_directory, os.chdir),
         "the locale": Switch(_locale, _locale),
         "Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
@@ -198,21 +201,10 @@ def _of_process() -> dict[str, Switch]:
     }
     if hasattr(os, "sched_setaffinity"):
         switches[_CORES] = Switch(partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
-        switches["the scheduling class of the process"] = Switch(partial(os.sched_getscheduler, 0), _set_scheduler)
-    if hasattr(signal, "pthread_sigmask"):
-        change = signal.pthread_sigmask
-        switches["the signals that are blocked"] = Switch(
-            partial(change, signal.SIG_BLOCK, ()), partial(change, signal.SIG_SETMASK)
+        switches["the scheduling class of the process"] = Switch(
+            partial(os.sched_getscheduler, 0), lambda before: os.sched_setscheduler(0, before, os.sched_param(0))
         )
-    with suppress(OSError, TypeError, AttributeError):  # not on Windows
-        c = ctypes.CDLL(None)
-        switches["the direction in which floats are rounded"] = Switch(c.fegetround, c.fesetround)
     return switches
-
-
-def _set_scheduler(policy: int) -> None:
-    with suppress(OSError):  # without the right to
-        os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 def _umask() -> int:

@@ -91,7 +91,7 @@ OF_PROCESS = {
 }
 if len(CORES) == 1:
     del OF_PROCESS["the cores of the process"]
-PRIORITY = torch._C._get_sdp_priority_order()
+PRIORITY = getattr(torch._C, "_get_sdp_priority_order", list)()
 GUARDS, SAVED = [], torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone)
 SWITCHES = {
     "autocast on cpu": (lambda on: torch.set_autocast_enabled("cpu", on), lambda: torch.is_autocast_enabled("cpu")),
@@ -143,7 +143,7 @@ SWITCHES = {
         lambda: torch.get_float32_matmul_precision() == "high",
     ),
     "order of SDPA's backends": (
-        lambda on: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4] if on else PRIORITY),
+        lambda on: torch._C._set_sdp_priority_order(PRIORITY[::-1] if on else PRIORITY),
         lambda: torch._C._get_sdp_priority_order() != PRIORITY,
     ),
     "sums of MATH SDPA in half precision": (
@@ -154,6 +154,8 @@ SWITCHES = {
 }
 
 
+if not PRIORITY:
+    del SWITCHES["order of SDPA's backends"]
 SWITCHES = {
     f"{'Python' if name in ('garbage collection', 'profile function', 'trace function') else 'torch'}'s {name}": one
     for name, one in SWITCHES.items()
