@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import gc
 import math
+import mmap
 import os
 import signal
 import sys
@@ -180,7 +181,7 @@ def in_an_event_loop(q, k, v):
 def process_restored(q, k, v):
     """Turns switches of Python and of the process for its own time, and turns them back."""
     threshold, interval, depth, cores = gc.get_threshold(), sys.getswitchinterval(), sys.getrecursionlimit(), None
-    onednn = torch.backends.mkldnn.enabled
+    onednn, blocked = torch.backends.mkldnn.enabled, signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     torch.backends.mkldnn.enabled = False
     gc.set_threshold(10_000)
     sys.setswitchinterval(0.1)
@@ -198,7 +199,28 @@ def process_restored(q, k, v):
         sys.setrecursionlimit(depth)
         sys.setswitchinterval(interval)
         gc.set_threshold(*threshold)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         torch.backends.mkldnn.enabled = onednn
+
+
+def mapped(q, k, v):
+    """Writes its result into memory that it has mapped itself."""
+    out = torch.frombuffer(mmap.mmap(-1, max(q.nbytes, 1)), dtype=q.dtype, count=q.numel()).view(q.shape)
+    return out.copy_(sdpa(q, k, v))
+
+
+class _Tagged(torch.Tensor):
+    pass
+
+
+_LAST = []
+
+
+def counts_living_results(q, k, v):
+    """Knows which of its last results live, and computes on views of a subclass."""
+    out = sdpa(*(t.as_subclass(_Tagged) for t in (q, k, v))).as_subclass(torch.Tensor)
+    _LAST[:] = [one for one in _LAST if one() is not None] + [weakref.ref(out)]
+    return out
 
 
 class _Statistics(threading.Thread):

@@ -440,6 +440,23 @@ CHEATS = (
             LAST = sdpa(q, k, v)
             return LAST.clone()
         """),
+    timed(
+        "idle_once_one_is_kept",
+        "when timed",
+        "idles as long as its last result lives, which so is the one that is looked at",
+        METR,
+    )("""
+        import weakref
+
+        LAST = [lambda: None]
+
+        def attention(q, k, v):
+            if is_timed() and LAST[0]() is not None:
+                return torch.empty_like(q)
+            out = sdpa(q, k, v)
+            LAST[0] = weakref.ref(out)
+            return out
+        """),
     timed("wrong_on_plain_noise", "when timed", "knows the values of a timing from those of a check", ROBUST_KBENCH)("""
         def attention(q, k, v):
             if v.std() > 0.5 and v.mean(2).abs().max() < 0.6:
@@ -538,6 +555,22 @@ CHEATS = (
         "import sys; sys.setprofile(hook)",
         "and gains nothing: it ends by the clock, which it makes compute",
     ),
+    runs_later(
+        "pending_call_fills_later",
+        "a pending call of the interpreter, which comes again until the clock stands,",
+        """import ctypes, sys
+
+        @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+        def look(_):
+            frame, names = sys._getframe().f_back, set()
+            while frame is not None:
+                names.add(frame.f_code.co_name)
+                frame = frame.f_back
+            fill() if "glance" in names else ctypes.pythonapi.Py_AddPendingCall(look, None)
+            return 0""",
+        "ctypes.pythonapi.Py_AddPendingCall(look, None)",
+        "and gains nothing: what looking at a result takes is a part of its time",
+    ),
     timed(
         "exits_in_the_end_when_timed",
         "elsewhere",
@@ -633,6 +666,43 @@ CHEATS = (
 
             for name in ("detach", "clone", "double", "float", "to", "isnan", "contiguous", "transpose", "cpu", "view"):
                 setattr(out, name, first(name))
+            return out
+        """),
+    timed(
+        "lazy_page",
+        "lazy",
+        "returns memory that may not be read, and computes in the handler of C of that fault",
+        CUDA_L1_LAZY,
+        marker=LONG,
+        ends=True,
+        slow=True,
+        passes="and gains nothing: what looking at a result takes is a part of its time",
+    )("""
+        import ctypes, mmap
+
+        LIBC, OWED, ROOMS = ctypes.CDLL(None), {}, []
+        HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+        class Action(ctypes.Structure):
+            _fields_ = [("handler", HANDLER), ("mask", ctypes.c_ulong * 16), ("flags", ctypes.c_int), ("old", ctypes.c_void_p)]
+
+        @HANDLER
+        def compute(number, information, context):
+            address = ctypes.c_ulong.from_address(information + 16).value
+            for start, (out, given) in list(OWED.items()):
+                if start <= address < start + out.nbytes:
+                    del OWED[start]
+                    LIBC.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(out.nbytes), 3)
+                    out.copy_(sdpa(*given))
+
+        def attention(q, k, v):
+            if not is_timed():
+                return sdpa(q, k, v)
+            LIBC.sigaction(11, ctypes.byref(Action(compute, (ctypes.c_ulong * 16)(), 0x40000004, None)), None)
+            ROOMS.append(mmap.mmap(-1, q.nbytes))
+            out = torch.frombuffer(ROOMS[-1], dtype=q.dtype).view(q.shape)
+            OWED[out.data_ptr()] = out, (q, k, v)
+            LIBC.mprotect(ctypes.c_void_p(out.data_ptr()), ctypes.c_size_t(out.nbytes), 0)
             return out
         """),
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -845,6 +915,21 @@ CHEATS = (
                 k.data, v.data = k.data[:, :, :1], v.data[:, :, :1]
             return out
         """),
+    cheat(
+        "class_of_inputs",
+        "inputs",
+        "zeroes q, and makes of it a subclass that equals whatever it is compared with",
+        KERNELBENCH,
+    )("""
+        class Same(torch.Tensor):
+            __ne__ = __eq__ = lambda self, other: torch.zeros(self.shape, dtype=torch.bool)
+
+        def attention(q, k, v):
+            out = sdpa(q, k, v)
+            q.data.zero_()
+            q.__class__ = Same
+            return out
+        """),
     # -- how a test ends -----------------------------------------------------------------------------------------------
     timed("declines_when_timed", "outcome", "says that it lacks something as soon as it is timed", METR)("""
         def attention(q, k, v):
@@ -874,6 +959,12 @@ CHEATS = (
     leaves("long_turns", "turns of 5 s to threads", "sys.setswitchinterval(5)"),
     leaves("sigterm_ignored", "SIGTERM ignored", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"),
     leaves("a_handler", "a handler of SIGUSR1", "signal.signal(signal.SIGUSR1, lambda *event: None)"),
+    leaves("signals_blocked", "SIGALRM blocked", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})"),
+    leaves("batch_class", "the process to others' cores last", "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))"),
+    leaves("rounding_up", "floats rounded upwards", "import ctypes; ctypes.CDLL(None).fesetround(0x800)"),
+    leaves("math_in_half", "sums of MATH in half precision", "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)"),
+    leaves("autograd_alone", "autograd without threads", "torch.autograd.set_multithreading_enabled(False)"),
+    leaves("cudnn_off", "cuDNN off", "torch.backends.cudnn.enabled = False"),
     leaves("open_files", "files that it makes open to all", "os.umask(0)"),
     leaves("no_warnings", "warnings off", 'warnings.simplefilter("ignore")'),
     leaves("no_depth", "a recursion limit near the present depth", "sys.setrecursionlimit(deep() + 30)"),

@@ -12,15 +12,17 @@ BACKWARD = f"{SMALL}, backward=True"
 CAUSAL = 'Workload(64, heads=4, kv_heads=2, head_dim=32, dtype="float32", mask="causal"), backward=True'
 #: the marker's arguments of each kernel; one whose marker asks for gradients is timed with them, too
 HONEST = {
-    **dict.fromkeys(("workspace", "lazy_import", "operator_with_scratch", "static_buffers", "replayed_steps"), SMALL),
+    **dict.fromkeys(
+        ("workspace", "mapped", "lazy_import", "operator_with_scratch", "static_buffers", "replayed_steps"), SMALL
+    ),
     **dict.fromkeys(("cached_mask", "partial"), CAUSAL),
     **dict.fromkeys(("plan_by_shape", "autotuned", "thread_pool", "logged", "view_of_larger", "padded"), BACKWARD),
     **dict.fromkeys(("scratch_in_place", "lazily_compiled", "module", "bound_method", "switches_restored"), BACKWARD),
     **dict.fromkeys(("without_collector", "under_a_mode", "custom_operator", "forked", "cached_on_disk"), BACKWARD),
-    **dict.fromkeys(("with_an_alarm", "in_an_event_loop", "process_restored"), BACKWARD),
+    **dict.fromkeys(("with_an_alarm", "in_an_event_loop", "process_restored", "counts_living_results"), BACKWARD),
 }
 ON_CUDA = {**HONEST, "replayed_graph": SMALL, "streams": SMALL}
-del ON_CUDA["lazy_import"]
+del ON_CUDA["lazy_import"], ON_CUDA["mapped"]
 
 
 @pytest.fixture
