@@ -18,7 +18,7 @@ import torch
 from pytest_attn.backends.contexts import no_collection
 from pytest_attn.backends.streams import capturing, side_stream
 from pytest_attn.latency.kernel_work import Call, CallResults, KernelWork
-from pytest_attn.latency.timer import CHANCE, GRAPHS, HostTimer, Item, Mode, Plan, Stage, Timer, repeated, several
+from pytest_attn.latency.timer import CHANCE, GRAPHS, KEPT, HostTimer, Item, Mode, Plan, Stage, Timer, repeated, several
 from pytest_attn.latency.work import TimedCall, Work, WrongResultError, called, peak_of, verified
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
@@ -319,10 +319,8 @@ class CudaTimer(Timer):
         work.move()
         torch.cuda.empty_cache()
         self._gap = torch.empty(next(self._gaps) << 20, dtype=torch.uint8, device=self.device)
-        first = work.stage()()
-        if calls > 1:
-            work.stage()()  # beside a result that is kept, as in a sample
-        del first
+        results = [work.stage()() for _ in range(min(calls, 2 * KEPT))]  # as many as a sample may keep
+        del results
         torch.cuda.synchronize(self.device)
 
     def _flush(self) -> None:

@@ -152,7 +152,7 @@ class HostTimer(Timer):
 #: which of several results is looked at
 CHANCE = SystemRandom()
 #: how many results of a sample are kept, on average: more take memory that is new, and time
-_KEPT = 4
+KEPT = 4
 
 
 class Calls:
@@ -164,7 +164,7 @@ class Calls:
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         number = len(calls)
-        kept = [at for at in range(number) if CHANCE.randrange(number) < _KEPT] or [CHANCE.randrange(number)]
+        kept = [at for at in range(number) if CHANCE.randrange(number) < KEPT] or [CHANCE.randrange(number)]
         self._calls = [(call, at in kept) for at, call in enumerate(calls)]
         self._at = CHANCE.randrange(len(kept))
         self._chosen = calls[kept[self._at]]
