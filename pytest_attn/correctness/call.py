@@ -307,7 +307,9 @@ def call_kernel(
     with seed, gradients, watching as caches, KeptSwitches(spec.device.type):
         result = kernel(*given.values())
     wait(spec.device)
-    _require_plain(given)
+    if others := {*map(type, given.values())} - {Tensor}:
+        words = f"the callable made its input a {others.pop().__name__}, whose own code would run wherever it is read"
+        raise ContractError(words)
     if has_cache and (fault := fault_of_caches(caches)):
         raise ContractError(fault, fault="new-keys-misplaced" if caches else "")
     handed_out = check_contract(result, names, reference, spec.workload, spec.layout)
@@ -323,14 +325,6 @@ def call_kernel(
     laid_out = ("out", "dq", "dk", "dv")
     native = {name: spec.in_layout(t) if name in laid_out else t for name, t in tensors.items()}
     return empty_rows.forget(native), changes
-
-
-def _require_plain(given: Mapping[str, Tensor]) -> None:
-    """Raise ContractError for a tensor that was given of which the kernel has made one of a class of its own."""
-    for name, tensor in given.items():
-        if type(tensor) is not Tensor:
-            kind = type(tensor).__name__
-            raise ContractError(f"the callable made its input {name} a {kind}, whose own code would run wherever it is read")
 
 
 def _handed(spec: CheckSpec, pristine: Inputs, kept: Sequence[Tensor], pattern: StridePattern) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ CONTRACTS = {
     "sparse": (lambda q, k, v: q.to_sparse(), {}, "out is a sparse_coo tensor; expected a dense one, say .to_dense()"),
     "object": (lambda q, k, v: "out", {}, "out is str; expected a torch.Tensor"),
     "inputs": (changes_k, {}, "the callable changed its input k in place (by up to"),
-    "class of inputs": (hides_changes_of_q, {}, "the callable made its input q a Same, whose own code would run"),
+    "class of inputs": (hides_changes_of_q, {}, "the callable made its input a Same, whose own code would run"),
     "no gradient": (
         lambda q, k, v: sdpa(q, k, v).detach(),
         {"backward": True},
