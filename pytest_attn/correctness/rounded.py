@@ -285,6 +285,9 @@ class OwnReferences(ReferenceCache):
         is_quantized = profile.p_step or profile.p_dtype or profile.v_dtype or profile.qk_error or profile.half_sum_keys
         unfit = {
             f"{w.id} has {', '.join(more)}, of which it is not told; leave these to the code of fn and reference": more,
+            "gradients in float32 show how a kernel computes weights again; name a workload in half precision": (
+                spec.backward and w.dtype == "float32"
+            ),
             "it says what out is, and nothing of lse; leave out returns and returns_lse": spec.results != ("out",),
             f"layout {declared.layout!r} has no batch dimension": not declared.has_batch,
             f"precision {profile.name!r} says what a softmax rounds; leave it out, or say 'eager'": is_quantized,

@@ -230,10 +230,10 @@ WRONG = {
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("form", [name for name in FORMS if name != "relu"])
 @pytest.mark.parametrize(
-    "seeds", [range(4, 5), pytest.param(range(10), marks=pytest.mark.slow("720 honest kernels, 960 faults"))], ids=str
+    "seeds", [range(4, 5), pytest.param(range(10), marks=pytest.mark.slow("480 honest kernels, 640 faults"))], ids=str
 )
 def test_gradients_are_those_of_autograd(form, dtype, seeds):
     for seed, causal in itertools.product(seeds, (False, True)):
@@ -307,6 +307,7 @@ def test_a_form_to_which_no_kernel_can_be_held_is_refused(words):
         (SMALL.replace(softcap=10.0), {}, "has softcap"),
         (SMALL.replace(mask=Window(8, 0)), {}, "has window"),
         (SMALL, {"returns_lse": True}, "nothing of lse"),
+        (SMALL.replace(dtype="float32"), {"backward": True}, "gradients in float32 show how"),
         (SMALL, {"precision": "int8"}, "precision 'int8' says what a softmax rounds"),
         (SMALL, {"dequantized": lambda q, k, v: (q, k, v)}, "leave out dequantized"),
     ],
