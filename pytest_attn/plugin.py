@@ -20,6 +20,7 @@ from pytest_attn.session.kinds import (
     KINDS,
     PARAMETER,
     CaseParameter,
+    has_test_of_attention,
     is_case,
     is_marked,
     kind_of,
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from pytest_attn.workloads.workload import Workload
 
 
+#: the plugins with the hooks that are called for each test
+_OF_TESTS = ("attn-hooks-of-tests", "attn-results")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Have guests register themselves, and declare the options."""
     register_kinds_of_guests()
@@ -55,8 +60,9 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Gen
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Declare the hooks for conftests."""
+    """Declare the hooks for conftests, and take part in each test."""
     pluginmanager.add_hookspecs(hooks)
+    pluginmanager.register(HooksOfTests(), _OF_TESTS[0])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings = session.settings
     if not is_asked_for(config):
         config.pluginmanager.register(BenchmarkTraces(), "attn-benchmark-traces")
+    if hasattr(config.option, "parallel_threads"):
+        config.pluginmanager.register(InOneThread(), "attn-in-one-thread")
     if settings.gpu_per_worker:
         from pytest_attn.session.devices import take_own_gpu
 
@@ -86,7 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_attn.session.output import open_json_lines
 
         open_json_lines(session, config)
-    config.pluginmanager.register(session.results, "attn-results")
+    config.pluginmanager.register(session.results, _OF_TESTS[1])
 
 
 def _marker_lines(config: pytest.Config) -> Iterable[str]:
@@ -129,13 +137,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from pytest_attn.session.collection import parametrize
 
         parametrize(metafunc, session_of(metafunc.config))
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest-run-parallel decides there, too
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Have pytest-run-parallel run a test with a case in one thread: what a kernel leaves changed is the whole process's."""
-    if hasattr(item.config.option, "parallel_threads") and (is_case(item) or is_marked(item)):
-        item.add_marker(pytest.mark.thread_unsafe(reason="attention kernels are judged in one thread"))
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
@@ -183,9 +184,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)
-def pytest_keep_groups_in_ids(items: list[pytest.Item]) -> None:
+def pytest_keep_groups_in_ids(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put xdist's groups into the ids: up to 3.8 it writes them where pytest from 9.2 on does not look."""
-    for item in items:
+    for item in items if config.getoption("loadgroup", False) else ():
         if (grouped := getattr(item, "_nodeid", item.nodeid)) != item.nodeid:
             item._id = type(item._id).parse(grouped)
 
@@ -203,9 +204,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     attention = session_of(session.config)
     if attention.worker is not None:
         attention.worker.wait_at_gate()
-    attention.collected.due = sum(map(is_case, items_of(session)))
+    items = items_of(session)  # none in xdist's controller, which takes the records of its workers
+    if items and not attention.settings.outputs and not has_test_of_attention(items):
+        for name in _OF_TESTS:
+            session.config.pluginmanager.unregister(name=name)
+    attention.collected.due = sum(map(is_case, items))
     if attention.collected.due and attention.worker is None and not attention.settings.list_only:
-        session.config.hook.pytest_attn_cases(cases=selected_cases(items_of(session)))
+        session.config.hook.pytest_attn_cases(cases=selected_cases(items))
     return True if attention.settings.list_only else None
 
 
@@ -292,64 +297,73 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
             finish_outputs(attention, session)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Note that its turn came; share the memory of a GPU with the other workers of the run."""
-    session, case = session_of(item.config), parameter_of(item)
-    session.collected.begun += is_case(item)
-    with session.sharing_memory(case.workload if case else None):
-        return (yield)
+class InOneThread:
+    """Has pytest-run-parallel run a test with a case in one thread: what a kernel leaves changed is the whole process's."""
+
+    @pytest.hookimpl(tryfirst=True)  # pytest-run-parallel decides there, too
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Mark it."""
+        if is_case(item) or is_marked(item):
+            item.add_marker(pytest.mark.thread_unsafe(reason="attention kernels are judged in one thread"))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose attention_requires does not hold, before pytest looks at its marks."""
-    if item.get_closest_marker("attention_requires"):
-        from pytest_attn.session.collection import skip_unless_met
+class HooksOfTests:
+    """The hooks that are called for each test that runs; taken out of a run that has no test of attention."""
 
-        skip_unless_met(item, session_of(item.config))
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Note that its turn came; share the memory of a GPU with the other workers of the run."""
+        session, case = session_of(item.config), parameter_of(item)
+        session.collected.begun += is_case(item)
+        with session.sharing_memory(case.workload if case else None):
+            return (yield)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Skip a test whose attention_requires does not hold, before pytest looks at its marks."""
+        if item.get_closest_marker("attention_requires"):
+            from pytest_attn.session.collection import skip_unless_met
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Have the test of a case called that says by what."""
-    __tracebackhide__ = True
-    case = parameter_of(pyfuncitem)
-    if case is None or not case.caller:
-        return None
-    resolve_name(case.caller)(pyfuncitem)
-    return True
+            skip_unless_met(item, session_of(item.config))
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Have the test of a case called that says by what."""
+        __tracebackhide__ = True
+        case = parameter_of(pyfuncitem)
+        if case is None or not case.caller:
+            return None
+        resolve_name(case.caller)(pyfuncitem)
+        return True
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Refuse a marked test that passes and has judged nothing; end the run where one has changed its judge."""
-    __tracebackhide__ = True
-    result = yield
-    if is_marked(item):
-        from pytest_attn.cases.unjudged import has_judged, refuse_unjudged
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Refuse a marked test that passes and has judged nothing; end the run where one has changed its judge."""
+        __tracebackhide__ = True
+        result = yield
+        if is_marked(item):
+            from pytest_attn.cases.unjudged import has_judged, refuse_unjudged
 
-        refuse_unjudged(item)
-        if has_judged(item):
-            from pytest_attn.cases.conclude import require_judge
+            refuse_unjudged(item)
+            if has_judged(item):
+                from pytest_attn.cases.conclude import require_judge
 
-            require_judge(item)
-    return result
+                require_judge(item)
+        return result
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put the records of a case on its report, on which they reach the controller under xdist."""
+        report = yield
+        if is_case(item) or is_marked(item):
+            from pytest_attn.cases.case_records import attach_records
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Put the records of a case on its report, on which they reach the controller under xdist."""
-    report = yield
-    if is_case(item) or is_marked(item):
-        from pytest_attn.cases.case_records import attach_records
-
-        session = session_of(item.config)
-        attach_records(item, call, report)
-        session.kernels.settle(item, report, session.progress)
-    return report
+            session = session_of(item.config)
+            attach_records(item, call, report)
+            session.kernels.settle(item, report, session.progress)
+        return report
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-benchmark ends the summary where --benchmark-compare-fail fails

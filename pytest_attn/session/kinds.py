@@ -106,7 +106,7 @@ def kind_of(item: pytest.Item) -> Kind:
 
 def is_marked(item: pytest.Item) -> bool:
     """Return whether a test has the marker of a kind."""
-    return any(mark.name in KINDS for mark in item.iter_markers())  # asked often, of neighbours' tests as well
+    return any(mark.name in KINDS for mark in item.iter_markers())
 
 
 def marker_of(item: pytest.Item) -> pytest.Mark | None:
@@ -137,9 +137,15 @@ def asks_gradients(item: pytest.Item) -> bool:
 # -- from an item to its case --------------------------------------------------------------------------------------------
 
 
-def is_case(item: pytest.Item) -> bool:
+def is_case(item: object) -> bool:
     """Return whether an item is one of a marked test, be it that nothing of that was selected."""
     return PARAMETER in getattr(getattr(item, "callspec", None), "params", ())
+
+
+def has_test_of_attention(items: Iterable[pytest.Item]) -> bool:
+    """Return whether one of the items is a case, or has one of the plugin's markers."""
+    own, seen = {*KINDS, "attention_requires"}, {node for item in items for node in item.listchain()}
+    return any(map(is_case, seen)) or any(mark.name in own for node in seen for mark in node.own_markers)
 
 
 def parameter_of(item: pytest.Item) -> CaseParameter | None:

@@ -6,6 +6,7 @@
 import os
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -355,30 +356,26 @@ class Suite(NamedTuple):
 
 @pytest.mark.parametrize("name", SUITES)
 def test_a_public_suite(tmp_path, name, withstood):
-    """With the plugin a suite without kernels ends as without it, as fast to 1 %: the least of three to fifteen runs."""
+    """With the plugin a suite without kernels ends as without it, and takes at most 1 % longer."""
     (archive,) = INSTALLED.glob(f"sources/{name.replace('-', '_')}-*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
-    plugged, plain = [], []
-    while len(plain) < 3 or (least(plugged) > 1.01 * least(plain) and len(plain) < 15):
-        plain.append(suite(root, *SUITES[name], "-p", "no:attn"))
-        plugged.append(suite(root, *SUITES[name]))
-        assert plugged[-1][1:] == plain[-1][1:]
-    ratio = least(plugged) / least(plain)
-    print(f"{name}: {ratio:.4f} of {least(plain):.2f} s, {len(plain)} runs each")
-    assert ratio < 1.01
-    tests = len(plain[0].outcomes)
-    withstood(
-        "beside",
-        archive.name.removesuffix(".tar.gz"),
-        f"{tests:,} tests",
-        f"outcomes, warnings as without; time x {ratio:.3f}",
-    )
+    ratios = []
+    while len(ratios) < 8 or (at_most(ratios) > 1.01 and len(ratios) < 40):
+        ran = [suite(root, *SUITES[name], *options) for options in (("-p", "no:attn"), (), (), ("-p", "no:attn"))]
+        assert all(one[1:] == ran[0][1:] for one in ran)
+        ratios.append((ran[1].seconds + ran[2].seconds) / (ran[0].seconds + ran[3].seconds))
+    took = f"time x {statistics.mean(ratios):.4f}, at most {at_most(ratios):.4f} ({len(ratios)} times by turns)"
+    print(f"{name}: {took} of {ran[0].seconds:.1f} s")
+    assert at_most(ratios) <= 1.01
+    tests = len(ran[0].outcomes)
+    withstood("beside", archive.name.removesuffix(".tar.gz"), f"{tests:,} tests", f"outcomes, warnings as without; {took}")
 
 
-def least(found):
-    return min(one.seconds for one in found)
+def at_most(ratios):
+    """Return what their mean is at most: three standard errors more, 99 % of eight."""
+    return statistics.mean(ratios) + 3 * statistics.stdev(ratios) / len(ratios) ** 0.5
 
 
 def suite(root, code, tests, *options):
