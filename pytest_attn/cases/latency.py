@@ -443,7 +443,7 @@ def locked(session: AttentionSession, devices: Iterable[torch.device]) -> Iterat
     """Let no other process time on these devices, which are waited for in one order by all."""
     with ExitStack() as stack:
         for device in sorted(devices, key=lock_name):
-            with session.progress.during("waiting until another process has timed", str(device), PATIENCE):
+            with session.progress.during("waiting until another process has timed", str(device), PATIENCE, True):
                 stack.enter_context(device_lock(device))
         yield
 

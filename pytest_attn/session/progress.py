@@ -13,6 +13,8 @@ from pytest_attn.workloads.functions import printable
 
 #: seconds after which something is worth a line, and another one: some hosts end a job that is silent
 TICK = 30.0
+#: and seconds of waiting for another process
+SOON = 5.0
 
 
 @dataclass(eq=False)
@@ -66,8 +68,11 @@ class Progress:
             self._stderr = None
 
     @contextmanager
-    def during(self, doing: str, on: str, within: float = 0.0) -> Iterator[_Phase]:
-        """Say what the block does. doing: "" for what is not worth a word. on: the workload, "" for none. within: seconds."""
+    def during(self, doing: str, on: str, within: float = 0.0, is_waiting: bool = False) -> Iterator[_Phase]:
+        """Say what the block does. doing: "" for what is not worth a word. on: the workload, "" for none. within: seconds.
+
+        is_waiting: for another process, which is said sooner.
+        """
         phase = _Phase(doing, on, within, begun=time.monotonic())
         if not doing or self._stderr is None:
             yield phase
@@ -76,6 +81,8 @@ class Progress:
         self._phases.append(phase)
         if is_outermost:  # no thread lives longer: who forks is warned of any
             Thread(target=self._tick, args=(ended,), daemon=True).start()
+        if is_waiting:
+            Thread(target=lambda: ended.wait(SOON) or self._say(), daemon=True).start()
         try:
             yield phase
         finally:
@@ -84,10 +91,13 @@ class Progress:
 
     def _tick(self, ended: Event) -> None:
         while not ended.wait(TICK):
-            text = self.words(time.monotonic())
-            with self._lock, suppress(OSError):
-                if text and self._stderr is not None:
-                    os.write(self._stderr, f"\nattn: {printable(text, 0)}\n".encode(errors="replace"))
+            self._say()
+
+    def _say(self) -> None:
+        text = self.words(time.monotonic())
+        with self._lock, suppress(OSError):
+            if text and self._stderr is not None:
+                os.write(self._stderr, f"\nattn: {printable(text, 0)}\n".encode(errors="replace"))
 
     def words(self, now: float) -> str:
         """Return the case and its phases, the outermost first; "" where there are none."""

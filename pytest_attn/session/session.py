@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_attn.processes.worker import Worker
-from pytest_attn.session.devices import Machines, memory_lock, sharers_of
+from pytest_attn.session.devices import PATIENCE, Machines, memory_lock, sharers_of
 from pytest_attn.session.lost_cuda import CudaContext
 from pytest_attn.session.option_types import Option
 from pytest_attn.session.options import Settings, all_options
@@ -106,16 +106,15 @@ class Results:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what a report carries."""
-        records = getattr(report, "attn", ())
-        if str(report.outcome) == "rerun":  # of pytest-rerunfailures
-            records = [{**one, "phase": "rerun"} for one in records if one["question"] != "test"]
         if report.when == "setup" and report.passed:
             self._begun[report.nodeid] = getattr(report, "attn_begins", None)
         elif report.when == "teardown":
             self._begun.pop(report.nodeid, None)
         elif report.when not in ("setup", "call") and report.failed:
             self._note_killed(report)
-        self._take(records)
+        if records := getattr(report, "attn", ()):
+            is_rerun = str(report.outcome) == "rerun"  # of pytest-rerunfailures
+            self._take([{**one, "phase": "rerun"} for one in records if one["question"] != "test"] if is_rerun else records)
 
     def _take(self, records: Sequence[Record]) -> None:
         if records:
@@ -301,7 +300,7 @@ class AttentionSession:
         is_large = needed > half / self.sharers
         with ExitStack() as held:
             if is_large:
-                held.enter_context(memory_lock(device, needed / half))
+                _hold_memory(held, self.progress, device, needed / half)
             self.memory_of_test = device, held
             yield
             is_large = is_large or self.memory_of_test is None
@@ -323,8 +322,9 @@ class AttentionSession:
         (device, held), self.memory_of_test = self.memory_of_test, None
         held.close()
         gc.collect()
-        sys.modules["torch"].cuda.empty_cache()
-        held.enter_context(memory_lock(device, 1.0))
+        with suppress(RuntimeError):  # as above
+            sys.modules["torch"].cuda.empty_cache()
+        _hold_memory(held, self.progress, device, 1.0)
         return True
 
     @cached_property
@@ -352,6 +352,11 @@ class AttentionSession:
     def baselines_folder(self) -> Path:
         """The folder of --attn-baselines."""
         return self.rootpath / self.settings.baselines
+
+
+def _hold_memory(held: ExitStack, progress: Progress, device: torch.device, share: float) -> None:
+    with progress.during("waiting for memory that other tests take", str(device), PATIENCE, True):
+        held.enter_context(memory_lock(device, share))
 
 
 SESSION = pytest.StashKey[AttentionSession]()

@@ -101,6 +101,16 @@ def test_the_case_and_the_worker_are_named(progress, now):
     other.close()
 
 
+def test_waiting_for_another_process_is_said_sooner(capfd, monkeypatch):
+    monkeypatch.setattr(module, "SOON", 0.01)
+    progress = Progress(config_of())
+    with progress.during("checking", "tiny"), progress.during("waiting until another process has timed", "cpu", 600.0, True):
+        time.sleep(0.1)
+    progress.close()
+    said = r"\nattn: .*checking on tiny, 0:00, waiting until another process has timed on cpu, 0:00 of at most 10:00\n"
+    assert re.fullmatch(said, capfd.readouterr().err)
+
+
 @pytest.mark.parametrize(("verbose", "is_child"), [(-1, False), (0, True)])
 def test_nothing_is_written_that_nobody_reads(monkeypatch, verbose, is_child):
     monkeypatch.setattr(os, "dup", lambda descriptor: pytest.fail("it has taken stderr"))
@@ -111,7 +121,7 @@ def test_what_compiles_is_diagnosed_and_asked_is_named(pytester, monkeypatch):
     told = []
 
     @contextmanager
-    def during(self, doing, on, within=0.0):
+    def during(self, doing, on, within=0.0, is_waiting=False):
         told.append((doing, on, within))
         yield
 

@@ -1,5 +1,6 @@
 """Which process may time on which device."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -139,7 +140,8 @@ def gpu(monkeypatch, tmp_path):
     def session(sharers, length=8192):
         machine = types.SimpleNamespace(kind="cuda", memory=80 << 30, device="cuda:0")
         machines = types.SimpleNamespace(known_default=machine)
-        of = types.SimpleNamespace(machines=machines, sharers=sharers, cuda=CudaContext())
+        progress = types.SimpleNamespace(during=lambda *_: contextlib.nullcontext())
+        of = types.SimpleNamespace(machines=machines, sharers=sharers, cuda=CudaContext(), progress=progress)
         return AttentionSession.sharing_memory(of, Workload(length, heads=128, head_dim=128, dtype="bfloat16")), said, of
 
     monkeypatch.setattr(devices, "lock_name", lambda device: f"{device}-{tmp_path.name}")
@@ -177,6 +179,16 @@ def test_a_test_that_needs_more_waits_for_all_of_it_once(gpu, monkeypatch):
         with second:
             assert time.monotonic() - begun >= 0.2
         assert not AttentionSession.take_whole_memory(one)
+
+
+def test_what_a_lost_context_says_of_its_memory_is_no_error_of_the_next_test(gpu, monkeypatch):
+    def empty_cache():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    first, _, one = gpu(8, 64)
+    with first:
+        assert AttentionSession.take_whole_memory(one)
 
 
 OUT_OF_MEMORY = """
