@@ -27,10 +27,15 @@ _MAKERS = (
 _PROGRAM = re.compile(r"(?:[\w.]+-)*(nvcc|ptxas|hipcc|ninja|c\+\+|g\+\+|gcc|cc|clang\+\+|clang)(?:-[\d.]+)?(?:\.exe)?")
 _QUESTION = re.compile(r"--?(?:version|help(?:=.*)?|dump(?:full)?version|dump(?:machine|specs)|(?:print|list)-.*|[VEh])")
 _NO_FILE = re.compile(r"-.+|\d+")  # as of 2>&1
-_BEFORE = re.compile(r"\w+=.*|-.*|\d+|(?:.*/)?(?:env|exec|nice|time|sudo|ccache|sccache)|if|then|else|do|while|until|!|\{")
+_BEFORE = re.compile(
+    r"\w+=.*|-.*|\d[\d.,]*[smhd]?|0x\w+|[A-Z_]+|if|then|else|do|while|until|!|\{\}?"
+    r"|(?:.*/)?(?:env|exec|(?:io)?nice|time|timeout|nohup|setsid|stdbuf|taskset|sudo|xargs|parallel|s?ccache|distcc)"
+)
+#: among these what hands files to the command
+_FEEDS = {"xargs", "parallel"}
 _SHELL = re.compile(r"(?:ba|da|z|k)?sh")
 #: what stands between the commands of a shell's text
-_BETWEEN = "();<>|&\n"
+_BETWEEN = "();<>|&`\n"
 #: what stands around the reason that torch gives for compiling anew
 _NOT_THE_REASON = re.compile(r"^\d+/\d+: | +#.*", re.DOTALL)
 _DIVISIBLE = "divisible by 16"
@@ -192,10 +197,13 @@ def compilers_in(command: Any) -> list[str]:
     """Return the compilers that a command runs, by their names: words, or a text for a shell."""
     if isinstance(command, str | bytes | os.PathLike):
         return [name for words in _commands(os.fsdecode(command)) for name in compilers_in(words)]
-    words = list(dropwhile(_BEFORE.fullmatch, map(os.fsdecode, command)))
+    given = [*map(os.fsdecode, command)]
+    words = list(dropwhile(_BEFORE.fullmatch, given))
     if not words:
         return []
     name = os.path.basename(words[0])
+    if name == "find":
+        return compilers_in(["xargs", *list(dropwhile(lambda word: not word.startswith("-exec"), words))[1:]])
     if _SHELL.fullmatch(name):
         scripts = (text for option, text in pairwise(words) if re.fullmatch(r"-\w*c", option))
         return compilers_in(next(scripts, ""))
@@ -203,7 +211,8 @@ def compilers_in(command: Any) -> list[str]:
     if not found or any(map(_QUESTION.fullmatch, words[1:])):
         return []
     is_build = found[1] == "ninja" and not {"-n", "-t"} & {*words}
-    has_file = found[1] != "ninja" and not all(map(_NO_FILE.fullmatch, words[1:]))
+    is_fed = bool(_FEEDS.intersection(map(os.path.basename, given[: -len(words)])))
+    has_file = found[1] != "ninja" and (is_fed or not all(map(_NO_FILE.fullmatch, words[1:])))
     return [found[1]] if is_build or has_file else []
 
 

@@ -446,6 +446,13 @@ COMPILE = [
     "nvcc -t 4 a.cu > log 2>&1",
     "echo x | gcc -xc -",
     "ls <(ninja)",
+    "timeout -s KILL 1m gcc a.c",
+    "echo `gcc a.c`",
+    "ls *.c | xargs -n 1 gcc -c",
+    "ls | xargs -I {} nohup nvcc {}",
+    "env -u CC taskset -c 0,1 gcc a.c",
+    ["/usr/bin/timeout", "0.5", "nvcc", "a.cu"],
+    "find . -name '*.cu' -exec nvcc {} +",
 ]
 COMPILE_NOTHING = [
     "",
@@ -469,6 +476,13 @@ COMPILE_NOTHING = [
     "case $CC in gcc|clang) echo $CC;; esac",
     "git log > /tmp/ninja 2> gcc",
     "grep '' gcc x",
+    "timeout 5 gcc --version",
+    "timeout 5 python x.py gcc a.c",
+    "echo `which gcc`; . gcc a.c",
+    "ls | xargs grep gcc",
+    "ls | xargs gcc --version",
+    "find . -name gcc",
+    "find . -exec grep gcc {} +",
     ["/usr/lib/gcc/x.py"],
 ]
 
