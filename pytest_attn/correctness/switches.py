@@ -13,7 +13,9 @@ import locale
 import operator
 import os
 import signal
+import socket
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -168,6 +170,8 @@ def _switches(kind: str) -> dict[str, Switch]:
             for name in ("flash", "mem_efficient", "math", "cudnn")
         },
     }
+    if hasattr(torch._C, "_set_multithreading_enabled"):
+        switches["threads of gradients"] = Switch(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled)
     if hasattr(torch._C, "_set_mkldnn_enabled"):
         switches["oneDNN"] = Switch(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
     if hasattr(torch._C, "_set_sdp_priority_order"):
@@ -198,7 +202,17 @@ def _of_process() -> dict[str, Switch]:
             part=lambda at: f"Python's filter {at + 1} of warnings",
         ),
         "the mask of new files": Switch(_umask, os.umask),
+        "the folder of temporary files": Switch(tempfile.gettempdir, partial(setattr, tempfile, "tempdir")),
+        "the timeout of new sockets": Switch(socket.getdefaulttimeout, socket.setdefaulttimeout),
+        "NumPy's handling of errors": Switch(
+            _numpy_errors, lambda before: sys.modules["numpy"].seterr(**before), lambda now, was: bool(was) and now != was
+        ),
     }
+    if hasattr(signal, "pthread_sigmask"):
+        mask = signal.pthread_sigmask
+        switches["the signals that are blocked"] = Switch(
+            lambda: mask(signal.SIG_BLOCK, ()), partial(mask, signal.SIG_SETMASK)
+        )
     if hasattr(os, "sched_setaffinity"):
         switches[_CORES] = Switch(partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
         switches["the scheduling class of the process"] = Switch(
@@ -210,6 +224,11 @@ def _of_process() -> dict[str, Switch]:
 def _umask() -> int:
     os.umask(mask := os.umask(0o077))
     return mask
+
+
+def _numpy_errors() -> dict[str, str]:
+    found: dict[str, str] = getattr(sys.modules.get("numpy"), "geterr", dict)()
+    return found
 
 
 def _are_filters_left(now: tuple[Any, ...], was: tuple[Any, ...]) -> bool:
