@@ -3,9 +3,11 @@
 import argparse
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pkgutil import resolve_name
+from typing import NoReturn
 
 from pytest_attn.backends.machine import Machine, machine_of, resolve_device, versions_of
 from pytest_attn.backends.registry import Registry, tables
@@ -19,6 +21,7 @@ from pytest_attn.seam import guests
 from pytest_attn.session.devices import NoTorchError, require_torch
 from pytest_attn.version import __version__
 from pytest_attn.workloads.catalog import builtin_catalog
+from pytest_attn.workloads.functions import printable_lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,8 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(run(given))
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors may name anything, as a file that there is not."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2 and the message, without what a terminal or the log of a job obeys."""
+        super().error(printable_lines(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m pytest_attn",
         description="Without a command: print versions, backends with what they can do, and workloads. Runs no test.",
         epilog="Backends and workloads of your conftests are in: pytest --attn-list",
@@ -101,7 +112,10 @@ _COMMANDS = {
 
 
 def _run() -> int:
-    """Run, and end quietly where who reads the output has gone, as `| head` does; a character that it lacks is escaped."""
+    """Run, and end quietly where who reads the output has gone, as `| head` does, or a person has stopped it.
+
+    A character that the output lacks is escaped.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=ESCAPED)
     try:
@@ -110,6 +124,9 @@ def _run() -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT  # as of a program that the signal has ended
     return code
 
 

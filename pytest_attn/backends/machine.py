@@ -100,10 +100,10 @@ def resolve_device(wanted: str = "auto") -> torch.device:
     there = _devices()
     if wanted == "auto":
         return torch.device(next((d for d in there if d != "cpu"), "cpu"))
-    device = torch.device(wanted if wanted in ("cpu", "mps") or ":" in wanted else f"{wanted}:0")
-    if str(device) not in there:
+    name = wanted if wanted in ("cpu", "mps") or ":" in wanted else f"{wanted}:0"
+    if name not in there:
         raise ValueError(f"device {wanted!r} is not there; this machine has {', '.join(there)}")
-    return device
+    return torch.device(name)
 
 
 def _devices() -> list[str]:

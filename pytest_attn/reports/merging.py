@@ -79,8 +79,11 @@ def usage_errors(given: argparse.Namespace) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except FileNotFoundError as error:
-        if not str(error.filename).endswith(".jsonl"):  # what a command writes
+        told = vars(given)
+        if error.filename not in (*told.get("files", ()), *map(told.get, ("file", "base", "head"))):  # what a command writes
             given.error(f"cannot write {error.filename}: {error.strerror}")
+        if not error.filename:
+            given.error("the name of a file is empty; name what pytest --attn-output=FILE.jsonl wrote")
         given.error(f"there is no {error.filename}; pytest --attn-output={error.filename} writes it")
     except IsADirectoryError as error:
         given.error(f"{error.filename} is a folder; name the .jsonl file in it")

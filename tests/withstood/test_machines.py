@@ -27,6 +27,27 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 def test_kernel(attn, factor):
     attn.check(lambda q, k, v: sdpa(q, k, v) * factor)
 """
+#: runs each test in a process forked for it, which hands back its reports, as --forked of pytest-forked does
+FORKS = """
+import os, pickle
+from _pytest.runner import runtestprotocol
+
+def pytest_runtest_protocol(item):
+    hook, config, (end, start) = item.ihook, item.config, os.pipe()
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    if not (child := os.fork()):
+        with open(start, "wb") as file:
+            reports = runtestprotocol(item, log=False)
+            pickle.dump([hook.pytest_report_to_serializable(config=config, report=one) for one in reports], file)
+        os._exit(0)
+    os.close(start)
+    with open(end, "rb") as file: reports = pickle.load(file)
+    os.waitpid(child, 0)
+    for one in reports:
+        hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=config, data=one))
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+"""
 ALL = ["passed", "mismatch", "passed"]
 
 
@@ -41,6 +62,7 @@ class Row(NamedTuple):
     on_terminal: bool = False
     prefix: str = ""
     status: int = 1
+    conftest: str = ""
 
 
 #: each in an interpreter of its own
@@ -78,6 +100,8 @@ OPTIONS = {
     },
     "-n 2 --dist each": Row("-n 2 --dist each", expected=ALL * 2),
     "-n 0": Row("-n 0"),
+    "--forked": Row(conftest=FORKS),
+    "--forked -n 2": Row("-n 2", conftest=FORKS),
     "--co": Row("--co", expected=[], status=0),
     "--lf": Row("--lf", expected=["mismatch"], again=True),
     "--ff": Row("--ff", expected=["mismatch", "passed", "passed"], again=True),
@@ -141,6 +165,7 @@ def test_options(runs, name, withstood):
     row = OPTIONS[name]
     with attempts.own_folder() as folder:
         (folder / "test_it.py").write_text(TEST)
+        (folder / "conftest.py").write_text(row.conftest)
         options = [(), row.options.split()] if row.again else [row.options.split()]
         for some in options:
             status = runs.status(runs.start(folder, *WRITTEN, *some, always=attempts.ALWAYS[2:]))

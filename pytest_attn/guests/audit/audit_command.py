@@ -28,7 +28,7 @@ def add_audit(commands: Any) -> None:
 
 def _run(given: argparse.Namespace) -> int:
     """Audit; return 0, or 1 where no test could be audited. Other arguments are a usage error: exit 2."""
-    if given.output:
+    if given.output is not None:
         require_output(given, given.output, "-o", (".md", ".json"))
     if not given.seconds > 0:
         given.error(f"--seconds must be a number of seconds > 0, got {given.seconds:g}")

@@ -88,9 +88,9 @@ _Key: TypeAlias = tuple[str, str, str]
 def run_certify(given: argparse.Namespace) -> int:
     """Write certificates, badges and the page; return 0, or 1 for what is not certified, which is said in one line."""
     folder = Path(given.output)
-    if not given.output or (folder.exists() and not folder.is_dir()):
+    if not given.output.strip() or (folder.exists() and not folder.is_dir()):
         given.error(f"-o must be a folder, got {given.output!r}")
-    if given.page and not given.page.endswith(".md"):
+    if given.page is not None and not given.page.endswith(".md"):
         given.error(f"--page must end in .md, got {given.page!r}")
     if not (given.files or given.page):
         given.error("name the .jsonl files of whole runs; or of certificates that are in -o the page: --page=FILE.md")
@@ -107,7 +107,7 @@ def run_certify(given: argparse.Namespace) -> int:
             name = file_name(one)
             write_atomically(folder / f"{name}.json", to_json(one))
             write_atomically(folder / f"{name}.svg", badge(one))
-            print(f"{folder / name}.json: {_named(one)}: {_said(one)}")
+            print(f"{printable(f'{folder / name}.json', 0)}: {_named(one)}: {_said(one)}")
         if given.page:
             page = Path(given.page)
             page.parent.mkdir(parents=True, exist_ok=True)

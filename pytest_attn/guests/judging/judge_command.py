@@ -103,8 +103,9 @@ def _parsed(option: str, given: argparse.Namespace) -> Any:
 
 
 def _words_of(error: Exception) -> str:
-    """Return why a request could not be judged."""
-    return str(error) if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
+    """Return why a request could not be judged, without the frames that torch adds."""
+    said = str(error).partition("\n")[0]
+    return said if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {said}"
 
 
 def _line(answer: dict[str, Any]) -> str:
