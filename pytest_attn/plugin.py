@@ -206,8 +206,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         attention.worker.wait_at_gate()
     items = items_of(session)  # none in xdist's controller, which takes the records of its workers
     if items and not attention.settings.outputs and not has_test_of_attention(items):
-        for name in _OF_TESTS:
-            session.config.pluginmanager.unregister(name=name)
+        manager = session.config.pluginmanager
+        for plugin in filter(None, map(manager.get_plugin, _OF_TESTS)):
+            manager.unregister(plugin)
     attention.collected.due = sum(map(is_case, items))
     if attention.collected.due and attention.worker is None and not attention.settings.list_only:
         session.config.hook.pytest_attn_cases(cases=selected_cases(items))
