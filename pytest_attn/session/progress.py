@@ -82,7 +82,7 @@ class Progress:
         if is_outermost:  # no thread lives longer: who forks is warned of any
             Thread(target=self._tick, args=(ended,), daemon=True).start()
         if is_waiting:
-            Thread(target=lambda: ended.wait(SOON) or self._say(), daemon=True).start()
+            Thread(target=self._say_soon, args=(ended,), daemon=True).start()
         try:
             yield phase
         finally:
@@ -91,6 +91,10 @@ class Progress:
 
     def _tick(self, ended: Event) -> None:
         while not ended.wait(TICK):
+            self._say()
+
+    def _say_soon(self, ended: Event) -> None:
+        if not ended.wait(SOON):
             self._say()
 
     def _say(self) -> None:

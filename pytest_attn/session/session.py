@@ -112,9 +112,10 @@ class Results:
             self._begun.pop(report.nodeid, None)
         elif report.when not in ("setup", "call") and report.failed:
             self._note_killed(report)
-        if records := getattr(report, "attn", ()):
-            is_rerun = str(report.outcome) == "rerun"  # of pytest-rerunfailures
-            self._take([{**one, "phase": "rerun"} for one in records if one["question"] != "test"] if is_rerun else records)
+        records = getattr(report, "attn", ())
+        if records and str(report.outcome) == "rerun":  # of pytest-rerunfailures
+            records = [{**one, "phase": "rerun"} for one in records if one["question"] != "test"]
+        self._take(records)
 
     def _take(self, records: Sequence[Record]) -> None:
         if records:
