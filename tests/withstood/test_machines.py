@@ -100,8 +100,8 @@ OPTIONS = {
     },
     "-n 2 --dist each": Row("-n 2 --dist each", expected=ALL * 2),
     "-n 0": Row("-n 0"),
-    "--forked": Row(conftest=FORKS),
-    "--forked -n 2": Row("-n 2", conftest=FORKS),
+    "a process forked for each test": Row(conftest=FORKS),
+    "a process forked for each test, -n 2": Row("-n 2", conftest=FORKS),
     "--co": Row("--co", expected=[], status=0),
     "--lf": Row("--lf", expected=["mismatch"], again=True),
     "--ff": Row("--ff", expected=["mismatch", "passed", "passed"], again=True),
@@ -165,7 +165,8 @@ def test_options(runs, name, withstood):
     row = OPTIONS[name]
     with attempts.own_folder() as folder:
         (folder / "test_it.py").write_text(TEST)
-        (folder / "conftest.py").write_text(row.conftest)
+        if row.conftest:
+            (folder / "conftest.py").write_text(row.conftest)
         options = [(), row.options.split()] if row.again else [row.options.split()]
         for some in options:
             status = runs.status(runs.start(folder, *WRITTEN, *some, always=attempts.ALWAYS[2:]))
