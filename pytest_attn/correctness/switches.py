@@ -208,11 +208,6 @@ def _of_process() -> dict[str, Switch]:
             _numpy_errors, lambda before: sys.modules["numpy"].seterr(**before), lambda now, was: bool(was) and now != was
         ),
     }
-    if hasattr(signal, "pthread_sigmask"):
-        mask = signal.pthread_sigmask
-        switches["the signals that are blocked"] = Switch(
-            lambda: mask(signal.SIG_BLOCK, ()), partial(mask, signal.SIG_SETMASK)
-        )
     if hasattr(os, "sched_setaffinity"):
         switches[_CORES] = Switch(partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
         switches["the scheduling class of the process"] = Switch(

@@ -72,10 +72,6 @@ OF_PROCESS = {
         lambda on: numpy.seterr(under="raise" if on else "ignore"),
         lambda: numpy.geterr()["under"] == "raise",
     ),
-    "the signals that are blocked": (
-        lambda on: signal.pthread_sigmask(signal.SIG_BLOCK if on else signal.SIG_UNBLOCK, {signal.SIGALRM}),
-        lambda: signal.SIGALRM in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-    ),
     "the handler of SIGTERM": (
         lambda on: signal.signal(signal.SIGTERM, signal.SIG_IGN if on else signal.SIG_DFL),
         lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
