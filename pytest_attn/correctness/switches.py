@@ -170,8 +170,6 @@ def _switches(kind: str) -> dict[str, Switch]:
             for name in ("flash", "mem_efficient", "math", "cudnn")
         },
     }
-    if hasattr(torch._C, "_set_multithreading_enabled"):
-        switches["threads of gradients"] = Switch(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled)
     if hasattr(torch._C, "_set_mkldnn_enabled"):
         switches["oneDNN"] = Switch(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
     if hasattr(torch._C, "_set_sdp_priority_order"):
@@ -204,9 +202,6 @@ def _of_process() -> dict[str, Switch]:
         "the mask of new files": Switch(_umask, os.umask),
         "the folder of temporary files": Switch(tempfile.gettempdir, partial(setattr, tempfile, "tempdir")),
         "the timeout of new sockets": Switch(socket.getdefaulttimeout, socket.setdefaulttimeout),
-        "NumPy's handling of errors": Switch(
-            _numpy_errors, lambda before: sys.modules["numpy"].seterr(**before), lambda now, was: bool(was) and now != was
-        ),
     }
     if hasattr(os, "sched_setaffinity"):
         switches[_CORES] = Switch(partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
@@ -219,11 +214,6 @@ def _of_process() -> dict[str, Switch]:
 def _umask() -> int:
     os.umask(mask := os.umask(0o077))
     return mask
-
-
-def _numpy_errors() -> dict[str, str]:
-    found: dict[str, str] = getattr(sys.modules.get("numpy"), "geterr", dict)()
-    return found
 
 
 def _are_filters_left(now: tuple[Any, ...], was: tuple[Any, ...]) -> bool:

@@ -14,7 +14,6 @@ import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from judging import CAUSAL, SMALL, causal, failure, with_gradients
@@ -68,10 +67,6 @@ OF_PROCESS = {
         lambda: tempfile.gettempdir() == "/",
     ),
     "the timeout of new sockets": (lambda on: socket.setdefaulttimeout(9 if on else None), socket.getdefaulttimeout),
-    "NumPy's handling of errors": (
-        lambda on: numpy.seterr(under="raise" if on else "ignore"),
-        lambda: numpy.geterr()["under"] == "raise",
-    ),
     "the handler of SIGTERM": (
         lambda on: signal.signal(signal.SIGTERM, signal.SIG_IGN if on else signal.SIG_DFL),
         lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
@@ -107,10 +102,6 @@ PRIORITY = getattr(torch._C, "_get_sdp_priority_order", list)()
 GUARDS, SAVED = [], torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone)
 SWITCHES = {
     "autocast on cpu": (lambda on: torch.set_autocast_enabled("cpu", on), lambda: torch.is_autocast_enabled("cpu")),
-    "threads of gradients": (
-        lambda on: torch._C._set_multithreading_enabled(not on),
-        lambda: not torch._C._is_multithreading_enabled(),
-    ),
     "oneDNN": (lambda on: torch._C._set_mkldnn_enabled(not on), lambda: not torch._C._get_mkldnn_enabled()),
     "default dtype": (
         lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32),
