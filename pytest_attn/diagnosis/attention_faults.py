@@ -203,6 +203,12 @@ class _MaskFaults:
                 )
                 yield NearMiss("mask-rows-within-tile", text, local)
                 yield NearMiss("mask-rows-within-tile", text, visited)
+        for size, which in itertools.product((2, 4, 8) if self.w.q_len > 1 else (), ("last", "first")):
+            text, place = (
+                f"whose mask is the same for {size} rows, that of the {which} one",
+                size - 1 if which == "last" else 0,
+            )
+            yield NearMiss("mask-shared-by-rows", text, _with_shared_rows(inside, size, place))
         for tile in TILES[1:]:
             for fault, text, seen in self._of_tiles(band, inside, tile) if self.w.kv_len > tile else ():
                 yield NearMiss(fault, text, self._tiled(band, tile, seen))
@@ -216,6 +222,9 @@ class _MaskFaults:
         yield "mask-ignored-within-tiles", text, lambda at, first, last, _: (first >= 0) & (last <= 0) & (at[3] < lens[at[0]])
         text = f"without the last tile of {tile} keys that a row sees"
         yield "last-visible-tile-missing", text, lambda at, first, last, _: inside(*at) & (last < 0)
+        if not band.top_left and band.right is not None:
+            text = f"without the tiles of {tile} keys beyond a row's own number, as if the mask began at the first key"
+            yield "tiles-beyond-diagonal-missing", text, lambda at, *_: inside(*at) & (at[3] // tile <= at[2] // tile)
         text = f"without the tiles of {tile} keys that all rows of a tile see: only those at an edge are visited"
         yield "full-tiles-missing", text, lambda at, *_: inside(*at) & ~self._is_full(inside, at, tile)
         if band.left is not None:
@@ -285,6 +294,10 @@ def seen_by(inputs: Inputs, w: Workload) -> MaskMod:
     if w.plain_mask is None:
         return lambda b, h, q, kv: kv >= 0
     return w.plain_mask.bind(sequences_of(w, inputs.device))
+
+
+def _with_shared_rows(mod: MaskMod, size: int, place: int) -> MaskMod:
+    return lambda b, h, q, kv: mod(b, h, q // size * size + place, kv)
 
 
 def _with_local_rows(seen: MaskMod, tile: int) -> MaskMod:
@@ -1103,6 +1116,10 @@ def _misplaced_softcap(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         yield AttentionFault("softcap-before-scale", words, of_workload(w, softcap=None, score_mod=before))
     words = "whose softcap is not multiplied back: tanh(s / cap)"
     yield AttentionFault("softcap-not-multiplied-back", words, partial(_with_softcap_as_factor_1, w))
+    if not w.alibi and not w.bias:
+        words = "whose softcap is multiplied back by the score: s / cap * tanh(s / cap)"
+        by_score = modified_by(w, lambda s, *index: s / cap * (s / cap).tanh())
+        yield AttentionFault("softcap-not-multiplied-back", words, of_workload(w, softcap=None, score_mod=by_score))
     if w.bias and w.bias_before_softcap:
         words = "with the softcap before the bias, not after"
         yield AttentionFault("softcap-before-bias", words, of_workload(w, bias_before_softcap=False))

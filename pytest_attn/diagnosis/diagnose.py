@@ -220,7 +220,9 @@ def _explanation(row: TensorComparison, evidence: Evidence, case: Case) -> tuple
         return location, _without_keys(got, bad, reference, name)
     if not bool(got.any()):
         return location, [Hint("all-zeros", f"{name} is all zeros")]
-    found = _of_tensor(row, got, bad, reference, case) or _traces(got, bad, name, expected.rows)
+    is_left_out = name == "dq" and not bool(got[bad].any())  # which a row that sees one key makes of a mask, too
+    found = [] if is_left_out else _of_tensor(row, got, bad, reference, case)
+    found = found or _traces(got, bad, name, expected.rows)
     return location, found or (_out_of_scope(got, bad, reference) if name == "out" else [])
 
 
@@ -572,10 +574,8 @@ def _sees_no_key(lse: torch.Tensor) -> bool:
 
 def _traces(got: torch.Tensor, bad: torch.Tensor, name: str, sampled: torch.Tensor | None) -> list[Hint]:
     """Return what the wrong rows (batch, heads, rows) of a tensor, heads-first, have in common."""
-    if name == "lse":
-        return []
     found = [] if bool(got[bad].any()) else [Hint("zeros-there", f"{name} is 0 in all of these rows")]
-    if sampled is None and got.dim() == 4 and (reach := _reach(got, bad)):
+    if name != "lse" and sampled is None and got.dim() == 4 and (reach := _reach(got, bad)):
         words = (
             f"{name} is wrong from element {reach:,} (2^{reach.bit_length() - 1}) on and right before: do offsets wrap there?"
         )

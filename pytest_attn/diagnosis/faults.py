@@ -41,6 +41,7 @@ FAULTS = {
     "mask-of-another-batch-entry": "the mask of another batch entry is taken",
     "tiles-beyond-diagonal-missing": "tiles of keys beyond the diagonal are left out",
     "mask-rows-within-tile": "the mask counts rows within their tile",
+    "mask-shared-by-rows": "several rows are masked as one of them is",
     "mask-on-last-tile-only": "only the last tile of keys is masked, though an edge runs through earlier ones",
     "mask-ignored-within-tiles": "nothing is masked within the tiles that are visited",
     "causal-other-alignment": "a causal mask is aligned to the first key in place of the last, or the other way round",

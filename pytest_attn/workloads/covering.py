@@ -142,6 +142,8 @@ def _bias(dimensions: str) -> Choice:
     return {"bias": dimensions, **({"batch": 4} if "b" in dimensions else {})}
 
 
+#: of the keys of a tile
+_PLACES = 32
 #: factor -> word -> what is chosen; a workload has one of each factor at most
 VALUES: dict[str, dict[str, Choice]] = {
     "lengths": {
@@ -190,6 +192,7 @@ VALUES: dict[str, dict[str, Choice]] = {
         "one sequence": {"sequences": "one"},
         "a sequence without keys": {"sequences": "keyless", "layout": "packed"},
         "a sequence without queries": {"sequences": "queryless", "layout": "packed"},
+        "consecutive lengths": {"sequences": "consecutive"},
     },
     "pages": {
         **{f"pages of {n}": {"pages": {"size": n}} for n in (1, 32, 64, 128, 256)},
@@ -309,13 +312,18 @@ def _lengths(
         return {"q_len": q_len, "cached": kv_len - q_len if layout == "cached" else _several(kv_len - q_len, batch or 2, 1)}
     number = 1 if sequences == "one" else batch or 2
     least = 0 if sequences in ("empty", "keyless") else 1
-    kv_lens = _several(kv_len, number, least)
+    kv_lens = _consecutive(kv_len) if sequences == "consecutive" else _several(kv_len, number, least)
     if "packed" in layout:
         has_as_many = q_len == kv_len and sequences not in ("keyless", "queryless")
         q_lens = kv_lens if has_as_many else _several(q_len, number, 0 if sequences in ("empty", "queryless") else 1)
         return {"q_lens": q_lens, "kv_lens": kv_lens}
     sides = {"pad": "left"} if layout == "left-padded" else {}
     return {"q_len": q_len, "kv_len": kv_len, "kv_lens": kv_lens, **sides}
+
+
+def _consecutive(longest: int) -> tuple[int, ...]:
+    """Return as many lengths as a tile has places, so that what is counted from the last key begins at each of them."""
+    return tuple(longest - (at + _PLACES // 2) % _PLACES for at in range(_PLACES))
 
 
 def _several(longest: int, number: int, least: int) -> tuple[int, ...]:
@@ -446,6 +454,10 @@ _APART: tuple[Choice, ...] = (
       for more in ({}, {"batch": 3}, {"heads": 8, "kv_heads": 1}, {"pages": {"size": 64}})),
     *({**_DECODE, "layout": "paged", **more}
       for more in ({"softcap": 5.0}, {"softcap": 5.0, "mask": Window(31, 0)}, {"sinks": True}, {"mask": Window(31, 0)})),
+    *({**_DECODE, "layout": "paged", "mask": Window(31, 0), **more}
+      for more in ({"sequences": "consecutive"}, {"batch": 3}, {"lengths": (1, 257)}, {"heads": 8, "kv_heads": 2})),
+    {"softcap": 5.0, "layout": "packed", "mask": "causal"},
+    {**_DECODE, "layout": "paged", "dtype": _FP8},
     {**_DECODE, "sinks": True, "kv_dtype": _INT8},
     {"lengths": (97, 33), "mask": "causal-bottom-right", "layout": "packed pages"},
     {"heads": 6, "kv_heads": 2, "head_groups": "interleaved", "layout": "packed", "mask": "causal"},

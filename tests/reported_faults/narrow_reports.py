@@ -1177,3 +1177,353 @@ class DescaleOfKForV(Attention):
 
     def descale(self, t: Tile, name: str) -> Tensor | None:
         return super().descale(t, "k" if name == "v" else name)
+
+
+# -- after reports of 2025 and 2026, read later -------------------------------------------------------------------------------
+
+_SPLIT_ROWS = only("causal-bottom-right", "window", _GROUPED, where=lambda w: 1 < w.q_len <= w.kv_len and _has_mask(w))
+_SCALED_CACHE = only(
+    "quantized", "padded", "paged", _GROUPED, where=lambda w: is_decoding(w) and bool(w.kv_pages) and w.descales == "tensor"
+)
+
+
+@taking(
+    only(
+        "packed",
+        "paged",
+        "packed pages",
+        "window",
+        "causal-bottom-right",
+        _GROUPED,
+        where=lambda w: w.is_packed and _has_mask(w),
+    ),
+    "vllm-project/tpu-inference#1954",
+    "calls-differ",
+)
+class SumsBeginAtTheFirstKey(Attention):
+    """Sums were cleared at the first tile of all, which a window may begin behind."""
+
+    def key_tiles(self, call: Call, e: Entry, rows: range) -> list[range]:
+        left, _ = self.window(Tile(call, e, rows, rows))
+        first = 0 if left is None else max(0, rows.start + e.m - e.n - left)
+        return [tile for tile in cut(e.m, self.key_tile) if tile.stop > first]
+
+    def online(self, call: Call, e: Entry, rows: range, tiles: list[range]) -> Part:
+        found, before = super().online(call, e, rows, tiles), self.kept.get("sums")
+        if tiles and tiles[0].start and before is not None and before.lse.shape == found.lse.shape:
+            found = self.merged(call, e, rows, [before, found])
+        self.kept["sums"] = found
+        return found
+
+
+@taking(_WINDOWED_PAGES, "tenstorrent/tt-metal#30362", "window-left-one-too-short", "first-window-tile-missing")
+class WindowFromTheSixteenthColumn(Attention):
+    """Where a window begins at the last of a tile's first 16 keys, all of these were hidden."""
+
+    def in_band(self, t: Tile) -> Tensor:
+        left, first = self.window(t)[0], self.place(t)
+        first = first - left if left is not None else first * 0
+        return super().in_band(t) & ((t.j > first) | (first % 32 != 15))
+
+
+@taking(
+    only("causal-bottom-right", where=lambda w: w.group == 1 and w.q_len <= w.kv_len and _has_mask(w)),
+    "tile-ai/tilelang#864",
+    "tiles-beyond-diagonal-missing",
+)
+class TilesWithoutThePast(Attention):
+    """The loop over keys ended at a row's own number, not behind those in the cache."""
+
+    def key_tiles(self, call: Call, e: Entry, rows: range) -> list[range]:
+        return cut(min(e.m, rows.start + self.row_tile), self.key_tile)
+
+
+@taking(_PACKED, "Dao-AILab/flash-attention#2337", backward=True)
+class DeltaAtOffsetsOfLargerTiles(Attention):
+    """D of packed sequences was stored at offsets in tiles of 64, and read at those in tiles of 128."""
+
+    def delta(self, call: Call, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+        right = super().delta(call, out, dout, dlse)
+        stored, read = torch.zeros(len(right), right.shape[1] + 128 * (call.w.batch + 1)), torch.zeros_like(right)
+        for e in self.entries(call):
+            at = (e.row + e.b * 64) // 64 * 64
+            stored[:, at : at + e.n] = right[:, e.row : e.row + e.n]
+        for e in self.entries(call):
+            at = (e.row + e.b * 128) // 128 * 128
+            read[:, e.row : e.row + e.n] = stored[:, at : at + e.n]
+        return read
+
+
+@taking(
+    only("softcap", "causal", _GROUPED, where=lambda w: bool(w.softcap)),
+    "Dao-AILab/flash-attention#2396",
+    "softcap-not-multiplied-back",
+)
+class ScoresTimesTheirTanh(Attention):
+    """The soft-cap was x tanh(x) of x = score / cap."""
+
+    def capped(self, t: Tile, x: Tensor) -> Tensor:
+        return x / t.w.softcap * torch.tanh(x / t.w.softcap)
+
+
+@taking(
+    only("softcap", "packed", "causal", _GROUPED, where=lambda w: bool(w.softcap) and w.is_packed),
+    "Dao-AILab/flash-attention#2544",
+    "recomputed-softcap-ignored",
+    backward=True,
+)
+class SoftcapOfTheForwardPassOnly(Attention):
+    """The backward pass of packed sequences had no soft-cap."""
+
+    def backward(self, call: Call, *rest: Any) -> dict[str, Tensor]:
+        self.kept["is_back"] = True
+        sums = super().backward(call, *rest)
+        self.kept["is_back"] = False
+        return sums
+
+    def capped(self, t: Tile, x: Tensor) -> Tensor:
+        return x if self.kept.get("is_back") else super().capped(t, x)
+
+
+@taking(only("boolean", where=lambda w: w.group == 1), "huggingface/diffusers#12605", "mask-ignored")
+class MaskOfAnotherBackend(_NoMask):
+    """A dispatcher left out the arguments that a backend has not, the mask among them."""
+
+
+@taking(
+    only("padded", "left-padded", where=lambda w: w.kv_lens is not None),
+    "huggingface/diffusers#14139",
+    "padding-on-other-side",
+)
+class KeysPackedByTheirNumber(Attention):
+    """As many keys as are valid were taken from the first on, whatever the side of the padding."""
+
+    def entry(self, call: Call, b: int) -> Entry:
+        return super().entry(call, b)._replace(key=0)
+
+
+@taking(
+    only("padded", "window", "causal", where=lambda w: w.kv_lens is not None and w.q_len == w.kv_len),
+    "NVIDIA/Megatron-LM#7039",
+    "kv-lens-ignored",
+    "padding-ignored",
+)
+class WindowReplacesPadding(Attention):
+    """The mask of a window took the place of the one that was given."""
+
+    def entry(self, call: Call, b: int) -> Entry:
+        e, left = super().entry(call, b), call.w.mask and call.w.mask.band.left
+        return e if left is None else e._replace(key=0, m=call.w.kv_len)
+
+
+@taking(_PACKED_PAGES, "vllm-project/vllm#52796", "splits-merged-as-natural")
+class PrefixOfABaseTwoBackend(Splits):
+    """Cached and new keys were merged by lse in base 2, which another library returns, as if it were natural."""
+
+    def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
+        return super().merged(call, e, rows, [part._replace(lse=part.lse / math.log(2)) for part in parts])
+
+
+@taking(_SCALED_CACHE, "sgl-project/sglang#18882", "descale-ignored-of-kv", "descale-ignored-of-v")
+class ScalesOfTheCacheAreOne(Attention):
+    """The scales of k and v were not handed to the cache, and were 1."""
+
+    def descale(self, t: Tile, name: str) -> Tensor | None:
+        return super().descale(t, name) if name == "q" else None
+
+
+@taking(_SCALED_CACHE, "sgl-project/sglang#28144", "descale-ignored-of-q")
+class ScaleOfQueriesIsOne(Attention):
+    """q was cast to fp8, and its scale left out."""
+
+    def descale(self, t: Tile, name: str) -> Tensor | None:
+        return None if name == "q" else super().descale(t, name)
+
+
+@taking(
+    only("sinks", "window", "causal-bottom-right", "padded", "paged", _GROUPED, where=lambda w: bool(w.sinks) and w.q_len > 1),
+    "NVIDIA/TensorRT-LLM#19220",
+    "not-finite",
+    "empty-rows-nan",
+)
+class SinkOfATileWithoutKeys(Attention):
+    """A sink was added with a tile of which a row saw no key: exp of the sink less a lowest maximum is infinite."""
+
+    def with_sinks(self, call: Call, e: Entry, rows: range, part: Part) -> Part:
+        seen = [self.visible(Tile(call, e, rows, keys)).expand(call.w.heads, len(rows), -1).any(-1) for keys in cut(e.m, 32)]
+        first = next((one for one in seen if one.any()), torch.ones(call.w.heads, len(rows)).bool())
+        found = super().with_sinks(call, e, rows, part)
+        return found._replace(out=found.out.masked_fill(~first[..., None], math.nan))
+
+
+@taking(_PAGED, "flashinfer-ai/flashinfer#4452", "empty-rows")
+class LseOfRowsWithoutKeysIsFinite(Attention):
+    """Rows without keys had the lowest score that the kernel knows as lse."""
+
+    def finished(self, top: Tensor, total: Tensor, acc: Tensor) -> Part:
+        found = super().finished(top, total, acc)
+        return found._replace(lse=found.lse.clamp(min=-49_993.977))
+
+
+@taking(
+    only("softcap", "bias", where=lambda w: bool(w.softcap) and w.bias is not None and not w.bias_before_softcap),
+    "microsoft/onnxruntime#28379",
+    "softcap-after-bias",
+)
+class BiasBeforeTheSoftcap(Attention):
+    """A bias was added before the soft-cap."""
+
+    def modified(self, t: Tile, x: Tensor, bias: Tensor | None, slopes: Tensor | None) -> Tensor:
+        return self.capped(t, x if bias is None else x + bias)
+
+
+@taking(
+    only("causal-bottom-right", where=lambda w: w.q_len < w.kv_len and _has_mask(w)),
+    "microsoft/onnxruntime#29020",
+    "causal-other-alignment",
+)
+class CausalFromTheUpperLeft(Attention):
+    """One device aligned a causal mask to the first key, another to the last."""
+
+    def place(self, t: Tile) -> Tensor:
+        return t.i
+
+
+@taking(only("causal", where=_has_mask), "pytorch/pytorch#195910", "mask-shared-by-rows")
+class FourRowsShareAMask(Attention):
+    """A causal mask was applied once for four rows, as the last of them needs it."""
+
+    def place(self, t: Tile) -> Tensor:
+        return t.i // 4 * 4 + 3
+
+
+@taking(only("causal", where=lambda w: w.group == 1 and w.head_dim >= 64), "pytorch/pytorch#181133", "strides-misread")
+class PermutedTensorsAreReadInOrder(Attention):
+    """Tensors of (batch, rows, heads, dim) that were permuted were read as if they were contiguous."""
+
+    def __call__(self, inputs: Any, q: Tensor, k: Tensor, v: Tensor, **leaves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        read = (t.transpose(1, 2).reshape(t.shape) if _is_view(t) else t for t in (q, k, v))
+        return super().__call__(inputs, *read, **leaves)
+
+
+@taking(
+    only("v_head_dim", "causal", where=lambda w: w.group == 1 and w.v_head_dim < w.head_dim),
+    "pytorch/pytorch#176767",
+)
+class OutWithTheStrideOfQueries(Attention):
+    """Rows of out were written as far from each other as those of q, and read as v's are wide."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(call)
+        width = call.w.head_dim
+        wide = torch.zeros(*out.shape[:-1], width, dtype=out.dtype)
+        wide[..., : out.shape[-1]] = out
+        return wide.flatten()[: out.numel()].view(out.shape), lse
+
+
+@taking(_PACKED, "tile-ai/tilelang#2461", "not-finite", backward=True)
+class StatisticsBehindTheLastRowUnwritten(Attention):
+    """lse of the rows that fill up the last tile was never written, and reached dk as NaN times 0."""
+
+    def backward(self, call: Call, *rest: Any) -> dict[str, Tensor]:
+        sums = super().backward(call, *rest)
+        for e in self.entries(call):
+            if e.n % 64:
+                self.keys_in(call, e, sums["k"])[:, -1:] = math.nan
+        return sums
+
+
+@taking(_PAGED_DECODING, "flashinfer-ai/flashinfer#5029")
+class SumsOfPartsAreNotCleared(Splits):
+    """Who merges the parts of several rows cleared its sum before the first one only."""
+
+    def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
+        found = super().merged(call, e, rows, parts)
+        before = self.kept.get("sum") if e.b else None
+        self.kept["sum"] = found.out if before is None else found.out + before
+        return found._replace(out=self.kept["sum"])
+
+
+@taking(_PAGED_DECODING, "vllm-project/vllm#53856", "poison")
+class ValuesBehindTheLengthMustBeFinite(Attention):
+    """Scores of slots behind the length were hidden, their values not."""
+
+    def entry(self, call: Call, b: int) -> Entry:
+        e, size = super().entry(call, b), call.w.kv_pages.size
+        self.kept[b] = e.m
+        return e._replace(m=-(-e.m // size) * size)
+
+    def visible(self, t: Tile) -> Tensor:
+        return t.j < self.kept[t.e.b]
+
+    def unseen_cleared(self, t: Tile, v: Tensor) -> Tensor:
+        return v
+
+
+@taking(_SPLIT_ROWS, "vllm-project/vllm#49294", "denominator-off")
+class EmptyPartsHaveALse(Splits):
+    """A part of the keys of which a row sees none had lse 0, and was merged."""
+
+    def merged(self, call: Call, e: Entry, rows: range, parts: list[Part]) -> Part:
+        return super().merged(
+            call, e, rows, [part._replace(lse=part.lse.clamp(min=-1e4).where(part.lse > -1e4, 0)) for part in parts]
+        )
+
+
+@taking(
+    only("packed", "causal-bottom-right", _GROUPED, where=lambda w: w.packs_keys and w.group > 1),
+    "NVIDIA/cudnn-frontend#1083",
+    "zeros-there",
+)
+class LseOfTheFirstHeadOfAGroup(Attention):
+    """lse was written for the first query head of each key head."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(call)
+        return out, lse.where((torch.arange(call.w.heads) % call.w.group == 0)[:, None], 0)
+
+
+@taking(_PACKED, "NVIDIA/cudnn-frontend#538", "strides-misread")
+class TokensWithoutTheirStride(Attention):
+    """Tokens of packed tensors were taken to lie side by side."""
+
+    def __call__(self, inputs: Any, q: Tensor, k: Tensor, v: Tensor, **leaves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        read = (t if t.is_contiguous() else torch.as_strided(t, t.shape, (t[0].numel(), t.shape[2], 1)) for t in (q, k, v))
+        return super().__call__(inputs, *read, **leaves)
+
+
+@taking(only("scale", "causal", where=lambda w: w.group == 1), "huggingface/transformers#43481", "scale-option-ignored")
+class ScaleOfItsOwnHeadDim(Attention):
+    """The scale was computed from the head dimension, whatever was given."""
+
+    def scale(self, call: Call) -> float:
+        return call.w.head_dim**-0.5
+
+
+@taking(
+    only("causal", _GROUPED, where=lambda w: w.head_dim == w.v_head_dim == 256 and w.q_len == w.kv_len),
+    "ROCm/aiter#5403",
+    "zeros-there",
+    backward=True,
+)
+class DqOfTheLastRowsUnwritten(Attention):
+    """Rows of dq that fill no whole tile were not written."""
+
+    def backward(self, call: Call, *rest: Any) -> dict[str, Tensor]:
+        sums = super().backward(call, *rest)
+        whole = call.w.q_len // 64 * 64
+        sums["q"][..., whole:, :] = 0
+        return sums
+
+
+@taking(only(where=lambda w: w.group == 1 and w.head_dim == w.v_head_dim), "jax-ml/jax#27224", "tail-zeros-counted")
+class LengthsOfWholeBlocks(_ZerosCounted):
+    """Keys behind the last one, where the length is no multiple of the block, were zeros that count."""
+
+
+@taking(only("causal", where=lambda w: w.group == 1 and w.heads > 1), "Graylab/DL4Proteins-notebooks#12", "scale-wrong")
+class ScaleOfAllHeads(Attention):
+    """The scale was that of the dimension of all heads together."""
+
+    def scale(self, call: Call) -> float:
+        return (call.w.heads * call.w.head_dim) ** -0.5

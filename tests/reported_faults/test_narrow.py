@@ -56,7 +56,7 @@ def test_a_fault_of_a_kernel_that_takes_little_is_found(name, declares):
     if declares and name == "DropoutThatRowsShare":
         pytest.skip("a backend cannot say what it dropped; a callable can")
     kernel, cases = narrow.kernel(), asked(narrow, declares)
-    assert len(cases) >= 5
+    assert len(cases) >= 5 or not declares
     asks = [(ask, Case(w, narrow.backward)) for ask in (check, invariants) for w in cases]
     assert any(fails(ask, kernel, case) for ask, case in asks)
 
