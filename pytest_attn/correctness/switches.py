@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -172,8 +171,6 @@ def _switches(kind: str) -> dict[str, Switch]:
     }
     if hasattr(torch._C, "_set_mkldnn_enabled"):
         switches["oneDNN"] = Switch(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
-    if hasattr(torch._C, "_set_sdp_priority_order"):
-        switches["order of SDPA's backends"] = Switch(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
     named = {f"torch's {name}": one for name, one in switches.items()}
     return named | _LATER | _of_process()
 
@@ -187,7 +184,6 @@ def _of_process() -> dict[str, Switch]:
     blocked, c = signal.pthread_sigmask, ctypes.CDLL(None)
     switches = {
         "the signals that are blocked": Switch(partial(blocked, signal.SIG_BLOCK, ()), partial(blocked, signal.SIG_SETMASK)),
-        "the direction in which floats are rounded": Switch(c.fegetround, c.fesetround),
         "the working directory": Switch(_working_directory, os.chdir),
         "the locale": Switch(_locale, _locale),
         "Python's garbage collection": Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
@@ -200,9 +196,10 @@ def _of_process() -> dict[str, Switch]:
             part=lambda at: f"Python's filter {at + 1} of warnings",
         ),
         "the mask of new files": Switch(_umask, os.umask),
-        "the folder of temporary files": Switch(tempfile.gettempdir, partial(setattr, tempfile, "tempdir")),
         "the timeout of new sockets": Switch(socket.getdefaulttimeout, socket.setdefaulttimeout),
     }
+    if hasattr(c, "fesetround"):
+        switches["the direction in which floats are rounded"] = Switch(c.fegetround, c.fesetround)
     if hasattr(os, "sched_setaffinity"):
         switches[_CORES] = Switch(partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
         switches["the scheduling class of the process"] = Switch(

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import types
 import warnings
 from contextlib import contextmanager, suppress
@@ -62,10 +61,6 @@ OF_PROCESS = {
         lambda: warnings.filters[0] == ("ignore", None, Warning, None, 0),
     ),
     "the mask of new files": (lambda on: os.umask(0o123 if on else 0o022), lambda: os.umask(os.umask(0o022)) == 0o123),
-    "the folder of temporary files": (
-        lambda on: setattr(tempfile, "tempdir", "/" if on else None),
-        lambda: tempfile.gettempdir() == "/",
-    ),
     "the timeout of new sockets": (lambda on: socket.setdefaulttimeout(9 if on else None), socket.getdefaulttimeout),
     "the handler of SIGTERM": (
         lambda on: signal.signal(signal.SIGTERM, signal.SIG_IGN if on else signal.SIG_DFL),
@@ -98,7 +93,6 @@ OF_PROCESS = {
 }
 if len(CORES) == 1:
     del OF_PROCESS["the cores of the process"]
-PRIORITY = getattr(torch._C, "_get_sdp_priority_order", list)()
 GUARDS, SAVED = [], torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone)
 SWITCHES = {
     "autocast on cpu": (lambda on: torch.set_autocast_enabled("cpu", on), lambda: torch.is_autocast_enabled("cpu")),
@@ -149,10 +143,6 @@ SWITCHES = {
         lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
         lambda: torch.get_float32_matmul_precision() == "high",
     ),
-    "order of SDPA's backends": (
-        lambda on: torch._C._set_sdp_priority_order(PRIORITY[::-1] if on else PRIORITY),
-        lambda: torch._C._get_sdp_priority_order() != PRIORITY,
-    ),
     "sums of MATH SDPA in half precision": (
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
         torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
@@ -161,8 +151,6 @@ SWITCHES = {
 }
 
 
-if not PRIORITY:
-    del SWITCHES["order of SDPA's backends"]
 SWITCHES = {
     f"{'Python' if name in ('garbage collection', 'profile function', 'trace function') else 'torch'}'s {name}": one
     for name, one in SWITCHES.items()
