@@ -204,3 +204,10 @@ def uncompiled(monkeypatch):
     if not IS_ALL:
         torch = sys.modules["torch"]
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+@pytest.fixture
+def no_worker(monkeypatch):
+    """Let a run that a worker of these tests' own run starts not take itself for one."""
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
+        monkeypatch.delenv(name, raising=False)

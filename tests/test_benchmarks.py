@@ -11,6 +11,7 @@ import pytest
 
 from pytest_attn.workloads import distributions
 
+pytestmark = pytest.mark.usefixtures("no_worker")
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))

@@ -214,11 +214,9 @@ def with_slow_ones_marked(pages):
     ]
 
 
-@pytest.mark.usefixtures("_loaded")
+@pytest.mark.usefixtures("_loaded", "no_worker")
 @pytest.mark.parametrize("page", with_slow_ones_marked(page for page in PAGES if BLOCKS[page]))
 def test_the_blocks_of_a_page_run(page, pytester, monkeypatch):
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may be saved twice within a second
     monkeypatch.setitem(protocol.SECONDS, "cpu", 0.1)  # no page tells how well it timed
     monkeypatch.setattr(disturbance, "_MOST_LOST_SECONDS", 0.1)

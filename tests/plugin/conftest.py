@@ -60,14 +60,7 @@ def _serving():
 
 
 @pytest.fixture(autouse=True)
-def _no_worker(monkeypatch):
-    """Let a story that runs in a worker of these tests' own run not take itself for one."""
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch):
+def _soon(no_worker, monkeypatch):
     """Let a story that times by the real clock neither time for long nor wait for those who share its core."""
     monkeypatch.setitem(protocol.SECONDS, "cpu", 0.1)
     monkeypatch.setattr(disturbance, "_MOST_LOST_SECONDS", 0.1)

@@ -16,6 +16,7 @@ from pytest_attn.latency.statistics import Interval
 from pytest_attn.latency.work import StaleError
 from pytest_attn.reports.verdict import Verdict
 
+pytestmark = pytest.mark.usefixtures("no_worker")
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64)
 
 
