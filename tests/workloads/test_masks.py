@@ -8,7 +8,7 @@ from pytest_attn import BooleanMask, Document, Neighborhood, Window, Workload, d
 from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.diagnosis.faults import FAULTS
 from pytest_attn.strategies import workloads
-from pytest_attn.workloads.masks import NearMiss, as_mask, interval, mask_kinds, visible_pairs
+from pytest_attn.workloads.masks import NearMiss, Sequences, as_mask, interval, mask_kinds, visible_pairs
 from pytest_attn.workloads.workload import sequences_of
 
 
@@ -166,3 +166,11 @@ def test_flex_attention_takes_the_mask_mod_of_a_tensor():
     assert create_block_mask(mask_mod, None, 2, 256, 256, device="cpu").sparsity() == 0
     nowhere = None  # flash-attn 4 refuses a place that is the same for all, as of a dimension of size 1
     assert bool(mask_mod(nowhere, torch.tensor(1), nowhere, torch.tensor(2)))
+
+
+def test_a_tensor_without_keys_is_as_wide_as_its_rows():
+    mask_mod = BooleanMask(lambda b, h, q, k, device: torch.ones(q, k, dtype=torch.bool)).bind(
+        Sequences(1, 1, 3, 0, torch.device("cpu"))
+    )
+    none = torch.zeros(1, 1, dtype=torch.long)
+    assert mask_mod(none, none, torch.arange(3)[:, None], torch.arange(0)).shape == (3, 0)

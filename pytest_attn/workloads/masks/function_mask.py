@@ -103,13 +103,12 @@ class BooleanMask(FunctionMask):
                 f"BooleanMask: {name} must return a tensor that broadcasts to {shape}, got {describe(made)}"
             ) from None
         own = made.to(over.device).view((1,) * (4 - made.dim()) + made.shape)
-        wide = [size > 1 for size in own.shape]
-        values = own.squeeze()
+        values, dims = own.squeeze(), [dim for dim, size in enumerate(own.shape) if size != 1]
 
         def looked_up(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             """Return the tensor's values where it has them: it is as narrow as its factory makes it."""
-            places = tuple(at for at, is_wide in zip((b, h, q, kv), wide, strict=True) if is_wide)  # flex counts the arguments
-            return values[places] if places else values.expand(())
+            place = b, h, q, kv  # flex counts the arguments
+            return values[tuple(place[dim] for dim in dims)] if dims else values
 
         return looked_up
 
