@@ -88,6 +88,8 @@ class Attention:
             shape, held = self._expected_of(name, one)
             if tuple(one.shape) != shape:
                 return f"{name} is of shape {tuple(one.shape)}, {shape} was expected"
+            if one.device != tensors[0].device:  # whose work would not be a part of the time
+                return f"{name} is on {one.device}, {tensors[0].device} was expected"
         rows = _ROWS_WITH_DROPOUT if w.dropout else _ROWS
         found = exact_rows(self._as_inputs(tensors, dout), self._spec.profile, list(native), rows, self.chosen, held)
         faults = [] if found is None else [self._fault_of(name, one, found, held) for name, one in native.items()]

@@ -71,6 +71,15 @@ def test_each_look_at_a_small_result_is_at_all_of_its_heads(names, of):
     assert all(looks.fault_of(seen, given, inputs.dout) for _ in range(20))
 
 
+def test_a_result_on_another_device_is_refused():
+    """On the CPU, a page that computes once it is read would not be a part of a GPU's time."""
+    spec = CheckSpec(Workload(16, heads=1, head_dim=32, dtype="float32"), CPU)
+    inputs = draw_inputs(spec.workload, "randn", 0, CPU)
+    given = [inputs.q, inputs.k, inputs.v]
+    found = Attention(spec, inputs, "forward").fault_of({"out": torch.empty_like(inputs.q, device="meta")}, given, inputs.dout)
+    assert found == "out is on meta, cpu was expected"
+
+
 def test_probabilities_that_are_kept():
     kept = {}
 

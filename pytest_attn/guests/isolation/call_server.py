@@ -27,6 +27,7 @@ from pytest_attn.backends.raised import EndsTestError, declined_because
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain, require_dense
+from pytest_attn.correctness.replaced_functions import functions_kept
 from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.guests.isolation.timed_row import RowData, bytes_of, digest
 from pytest_attn.guests.isolation.wire import MOST_TEXT, FrameSocket, released, storage_of, taken, unpickled, write
@@ -104,7 +105,7 @@ class CallServer:
             parcel, text = pickle.loads(frame)
             tensors, storages = taken(self._sent, parcel)
             order = unpickled(text, tensors)
-            with judged_code(self._name, is_quiet=False):
+            with judged_code(self._name, is_quiet=False), functions_kept():
                 return self._done(order, tensors, storages)
         except ContractError as error:
             return {"contract": str(error)}

@@ -151,6 +151,10 @@ def claims_a_depth(q, k, v):
         deep = {"tuple": [deep]}
     claims(q, k, v, [], deep)
 
+def has_clocks_lie(q, k, v):
+    time.perf_counter = lambda real=time.perf_counter: real() / 10
+    return attention(q, k, v)
+
 def claims_changes(q, k, v):
     claims(q, k, v, [], {"plain": None}, [17])
 """
@@ -169,6 +173,7 @@ def test_it(attn, name):
 REFUSED = {
     "patches": "kernels:patches on h2-s24-d32-fp32: ",
     "patches_the_judge": "",
+    "has_clocks_lie": "the callable replaced time.perf_counter by <lambda> of kernels.py",
     "finds_the_reference": "",
     "leaves": "kernels:leaves called os._exit(0): a kernel cannot end",
     "leaves_by_c": "its process has left the interpreter with exit code 0 while it was called",
