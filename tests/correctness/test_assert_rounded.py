@@ -532,6 +532,21 @@ def test_any_shape_is_judged(shape):
         assert_rounded(exact.bfloat16() * 1.1, exact, [Rounded("bfloat16", of=exact)])
 
 
+def test_rows_of_nothing_are_nan_in_both():
+    x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[2] = -math.inf
+    assert BESIDE.check_softmax(lambda x: x.softmax(-1), x, x.dtype).passed
+    with pytest.raises(AssertionError, match="40 elements are NaN or infinite"):
+        BESIDE.check_softmax(lambda x: x.softmax(-1).nan_to_num(), x, x.dtype)
+
+
+@pytest.mark.parametrize("rounds", [torch.round, half_up, lambda x: -half_up(-x)])
+def test_all_may_be_ties(rounds):
+    """No other kernel is closer, and all of them are off by half a step."""
+    x = torch.arange(-100.0, 100.0).view(4, 50) + 0.5
+    assert BESIDE.check_quantize(rounds(x), torch.ones(1, 1), x).passed
+
+
 def test_equal_numbers_are_rounded_alike():
     """All of 4,096 elements are off by nearly half a unit, as they must be: no average makes that small."""
     exact = torch.full((64, 64), 1 + 2.0**-8 * 0.999, dtype=torch.float64)

@@ -346,6 +346,17 @@ def test_rows_of_nothing_are_nan_in_both_and_steps_in_place_count():
     assert check(lambda q, k, v: strictly_before(q, k, v).to(q.dtype), SMALL, reference=strictly_before, device="cpu").passed
 
 
+def test_a_form_may_add_up_in_another_order_each_time():
+    """As atomic additions do on a GPU."""
+    order = itertools.cycle([torch.arange(40), torch.arange(39, -1, -1)])
+
+    def in_any_order(q, k, v):
+        at = next(order)
+        return scores(q, k[:, :, at]).sigmoid() @ v[:, :, at]
+
+    assert check(lambda q, k, v: scores(q, k).sigmoid() @ v, SMALL, reference=in_any_order, device="cpu").passed
+
+
 def test_eager_rounds_each_step():
     def kernel(q, k, v):
         return ((q @ k.mT * 0.25).softmax(-1).to(q.dtype) @ v) * 1.0
