@@ -49,8 +49,12 @@ def _run(given: argparse.Namespace) -> int:
     if given.kernel and not given.workloads:
         given.error("name --workloads, as --workloads=smoke; python -m pytest_attn lists them")
     _close_to_others()
-    with _stdout_alone() as out:
-        return _serve(given, out) if given.serve else _judge_one(given, out)
+    try:
+        with _stdout_alone() as out:
+            return _serve(given, out) if given.serve else _judge_one(given, out)
+    except OSError as error:  # status 1 says that the kernel is wrong
+        print(f"judge: no answer can be given: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _close_to_others() -> None:
@@ -69,6 +73,8 @@ def _close_to_others() -> None:
 @contextmanager
 def _stdout_alone() -> Iterator[IO[str]]:
     """Give the stdout of the time before, and have whatever is printed within go to stderr."""
+    if sys.stdout is None:
+        raise OSError("stdout is closed")
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -152,7 +158,7 @@ def _serve(given: argparse.Namespace, out: IO[str]) -> int:
     _keep_memory()
     resolve_name(_LAUNCHER)()  # before the first line comes
     resolve_name(_JUDGE)
-    while line := sys.stdin.buffer.readline(_LONGEST + 1):
+    while sys.stdin and (line := sys.stdin.buffer.readline(_LONGEST + 1)):
         if answer := _answer_to(line, given):
             print(_line(answer), file=out, flush=True)
     return 0

@@ -76,6 +76,24 @@ def test_an_error_of_the_judge_is_no_verdict(command, monkeypatch):
     assert (code, json.loads(out)["unjudged"]) == (2, "ZeroDivisionError: division by zero")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
+@pytest.mark.parametrize(("stdout", "said"), [("full", "No space left on device"), ("closed", "stdout is closed")])
+def test_an_answer_that_cannot_be_written_is_no_verdict(command, monkeypatch, capfd, stdout, said):
+    if stdout == "closed":
+        monkeypatch.setattr(sys, "stdout", None)
+    else:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    with pytest.raises(SystemExit) as ended:
+        command("kernels.py:right", f"--workloads={ONE}", "--json")
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.endswith(f"{said}\n")
+
+
+def test_a_server_without_stdin_has_no_line_to_answer(command, monkeypatch):
+    monkeypatch.setattr(judge_command, "resolve_name", lambda name: lambda: monkeypatch.setattr(sys, "stdin", None))
+    assert command("--serve") == (0, "")
+
+
 def test_a_person_reads_lines(command):
     code, out = command("kernels.py:wrong", f"--workloads={ONE}")
     assert code == 1
