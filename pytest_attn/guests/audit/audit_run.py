@@ -107,6 +107,7 @@ def audited(
     auditor = Auditor(replaced, layout, time.monotonic() + seconds, tolerances, say)
     in_one_process = ["-n0"] if find_spec("xdist") else []
     options = ["-q", "-s", "-p", "no:cacheprovider", "-o", "enable_assertion_pass_hook=true", *in_one_process]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # as errors, by the repository, they end pytest
     with tolerances.spread(), _assertions_rewritten_anew(), redirect_stdout(said), redirect_stderr(said):
         code = pytest.main([*options, *tests], plugins=[auditor])
     if auditor.refused:
@@ -200,6 +201,11 @@ class Auditor:
             return self._calls.handle(InterceptedCall("", function, given, kernel, positional=len(args)))
 
         return called
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self) -> bool:
+        """Set no timer of pytest-timeout, which would take all runs of a test for one."""
+        return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take down that a subtest failed, which alone is logged here: the report of its test passes."""

@@ -91,6 +91,23 @@ def test_skipped():
 def test_known():
     assert_close(kernel(*drawn()), kernel(*drawn()) + 1)
 """
+#: what a repository may have that would end an audit: pytest-timeout, here without a clock
+TIMEOUT = """
+import pytest
+
+class Hooks:
+    @pytest.hookspec(firstresult=True)
+    def pytest_timeout_set_timer(self, item, settings):
+        "Set a timer for all that runs of a test."
+
+def pytest_addhooks(pluginmanager):
+    pluginmanager.add_hookspecs(Hooks)
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    assert item.config.hook.pytest_timeout_set_timer(item=item, settings=None)
+    return (yield)
+"""
 NAMES = (
     *("scale_dropped", "keys_of_first_batch_entry", "softcap_ignored", "lse_off_by_ln_2", "delta_missing", "causal_ignored"),
     *("bottom_right_taken_for_top_left", "pages_of_first_sequence", "last_page_skipped"),
@@ -109,7 +126,9 @@ def audit(tmp_path_factory):
         patched.syspath_prepend(str(folder))
         patched.setattr(audit_run, "MUTANTS", FEW)
         (folder / "audited_kernel.py").write_text(KERNEL)
-        (folder / "pytest.ini").write_text("[pytest]\naddopts = -n 2")  # of which nothing would be seen
+        (folder / "audited_timeout.py").write_text(TIMEOUT)
+        of_repository = "[pytest]\naddopts = -n 2 -p audited_timeout\nfilterwarnings = error"  # -n 2: nothing would be seen
+        (folder / "pytest.ini").write_text(of_repository)
 
         def run(name, text, *words, output="audit.json"):
             (folder / name).write_text(text)
