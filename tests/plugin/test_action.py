@@ -59,6 +59,17 @@ def test_its_steps_judge_and_leave_one_comment(runs_step, tmp_path):
     assert len((tmp_path / "attention" / "run.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("summary", [None, "x" * 300_000])
+def test_its_comment_is_written_without_a_summary_and_with_a_long_one(runs_step, tmp_path, summary):
+    (tmp_path / "attention").mkdir()
+    if summary:
+        (tmp_path / "attention" / "run.md").write_text(summary)
+    assert runs_step(STEPS[-1], NUMBER="12") == 0
+    body = (tmp_path / "body-1").read_text()
+    assert body.startswith("<!-- pytest-attn -->\n")
+    assert 50 < len(body) < 65_536
+
+
 def test_another_version_is_one_option_whatever_it_is_called(runs_step, tmp_path):
     python = tmp_path / "bin" / "python-that-says"
     python.write_text('#!/bin/bash\nprintf "%s\\n" "$@" > said\n')
