@@ -164,6 +164,13 @@ def test_what_is_not_the_run_of_this_tree_is_refused(repository, lines, verify, 
     assert any(said in one for one in found), found
 
 
+def test_a_run_that_failed_without_a_judgment_says_its_exit_code(lines, verify):
+    lines(exit=1)
+    code, (line,) = verify("--no-collect")
+    assert code == 0
+    assert " 0 failed, exit code 1, seed " in line
+
+
 def test_what_cannot_be_said(repository, lines, verify, monkeypatch):
     folder, commit = repository
     lines(commit="")
