@@ -83,6 +83,8 @@ def _closing(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
     if seen:
         span = " to ".join(dict.fromkeys(f"{one:.1%}" for one in (seen[0], seen[-1])))
         yield f"{count(len(seen), 'p50')} compared; the least slowdown that would have shown: {span}"
+    if disturbed := sum(any(latency_of(r).get("disturbances") for r in pair) for pair in pairs):
+        yield f"{count(disturbed, 'p50')} not compared: other work disturbed one of the two times"
     for what, names in (("machine", "name"), ("torch", "torch"), ("pytest-attn", "pytest_attn")):
         told = [{str(r["machine"].get(names, "")) for r in run if r["machine"]} for run in (base, head)]
         if told[0] != told[1]:

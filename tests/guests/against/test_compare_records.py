@@ -83,6 +83,7 @@ def test_a_busy_cpu_is_not_taken_for_a_slower_kernel(compared):
     quiet = timed(machine=cpu, anchors={name: taken / 2 for name, taken in busy.items()})
     for now in (timed(2e-3, machine=cpu, anchors=busy), timed(2e-3, machine=cpu, disturbances=["a core that others used"])):
         assert not [line for line in compared([quiet], [now]) if line.startswith("slower")]
+    assert compared([quiet], [now])[-1] == "1 p50 not compared: other work disturbed one of the two times"
     slower = timed(2e-3, machine=cpu, anchors=quiet["latency"]["anchors"])
     assert compared([quiet], [slower])[0].startswith("slower ")
 
