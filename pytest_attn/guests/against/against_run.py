@@ -53,8 +53,8 @@ _SECONDS = 3600
 _DIFFERENT = (Verdict.SLOWER, Verdict.FASTER)
 #: how a pytest ends that has judged what it has of the tests
 _JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-#: what a test or a file has raised, as pytest shows it
-_RAISED = re.compile(r"^E +(\w.*)", re.MULTILINE)
+#: what a test or a file has raised, as pytest shows it; lines of a wrong file stand further to the right
+_RAISED = re.compile(r"^E {3}(\w.*)", re.MULTILINE)
 
 
 class AgainstOther(LatencyMode):

@@ -161,6 +161,11 @@ def test_what_pytest_has_not_found_is_read_from_what_it_says(said, is_missing):
     assert against_run._is_missing("a.py::test[x]", Path("/t"), f"1 error\n{said}\n") is is_missing
 
 
+def test_of_a_file_that_is_wrong_its_error_is_said_and_not_its_line():
+    said = 'E     File "/t/a.py", line 1\nE       def f(:\nE             ^\nE   SyntaxError: invalid syntax\n'
+    assert against_run._RAISED.findall(said) == ["SyntaxError: invalid syntax"]
+
+
 # -- what is decided -----------------------------------------------------------------------------------------------------
 
 
