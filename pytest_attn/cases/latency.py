@@ -20,6 +20,7 @@ from pytest_attn.cases.evaluator import Evaluator
 from pytest_attn.cases.judgment import Judgment
 from pytest_attn.cases.measurement import Measurement
 from pytest_attn.cases.pytest_benchmark import record_samples
+from pytest_attn.invariants.rerun import configurations
 from pytest_attn.latency.baseline_file import Baseline, BaselineError, BaselineFile, identify, orphans
 from pytest_attn.latency.gate import FEWEST_RUNS, Decision
 from pytest_attn.latency.profiler import profile_subject
@@ -434,7 +435,8 @@ class ReportToParent(LatencyMode):
         latency = measurement.time(self._worker.mode_of(measurement.key) or self._recorded_mode(measurement))  # type: ignore[arg-type]
         launch = measurement.measured(latency).launch
         run = {"key": measurement.key, "p50": latency.p50, "launch": launch, "anchors": dict(latency.anchors)}
-        self._worker.return_result({**run, "mode": latency.mode, "disturbances": list(latency.disturbances)})
+        run |= {"mode": latency.mode, "disturbances": list(latency.disturbances), "tuned": configurations()}
+        self._worker.return_result(run)
         return replace(latency, decision=Decision(Verdict.MEASURED))
 
 
@@ -473,6 +475,8 @@ class Measuring:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._taken: Counter[tuple[str, ...]] = Counter()
+        if session_of(config).settings.serial_flags:
+            latency_mode_of(config)  # may have to judge tests that time nothing
 
     @property
     def mode(self) -> LatencyMode:

@@ -119,13 +119,13 @@ def test_a_process_that_waits_holds_the_device_for_the_fresh_ones_that_it_starts
     assert len(CompareToBaseline(session(), Baselines(), None)._fresh_runs(Measurement())) == 2
 
 
-def test_what_is_handed_over_is_all_that_a_decision_needs(child):
+def test_what_is_handed_over_is_all_that_a_decision_needs(child, monkeypatch):
     told, handed_over = child()
+    monkeypatch.setattr(modes, "configurations", lambda: {"k": "warps: 4"})
     hot = Measurement(replace(LATENCY, mode="events", disturbances=("hot",)))
     ReportToParent(session(), Baselines(), told).measure(hot)
-    assert handed_over() == [
-        {"key": "mine", "p50": 1e-4, "launch": 2e-5, "anchors": {"pace": 1e-3}, "mode": "events", "disturbances": ["hot"]}
-    ]
+    told = {"launch": 2e-5, "anchors": {"pace": 1e-3}, "mode": "events", "disturbances": ["hot"], "tuned": {"k": "warps: 4"}}
+    assert handed_over() == [{"key": "mine", "p50": 1e-4, **told}]
 
 
 def test_a_fresh_process_neither_checks_nor_reports():

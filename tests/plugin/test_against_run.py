@@ -76,9 +76,12 @@ def test_a_device_that_others_keep_is_said_in_a_line(both):
     result.stdout.fnmatch_lines([words, "latency: 1 inconclusive"])
 
 
-def test_a_run_that_times_nothing_says_so(both, pytester):
+def test_a_run_that_times_nothing_says_so_and_what_is_wrong(both, pytester):
     pytester.makepyfile(test_mine=KERNEL.replace("attn.measure", "attn.check"))
     both("--attn-against=self").stdout.fnmatch_lines(["--attn-against: nothing was timed; a test times a kernel with*"])
+    committed(pytester.path)
+    pytester.makepyfile(test_mine=KERNEL.replace("return ", "return 2 * "))
+    both("--attn-against=HEAD").stdout.fnmatch_lines(["wrong here only: test_mine.py::test_mine[[]tiny[]]"])
 
 
 OTHERS = """

@@ -37,7 +37,7 @@ from pytest_attn.processes.last_words import last_words
 from pytest_attn.processes.launcher import Ended
 from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.reports.lines import count, duration, labeled, some
-from pytest_attn.reports.records import Record, is_wrong, latency_of, read_records
+from pytest_attn.reports.records import Record, gathered, is_wrong, latency_of, read_records
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import typed_name
 from pytest_attn.session.repository import commit_of
@@ -97,6 +97,8 @@ class BothSides(TimedAtEnd):
     def finish(self) -> bool:
         """Judge the other side, time both, and say what was found; return whether nothing is slower."""
         cases, other = once_each(self._cases), self._other
+        if not cases and other.text == SELF:
+            return True
         here = commit_of(self._config.rootpath)
         changes = ", with changes that are not committed" if "+" in here else ""
         self.say("")
@@ -180,6 +182,7 @@ class BothSides(TimedAtEnd):
         if not cases:
             return {}
         runs = self._timed(cases, placed)
+        self._say_tuned(runs)
         found = {one.key: self._decision(one, runs) for one in cases}
         doubtful = [one for one in cases if found[one.key].verdict in _DIFFERENT and self._policy(one).is_shared]
         if doubtful:
@@ -265,6 +268,14 @@ class BothSides(TimedAtEnd):
 
         is_held = lambda record: record["verdict"] == Verdict.RECORDED and latency_of(record).get("key") in found  # noqa: E731
         self._session.results.replace(is_held, decided)
+
+    def _say_tuned(self, runs: Runs) -> None:
+        """Say which of Triton's kernels have tuned themselves to another configuration on the other side."""
+        ours, theirs = (gathered(each for run in own for each in run.get("tuned", {}).items()) for own in _sides(runs))
+        for kernel in sorted(ours.keys() & theirs.keys()):
+            here, there = (some(sorted(set(own[kernel])), 3) for own in (ours, theirs))
+            if here != there:
+                self.say(f"autotuned otherwise: {kernel}: {here} here, {there} in {self._other.name}", yellow=True)
 
     def _say_alarms(self, found: Mapping[str, Decision]) -> None:
         verdicts = Counter(one.verdict for one in found.values())

@@ -54,7 +54,7 @@ def _accepted(closed: Sequence[RunFacts], runs: Sequence[Run], given: argparse.N
     numbers = {name: sum(facts[name] for facts in closed) for name in ("judged", "skipped")}
     words = [count(sum(len(facts["ran"]) for facts in closed), "test"), *(f"{n:,} {name}" for name, n in numbers.items())]
     words.append(f"{failures(records):,} failed")
-    words += [f"exit code {one}" for one in sorted({facts["exit"] for facts in closed} - {0})]  # of tests that judge nothing, too
+    words += [f"exit code {one}" for one in sorted({facts["exit"] for facts in closed} - {0})]
     words.append(f"seed {some(sorted({str(facts['seed']) for facts in closed}))}")
     words += sorted({facts["device"] for facts in closed} - {""})
     whole = "its tests were not collected here" if given.no_collect else "whole"

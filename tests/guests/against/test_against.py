@@ -225,6 +225,14 @@ def test_on_a_cpu_a_difference_that_is_gone_some_time_later_is_none(monkeypatch)
     assert (gone.verdict, gone.reason) == ("inconclusive", "processes some time later do not confirm the difference")
 
 
+def test_kernels_that_tuned_themselves_otherwise_there_are_named(monkeypatch):
+    said, sides = [], BothSides(None, None, OtherSide("old", "old"))
+    monkeypatch.setattr(sides, "say", lambda text, **markup: said.append(text))
+    tuned = [{"same": "warps: 4", "mine": f"warps: {4 if number in (0, 3) else 8}", f"{number}": ""} for number in range(4)]
+    sides._say_tuned([{"process": number, "tuned": one} for number, one in enumerate(tuned)] + [{"process": 4}])
+    assert said == ["autotuned otherwise: mine: warps: 4 here, warps: 8 in old"]
+
+
 def test_too_few_undisturbed_processes_decide_nothing(monkeypatch):
     assert decided(monkeypatch, 0.5, disturbed=6).verdict == "slower"
     few = decided(monkeypatch, 0.5, disturbed=8)
