@@ -26,7 +26,7 @@ from pytest_attn.cases.latency import (
     with_runs,
 )
 from pytest_attn.cases.measurement import Measurement
-from pytest_attn.guests.against.other_side import SELF, Moved, OtherSide, OtherSideError
+from pytest_attn.guests.against.other_side import SELF, Moved, OtherSide, OtherSideError, installed_instead
 from pytest_attn.latency.baseline_file import Baseline
 from pytest_attn.latency.gate import Decision, GateContext, Policy, decide, shared_prior
 from pytest_attn.latency.regression import describe_change
@@ -138,10 +138,13 @@ class BothSides(TimedAtEnd):
         with self._session.progress.during(f"judging {self._other.name}", ""):
             done = self._ran(command)
         strays = [one for message in done.messages for one in message.get("strays", ())]
+        if isinstance(placed, Moved):
+            strays += installed_instead(placed.here, placed.there)
         if strays:
             raise OtherSideError(
-                f"it imports {some(strays, 2)} of this tree, so both would be the same; install nothing that points to the"
-                " tree, or name the interpreter of an environment that has the other version: --attn-against=PYTHON"
+                f"{some(sorted({*strays}), 2)} was imported in place of the repository's own, so both may be the same; have"
+                " the tree imported (pythonpath), or name the interpreter of an environment that has the other version:"
+                " --attn-against=PYTHON"
             )
         if done.returncode not in _JUDGED or not done.is_finished:
             raised = _RAISED.findall(done.output)

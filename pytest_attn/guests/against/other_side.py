@@ -1,7 +1,7 @@
 """The other side of --attn-against: which version it is, and how a process of it is started.
 
-As a plugin, `-p`, it has a process of the other side say what it has imported from this tree: else an installation that points
-to this tree would have one version timed against itself. PYTEST_DONT_REWRITE: a conftest may have imported it before.
+As a plugin, `-p`, it has a process of the other side say what it has imported from this tree or from an installed copy: else
+one version would be timed against itself. PYTEST_DONT_REWRITE: a conftest may have imported it before.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pytest_attn.processes.fork_server import Command
 from pytest_attn.processes.last_words import last_words
 from pytest_attn.processes.worker import Worker
 from pytest_attn.reports.files import ProcessFolder
+from pytest_attn.session.repository import imported_of
 from pytest_attn.version import __version__
 
 #: the word for this version itself
@@ -117,6 +118,13 @@ def is_within(path: str, tree: Path) -> bool:
     return os.path.isabs(path) and real.is_relative_to(tree) and not real.is_relative_to(os.path.realpath(sys.prefix))
 
 
+def installed_instead(tree: Path, other: Path) -> list[str]:
+    """Return the files of another text that this process has imported in place of those of a tree which `other` has, too."""
+    found = {place: Path(file) for place, file in imported_of(tree).items() if not is_within(file, tree)}
+    shared = {place: file for place, file in found.items() if (other / place).is_file()}
+    return [str(file) for place, file in shared.items() if file.read_bytes() != (tree / place).read_bytes()]
+
+
 def other_side(text: str) -> OtherSide:
     """Return what a user has typed. Raises ValueError where there is no such version."""
     if text == SELF:
@@ -185,4 +193,5 @@ def pytest_sessionfinish() -> None:
     files = {str(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     with suppress(OSError):  # on other systems; libraries that no module stands for, as those of torch.ops
         files.update(re.findall(r"/.*\.so$", Path("/proc/self/maps").read_text(), re.MULTILINE))
-    worker.channel.send(strays=sorted(one for one in files if is_within(one, here) and not is_within(one, there)))
+    strays = [one for one in files if is_within(one, here) and not is_within(one, there)]
+    worker.channel.send(strays=sorted([*strays, *installed_instead(there, there)]))

@@ -146,6 +146,21 @@ def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkey
     assert sent == [{"strays": [str(tmp_path / "kernel.so"), files["a"]]}]
 
 
+def test_an_installed_copy_is_no_side_unless_it_is_of_the_same_text(monkeypatch, tmp_path):
+    for name, text in {"here/src/mine/fast.py": "new", "there/src/mine/fast.py": "old", "env/fast.py": "old"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    here, there, installed = tmp_path / "here", tmp_path / "there", str(tmp_path / "env" / "fast.py")
+    monkeypatch.setitem(sys.modules, "mine.fast", SimpleNamespace(__file__=installed))
+    assert other_side.installed_instead(here, there) == [installed]
+    assert other_side.installed_instead(there, there) == []
+    (tmp_path / "env" / "fast.py").write_text("new")
+    assert other_side.installed_instead(here, there) == []
+    assert other_side.installed_instead(there, there) == [installed]
+    (there / "src" / "mine" / "fast.py").unlink()
+    assert other_side.installed_instead(here, there) == []
+
+
 @pytest.mark.parametrize(
     ("said", "is_missing"),
     [
