@@ -1,5 +1,6 @@
 """An audit tells loose tests from tight ones, names the line that decides, and says what it does not count."""
 
+import importlib
 import json
 import math
 import sys
@@ -127,6 +128,7 @@ def audit(tmp_path_factory):
         patched.setattr(audit_run, "MUTANTS", FEW)
         (folder / "audited_kernel.py").write_text(KERNEL)
         (folder / "audited_timeout.py").write_text(TIMEOUT)
+        importlib.import_module("audited_timeout")  # too early for pytest, which warns of it, as of this package
         of_repository = "[pytest]\naddopts = -n 2 -p audited_timeout\nfilterwarnings = error"  # -n 2: nothing would be seen
         (folder / "pytest.ini").write_text(of_repository)
 
