@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -42,6 +43,9 @@ from pytest_attn.workloads.workload import Direction, Workload
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+#: held by a thread that judges: what another turns meanwhile, as a seed, would be laid to its kernel
+_ALONE = threading.RLock()
 
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 
@@ -185,6 +189,8 @@ def judge(
 ) -> Judgment:
     """Judge a kernel on workloads: exact attention, then invariants, then its time; nothing that it does is raised.
 
+    Threads take turns.
+
     Args:
         fn_or_source: "FILE.py:FUNCTION", "module:FUNCTION" or the text of a file, whose function is `attention`; with
             isolated=False what `check` takes.
@@ -205,21 +211,22 @@ def judge(
         ValueError: there is no such file or workload, or an argument is none of the known.
         RuntimeError: with isolated=False, the kernel has changed its judge.
     """
-    begun = time.monotonic()
     require_feedback(feedback)
     if type(budget_s) not in (int, float) or not 0 < budget_s < math.inf:
         raise ValueError(f"judge: budget_s must be a number of seconds > 0, got {budget_s!r}")
     number: Any = int(random_seed()) if seed == RANDOM else seed
     where, made = resolve_device(device), declaration_of(judge, declared)
     specs = [CheckSpec(one, where, backward, declared=made, seed=number) for one in workloads_of(workload_or_group)]
-    if measure:  # before any code of the kernel could make the device slower
-        for dtype in {spec.workload.out_dtype for spec in specs}:
-            ceilings_of(where, dtype)
-    judging = _Judging(begun + budget_s, measure, feedback != "verdict")
-    with in_own_process(fn_or_source, judging.end) if isolated else nullcontext(fn_or_source) as target:
-        subjects = [spec.subject(Registry(), target) for spec in specs]
-        unjudged, found = judging.all(subjects, specs)
-    seconds = time.monotonic() - begun
+    with _ALONE:
+        begun = time.monotonic()
+        if measure:  # before any code of the kernel could make the device slower
+            for dtype in {spec.workload.out_dtype for spec in specs}:
+                ceilings_of(where, dtype)
+        judging = _Judging(begun + budget_s, measure, feedback != "verdict")
+        with in_own_process(fn_or_source, judging.end) if isolated else nullcontext(fn_or_source) as target:
+            subjects = [spec.subject(Registry(), target) for spec in specs]
+            unjudged, found = judging.all(subjects, specs)
+        seconds = time.monotonic() - begun
     return Judgment(subjects[0].name, str(where), machine_of(where).name, number, seconds, found, unjudged)
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from judged_kernels import KERNELS, as_described
@@ -105,6 +106,12 @@ def test_a_text_is_judged_too(text, right, said):
     as_described(found.as_dict())
     assert found.right is right
     assert said in found.unjudged + "".join(one.said for one in found.workloads)
+
+
+def test_threads_take_turns(judged):
+    with ThreadPoolExecutor(3) as pool:
+        found = [one.result()[0] for one in [pool.submit(judged, "right") for _ in range(3)]]
+    assert [one.right for one in found] == [True] * 3, found
 
 
 def test_no_number_of_exact_attention_is_given_back_but_in_full(judged):
