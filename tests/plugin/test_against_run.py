@@ -1,6 +1,7 @@
 """--attn-against as a user sees it. Times come from a clock of the tests, and of the processes from the table below."""
 
 import json
+import sys
 
 import pytest
 from fakes.timed import CLOCK, KERNEL, TURNS, committed
@@ -82,6 +83,13 @@ def test_a_run_that_times_nothing_says_so_and_what_is_wrong(both, pytester):
     committed(pytester.path)
     pytester.makepyfile(test_mine=KERNEL.replace("return ", "return 2 * "))
     both("--attn-against=HEAD").stdout.fnmatch_lines(["wrong here only: test_mine.py::test_mine[[]tiny[]]"])
+
+
+def test_what_an_interpreter_imports_of_this_tree_is_named(both, pytester):
+    pytester.makepyfile(fast="from torch.nn.functional import scaled_dot_product_attention as sdpa")
+    pytester.makepyfile(test_mine=KERNEL.replace("torch.nn.functional import scaled_dot_product_attention as", "fast import"))
+    said = ["the same on both sides: fast.py of this tree; only what it calls can differ", "latency: 1 without a difference"]
+    both(f"--attn-against={sys.executable}").stdout.fnmatch_lines(said)
 
 
 OTHERS = """

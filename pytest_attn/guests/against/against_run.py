@@ -55,6 +55,8 @@ _DIFFERENT = (Verdict.SLOWER, Verdict.FASTER)
 _JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 #: what a test or a file has raised, as pytest shows it; lines of a wrong file stand further to the right
 _RAISED = re.compile(r"^E {3}(\w.*)", re.MULTILINE)
+#: modules of tests, which are of this tree on both sides of an interpreter
+_OF_TESTS = re.compile(r"/(test_[^/]*|[^/]*_test|conftest|__init__)\.py$")
 
 
 class AgainstOther(LatencyMode):
@@ -128,19 +130,18 @@ class BothSides(TimedAtEnd):
         command = worker_command(self._config, folder / "judged", self._config.args, {"judges": True})
         own = {"attn_output": [str(path)], "attn_latency": "off", "tbstyle": "short", "no_summary": False}
         options = {**command.told["options"], **own}  # type: ignore[dict-item]
-        told = {**command.told, "options": options}
-        arguments = command.arguments
-        if isinstance(placed, Moved):
-            told |= {"here": str(placed.here), "there": str(placed.there)}
-            arguments = ["-p", "pytest_attn.guests.against.other_side", *arguments]
+        here, there = (placed.here, placed.there) if isinstance(placed, Moved) else (self._config.rootpath.resolve(), None)
+        told = {**command.told, "options": options, "here": str(here), "there": there and str(there)}
+        arguments = ["-p", "pytest_attn.guests.against.other_side", *command.arguments]
         environment = {name: text for name, text in command.environment.items() if not name.startswith("GITHUB_")}
         command = placed(command._replace(arguments=arguments, environment=environment, told=told))
         with self._session.progress.during(f"judging {self._other.name}", ""):
             done = self._ran(command)
         strays = [one for message in done.messages for one in message.get("strays", ())]
-        if isinstance(placed, Moved):
-            strays += installed_instead(placed.here, placed.there)
-        if strays:
+        if there is None:
+            if same := [os.path.relpath(one, here) for one in strays if not _OF_TESTS.search(one)]:
+                self.say(f"the same on both sides: {some(same, 3)} of this tree; only what it calls can differ", yellow=True)
+        elif strays := [*strays, *installed_instead(here, there)]:
             raise OtherSideError(
                 f"{some(sorted({*strays}), 2)} was imported in place of the repository's own, so both may be the same; have"
                 " the tree imported (pythonpath), or name the interpreter of an environment that has the other version:"

@@ -189,9 +189,9 @@ def pytest_sessionfinish() -> None:
     worker = Worker.of_this_process()
     if worker is None:
         return
-    here, there = Path(worker.told["here"]), Path(worker.told["there"])
+    here, there = Path(worker.told["here"]), worker.told["there"] and Path(worker.told["there"])
     files = {str(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     with suppress(OSError):  # on other systems; libraries that no module stands for, as those of torch.ops
         files.update(re.findall(r"/.*\.so$", Path("/proc/self/maps").read_text(), re.MULTILINE))
-    strays = [one for one in files if is_within(one, here) and not is_within(one, there)]
-    worker.channel.send(strays=sorted([*strays, *installed_instead(there, there)]))
+    strays = [one for one in files if is_within(one, here) and not (there and is_within(one, there))]
+    worker.channel.send(strays=sorted(strays) + (installed_instead(there, there) if there else []))
