@@ -41,9 +41,10 @@ def add_commands(commands: Any) -> None:
     compare.add_argument("head", metavar="HEAD.jsonl", help="and now")
     compare.add_argument("--md", action="store_true", help="as a comment for a pull request")
     compare.set_defaults(run=f"{_HERE}.compare_records:run_compare", error=compare.error)
-    bisect = commands.add_parser("bisect", help="TEST is slower than in a good revision: 1, 0 or 125", description=_BISECT)
+    words = {"help": "TEST is slower than in a good revision: 1, 0 or 125", "description": _BISECT}
+    bisect = commands.add_parser("bisect", **words, prefix_chars="+", add_help=False)  # -x and -h are pytest's
     bisect.add_argument("arguments", nargs=argparse.REMAINDER, metavar="TEST", help="a test, and further arguments of pytest")
-    bisect.set_defaults(run=f"{_HERE}.compare_records:run_bisect", error=bisect.error)
+    bisect.set_defaults(run=f"{_HERE}.compare_records:run_bisect", help=bisect.format_help)
 
 
 GUEST = Guest(

@@ -21,8 +21,8 @@ from pytest_attn.reports.records import LEVELS, Record, gathered, is_wrong, late
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.workloads.functions import printable
 
-#: exit code by which git skips a revision
-_CANNOT_SAY = 125
+#: exit codes by which git skips a revision, and by which git bisect run ends: any below 128 would call the revision bad
+_CANNOT_SAY, _CANNOT_GO_ON = 125, 128
 #: by what factor a compilation must differ to be named, and in seconds
 _COMPILE_RATIO, _COMPILE_MORE = 1.5, 1.0
 
@@ -173,23 +173,33 @@ def _launches(before: Record, now: Record, cases: int) -> Iterator[tuple[str, st
 
 
 def run_bisect(given: argparse.Namespace) -> int:
-    """Compare the tree with the oldest revision that git bisect knows to be good; return 0, 1 or 125."""
-    if not given.arguments:
-        given.error("name the test that became slower")
-    listed = ["git", "for-each-ref", "--sort=committerdate", "--format=%(objectname)", "refs/bisect/good-*"]
-    good = subprocess.run(listed, capture_output=True, text=True, check=False).stdout.split()
-    if not good:
-        given.error(
-            "there is no good revision; type git bisect start BAD GOOD, then git bisect run python -m pytest_attn bisect TEST"
-        )
+    """Compare the tree with the oldest good revision of git bisect; return 0, 1, 125, or 128, which ends git bisect."""
+    if {"-h", "--help"}.intersection(given.arguments):
+        print(given.help())
+        return _CANNOT_GO_ON
+    term = (_git("bisect", "terms", "--term-old") or ["good"])[-1]
+    good = _git("for-each-ref", "--sort=committerdate", "--format=%(objectname)", f"refs/bisect/{term}-*")
+    if not given.arguments or not good:
+        lacking = "there is no good revision" if given.arguments else "name the test that became slower"
+        typed = "git bisect start BAD GOOD, then git bisect run python -m pytest_attn bisect TEST"
+        print(f"bisect: {lacking}; type {typed}", file=sys.stderr)
+        return _CANNOT_GO_ON
     with ProcessFolder() as folder:
         path = Path(folder) / "run.jsonl"
         own = [f"--attn-against={good[0]}", f"--attn-output={path}"]
-        subprocess.run([sys.executable, "-m", "pytest", *given.arguments, *own], check=False)
+        _pytest(*given.arguments, *own)
         records = read_records(path) if path.exists() else []
     code, why = bisected(records)
     print(f"bisect: {why}")
     return code
+
+
+def _pytest(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pytest", *arguments], check=False)
+
+
+def _git(*words: str) -> list[str]:
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.split()
 
 
 def bisected(records: Sequence[Record]) -> tuple[int, str]:

@@ -2,12 +2,13 @@
 
 import random
 import subprocess
-import sys
 
 import pytest
 from fakes.records import GPU, profile_of, record, timing, workloads
+from fakes.timed import committed
 
 from pytest_attn.__main__ import main
+from pytest_attn.guests.against import compare_records
 from pytest_attn.guests.against.compare_records import bisected
 from pytest_attn.reports.records import RecordWriter
 
@@ -122,9 +123,27 @@ def test_bisect_says_slower_not_slower_or_cannot_say(records, code):
     assert bisected(records)[0] == code
 
 
-def test_bisect_needs_a_good_revision(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_attn", "bisect", "t.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "there is no good revision; type git bisect start BAD GOOD" in done.stderr
+def test_bisect_ends_that_of_git_without_a_good_revision_or_a_test(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, said in (
+        (["-x", "t.py"], "there is no good revision; type git bisect start BAD GOOD"),
+        ([], "name the test that"),
+    ):
+        assert main(["bisect", *words]) == 128  # 1 to 127 are a bad revision
+        assert capsys.readouterr().err.startswith(f"bisect: {said}")
+    assert main(["bisect", "--help"]) == 128
+    assert "inconclusive." in capsys.readouterr().out
+
+
+def test_bisect_knows_the_good_revision_by_the_words_of_its_user(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for speed in ("fast", "slow"):
+        (tmp_path / "speed").write_text(speed)
+        committed(tmp_path)
+    for words in (["start", "--term-old=fast", "--term-new=slow"], ["slow"], ["fast", "HEAD~1"]):
+        subprocess.run(["git", "bisect", *words], check=True, capture_output=True)
+    asked = []
+    monkeypatch.setattr(compare_records, "_pytest", lambda *words: asked.append(words))
+    assert main(["bisect", "t.py"]) == 125
+    first = subprocess.run(["git", "rev-parse", "HEAD~1"], check=True, capture_output=True, text=True).stdout.strip()
+    assert asked[0][:2] == ("t.py", f"--attn-against={first}")
