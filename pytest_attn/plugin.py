@@ -30,6 +30,7 @@ from pytest_attn.session.kinds import (
 )
 from pytest_attn.session.options import add_options, require_known
 from pytest_attn.session.pytest_versions import items_of
+from pytest_attn.session.registrations import tell_conftests
 from pytest_attn.session.session import SESSION, AttentionSession, session_of
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             manager.unregister(plugin)
     attention.collected.due = sum(map(is_case, items))
     if attention.collected.due and attention.worker is None and not attention.settings.list_only:
-        session.config.hook.pytest_attn_cases(cases=selected_cases(items))
+        tell_conftests(session.config, selected_cases(items))
     return True if attention.settings.list_only else None
 
 

@@ -10,6 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from pytest_attn.backends.registry import Registry
     from pytest_attn.backends.subject import Subject
+    from pytest_attn.session.kinds import SelectedCase
     from pytest_attn.session.options import Settings
     from pytest_attn.workloads.catalog import Catalog
 
@@ -63,6 +64,17 @@ class Registrations:
                     raise pytest.UsageError(f"{flag}: {error}") from None
 
 
+def tell_conftests(config: pytest.Config, cases: list[SelectedCase]) -> None:
+    """Hand conftests the cases of a run; raise pytest.UsageError with the words of one that raised."""
+    hook = config.hook.pytest_attn_cases
+    try:
+        hook(cases=cases)
+    except Exception as error:
+        if hasattr(config, "workerinput"):  # xdist loses the words of a usage error
+            raise
+        raise _raised_in(hook, error) from error
+
+
 def _call_conftests(hook: Any, **arguments: object) -> None:
     """Let conftests register; raise pytest.UsageError with the words of one that raised anything but its own ValueError."""
     try:
@@ -70,4 +82,8 @@ def _call_conftests(hook: Any, **arguments: object) -> None:
     except (ValueError, pytest.UsageError):
         raise
     except Exception as error:
-        raise pytest.UsageError(f"{hook.name} of a conftest raised {type(error).__name__}: {error}") from error
+        raise _raised_in(hook, error) from error
+
+
+def _raised_in(hook: Any, error: Exception) -> pytest.UsageError:
+    return pytest.UsageError(f"{hook.name} of a conftest raised {type(error).__name__}: {error}")

@@ -143,3 +143,20 @@ def test_a_hook_has_the_cases_before_the_first_runs(compile_only, pytester, work
     expected = f"{of}[h2-s16-d32-fp32] 16 None False cpu;{of}[h2-s5-d32-fp32] 5 None False cpu;"
     assert (pytester.path / "cases.txt").read_text() == expected
     assert result.ret == 1
+
+
+@pytest.mark.parametrize("workers", [(), ("-n1",)])
+def test_what_a_hook_raises_is_named(compile_only, pytester, workers):
+    pytester.makeconftest('def pytest_attn_cases(cases): raise RuntimeError("no compiler")')
+    result = compile_only(
+        f"""
+    {MARK}
+    def test_mine(attn):
+        attn.check(mine)
+    """,
+        *workers,
+    )
+    assert "RuntimeError: no compiler" in result.stdout.str() + result.stderr.str()
+    if not workers:
+        result.stderr.fnmatch_lines(["ERROR: pytest_attn_cases of a conftest raised RuntimeError: no compiler"])
+        assert result.ret == 4
