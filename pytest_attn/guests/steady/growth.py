@@ -117,7 +117,8 @@ class Growth:
         for one in traced:
             place = one.traceback[0]
             if _is_of_others(place.filename):
-                found[f"bytes of objects made at {os.path.relpath(place.filename)}:{place.lineno}"] = one.size
+                line = f"objects made at {os.path.relpath(place.filename)}:{place.lineno}"
+                found |= {f"bytes of {line}": one.size, line: one.count}  # bytes leap where a long list first moves
         return found
 
 

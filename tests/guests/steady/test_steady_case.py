@@ -194,6 +194,17 @@ def growing_list():
     return kernel
 
 
+def list_that_was_long():
+    """Append to a list that moves in the third round, where its bytes leap."""
+    kept = [()] * 300
+
+    def kernel(q, k, v):
+        kept.append(k.shape)
+        return plain(q, k, v)
+
+    return kernel
+
+
 def list_that_is_searched():
     kept = growing_list()
     seen = kept.__closure__[0].cell_contents
@@ -225,6 +236,7 @@ MUTANTS = {
     leak_of_a_page: "grows      bytes of tensors",
     tensor_that_grows_in_place: "grows      bytes of tensors",
     growing_list: "test_steady_case.py:",
+    list_that_was_long: "grows      objects made at tests",
     list_that_is_searched: "functions called in a round",
     work_that_grows: "microseconds of the host in a round",
 }
