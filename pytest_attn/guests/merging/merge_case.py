@@ -60,6 +60,8 @@ __tracebackhide__ = True  # pytest shows a merge's own frames, not ours
 FAULTS_OF_MERGES = {
     "merge-base": "lse is taken in another base",
     "merge-base-of-a-part": "the lse of one part is taken in another base",
+    "merge-lse-overwritten": "lse is written over a part's before its weight is taken",
+    "merge-empty-as-zero": "an lse of -inf is taken as 0",
     "merge-weights-of-another-part": "parts have the weights of others",
     "merge-part-scaled": "one part has a factor of its own",
     "merge-part-missing": "one part is left out",
@@ -504,9 +506,13 @@ def _other_outs(parts: Parts, got: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     as_heads_rows = lses.mT.reshape(lses.shape)
     for order, other in (("(batch, rows, heads)", as_rows_heads), ("(batch, heads, rows)", as_heads_rows)):
         yield "merge-lse-layout", f"out is the merge in which the memory of lse is read as contiguous {order}", by(other)
+    empty_as_zero = lses.masked_fill(lses == -math.inf, 0.0)
+    yield "merge-empty-as-zero", "out is the merge in which an lse of -inf is taken as 0", by(empty_as_zero)
     yield "merge-mean", "out is the mean of the parts, whatever their lse", outs.mean(0)
     for part in range(len(outs)):
         which = _ordinal(part)
+        words = f"out is the merge in which the {which} part's lse is overwritten before its weight is taken"
+        yield "merge-lse-overwritten", words, by(lses.logsumexp(0), part)
         if len(outs) > 2:
             missing = torch.full_like(lses[part], -math.inf)
             yield "merge-part-missing", f"out is the merge without the {which} part", by(missing, part)
