@@ -67,6 +67,18 @@ def test_it(attn, only):
 
 
 @ONCE
+def test_a_promise_that_is_not_judged_is_said(run, pytester):
+    pytester.makepyfile(f"""{KERNELS}
+@pytest.mark.attention(W.replace(mask="causal"), device="cpu", bitwise=("decode", "rerun"))
+def test_it(attn):
+    attn.check_invariants(attention, only=("bits-decode", "bits-rerun"))
+""")
+    result = run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["not judged    bits-decode of attention* on *: needs a mask that is causal *"])
+
+
+@ONCE
 @pytest.mark.parametrize(
     ("marker", "said"),
     [

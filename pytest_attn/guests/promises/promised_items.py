@@ -9,7 +9,7 @@ from typing import Any
 
 from pytest_attn.backends.declaration import argument
 from pytest_attn.guests.promises.promises_guest import ASKED, PROMISES, SEEN
-from pytest_attn.reports.terminal import Line, in_table
+from pytest_attn.reports.terminal import Line, in_table, inapplicable
 from pytest_attn.session.collection import KernelItems
 from pytest_attn.session.marks import AttentionMark
 
@@ -51,7 +51,9 @@ _NOTED = re.compile(rf"{SEEN}(\w+): (?:keeps|changes) its bits(?:: (?:equal up t
 
 
 def table_of_promises(records: Sequence[Mapping[str, Any]], width: int | None) -> Iterator[Line]:
-    """Yield a row per kernel: of each promise where its bits first changed, and how many workloads did not change them."""
+    """Yield which promises were not judged; then, a row per kernel, where bits first changed that were not promised."""
+    asked = [{**r, "inapplicable": [one for one in r["inapplicable"] if one["invariant"].startswith(ASKED)]} for r in records]
+    yield from ((f"not judged    {line}", {"yellow": True}) for line in inapplicable(asked))
     found: dict[str, dict[str, list[str]]] = {}
     for r in records:
         if r["question"] == "invariants":

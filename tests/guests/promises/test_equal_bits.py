@@ -1,6 +1,7 @@
 """Kernels that break one promise each are found by it, with the size at which they do; kernels that keep it are not."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ BATCHES = (2, 5)
 CPU = torch.device("cpu")
 CAUSAL = Workload(66, heads=2, head_dim=32, mask="causal", dtype="float16")
 PADDED = Workload(1, heads=2, head_dim=32, kv_lens=(90, 40))
+NARROW = Workload(1, heads=2, head_dim=32, kv_lens=(100, 50), dtype="float16")
 
 
 class Keeping(Kernel):
@@ -95,6 +97,7 @@ def finding(kernel, promise, workload, backward=False):
         (SplitByBatch, "batch", CAUSAL, "equal up to batch 4, not at batch 5: at place 0"),
         (TiledByRows, "chunks", CAUSAL, "not at chunk 5"),
         (SplitByLongest, "batch", PADDED, "not at batch 2: at place 0"),
+        (SplitByLongest, "batch", NARROW, "not at batch 2: at place 0"),
         (OrderedByPlace, "batch", CAUSAL, "not at batch 2: at place 1"),
         (OtherDecoding, "decode", CAUSAL, "equal up to kv_len 48, not at kv_len 49"),
         (AddedInAnyOrder, "rerun", CAUSAL, "not at rerun"),
@@ -125,6 +128,16 @@ def test_a_kernel_that_keeps_it_is_right(promise, workload):
     found = finding(Keeping(), f"bits-{promise}", workload)
     print(found)
     assert found.outcome == "passed" or found.evidence == "one row"
+
+
+def test_rows_before_the_first_key_are_not_asked_in_pieces():
+    before = Workload(20, 9, heads=2, head_dim=32, mask="causal-bottom-right")
+    assert finding(Keeping(), "bits-decode", before).evidence == "rows before the first key"
+
+
+def test_a_cpu_is_asked_for_batches_of_some_size():
+    whole = SimpleNamespace(probe=SimpleNamespace(device=CPU), workload=CAUSAL, q_len=300, kv_len=300)
+    assert equal_bits._batches(whole) == list(BATCHES)
 
 
 def test_what_compiles_for_each_shape_is_asked_few(monkeypatch):
