@@ -195,11 +195,13 @@ def no_maximum(a, lse_a, b, lse_b):
 FIRST, HALVES = "parts of 1 and 199 keys", "parts of 100 and 100 keys"
 BASE_2 = {"exp": torch.exp2, "log": torch.log2}
 READ = "the memory of lse is read as contiguous"
-#: a fault: the merge that has it, in which arrangement it shows, and its cause, as the report says it
+
+
 def overwriting(a, x, b, y):
     return of_two(a, torch.logaddexp(x, y, out=x), b, y)
 
 
+#: a fault: the merge that has it, in which arrangement it shows, and its cause, as the report says it
 MUTANTS = {
     "base 2 for e": (lambda a, x, b, y: of_lists([a, b], [x, y], **BASE_2), FIRST, "lse in base e is taken as in base 2"),
     "weights of another": (lambda a, x, b, y: of_two(a, y, b, x), FIRST, "each part has the weight of another one"),
@@ -228,7 +230,11 @@ MUTANTS = {
         FIRST,
         "lse is the largest of the parts'",
     ),
-    "empty as zero": (lambda a, x, b, y: of_two(a, x, b, y.nan_to_num(neginf=0.0)), "the second part has no keys", "-inf is taken as 0"),
+    "empty as zero": (
+        lambda a, x, b, y: of_two(a, x, b, y.nan_to_num(neginf=0.0)),
+        "the second part has no keys",
+        "-inf is taken as 0",
+    ),
     "lse overwritten": (overwriting, FIRST, "the first part's lse is overwritten"),
 }
 
