@@ -52,7 +52,9 @@ _NOTED = re.compile(rf"{SEEN}(\w+): (?:keeps|changes) its bits(?:: (?:equal up t
 
 def table_of_promises(records: Sequence[Mapping[str, Any]], width: int | None) -> Iterator[Line]:
     """Yield which promises were not judged; then, a row per kernel, where bits first changed that were not promised."""
-    asked = [{**r, "inapplicable": [one for one in r["inapplicable"] if one["invariant"].startswith(ASKED)]} for r in records]
+    asked: Any = [
+        {**r, "inapplicable": [one for one in r["inapplicable"] if one["invariant"].startswith(ASKED)]} for r in records
+    ]
     yield from ((f"not judged    {line}", {"yellow": True}) for line in inapplicable(asked))
     found: dict[str, dict[str, list[str]]] = {}
     for r in records:
