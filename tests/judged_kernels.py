@@ -30,6 +30,9 @@ def printing(q, k, v):
     print('{"right": false}', flush=True)
     os.write(1, b'{"right": false}')
     return sdpa(q, k, v)
+def leaves_cudnn_off(q, k, v):
+    torch.backends.cudnn.enabled = False
+    return sdpa(q, k, v)
 def same_buffer(q, k, v):
     buffer.append(buffer[0] if buffer else torch.empty_like(q))
     return buffer[0].copy_(sdpa(q, k, v))

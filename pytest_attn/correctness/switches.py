@@ -17,8 +17,9 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -33,6 +34,9 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from pytest_attn.backends.contexts import quiet
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.replaced_functions import described
+
+#: set where a process of the callable's own watches it: what turns here, other threads have turned
+RUNS_ELSEWHERE = ContextVar("RUNS_ELSEWHERE", default=False)
 
 
 class Switch(NamedTuple):
@@ -62,9 +66,10 @@ class KeptSwitches:
     Raises ContractError where the callable left one turned. kind: of the device. only: names of switches, where not all.
     """
 
-    def __init__(self, kind: str, only: Iterable[str] = ()) -> None:
-        known, self._modules, self._limit = _switches(kind), len(sys.modules), sys.getrecursionlimit()
-        self._switches = {name: known[name] for name in only} if only else known
+    def __init__(self, kind: str, only: Collection[str] = ()) -> None:
+        known, self._modules = {} if RUNS_ELSEWHERE.get() else _switches(kind), len(sys.modules)
+        self._limit = sys.getrecursionlimit()
+        self._switches = {name: one for name, one in known.items() if not only or name in only}
         self._before = {name: one.read() for name, one in self._switches.items()}
 
     def __enter__(self) -> None:

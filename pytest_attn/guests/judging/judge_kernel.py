@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.judge import Kernel
 from pytest_attn.correctness.known_pair import JudgeChangedError
 from pytest_attn.correctness.spec import CheckSpec, ReferenceCache
+from pytest_attn.correctness.switches import RUNS_ELSEWHERE
 from pytest_attn.diagnosis.diagnose import Context, judged
 from pytest_attn.guests.isolation.isolated_executor import time_isolated
 from pytest_attn.guests.isolation.isolated_function import IsolatedFunction
@@ -225,7 +227,7 @@ def judge(
         judging = _Judging(begun + budget_s, measure, feedback != "verdict")
         with in_own_process(fn_or_source, judging.end) if isolated else nullcontext(fn_or_source) as target:
             subjects = [spec.subject(Registry(), target) for spec in specs]
-            unjudged, found = judging.all(subjects, specs)
+            unjudged, found = copy_context().run(judging.all, subjects, specs)
         seconds = time.monotonic() - begun
     return Judgment(subjects[0].name, str(where), machine_of(where).name, number, seconds, found, unjudged)
 
@@ -239,6 +241,7 @@ class _Judging:
     def all(self, subjects: Sequence[Subject], specs: Sequence[CheckSpec]) -> tuple[str, tuple[WorkloadJudgment, ...]]:
         """Judge a kernel as the subject of each spec; return why nothing could be judged, and the findings."""
         if isinstance(function := subjects[0].named, IsolatedFunction):
+            RUNS_ELSEWHERE.set(True)
             try:
                 function.start()
             except (RemoteRaisedError, DeadlineError) as error:

@@ -4,10 +4,12 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from judged_kernels import KERNELS, as_described
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -112,6 +114,22 @@ def test_threads_take_turns(judged):
     with ThreadPoolExecutor(3) as pool:
         found = [one.result()[0] for one in [pool.submit(judged, "right") for _ in range(3)]]
     assert [one.right for one in found] == [True] * 3, found
+
+
+def test_what_another_thread_turns_is_not_laid_to_a_kernel_elsewhere(judged):
+    judged_already = threading.Event()
+
+    def turn():
+        while not judged_already.wait(1e-4):
+            torch.backends.cudnn.enabled ^= True
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(turn)
+        found, _ = judged("right")
+        judged_already.set()
+    torch.backends.cudnn.enabled = True
+    assert found.right, found
+    assert judged("leaves_cudnn_off")[0].right is False, "its own process watches it"
 
 
 def test_no_number_of_exact_attention_is_given_back_but_in_full(judged):
