@@ -20,6 +20,7 @@ from pytest_attn.guests.promises.promises_guest import ASKED
 from pytest_attn.invariants.invariant import (
     UNQUANTIZED,
     Invariant,
+    KernelRaised,
     Need,
     NotApplicable,
     OwnDefectError,
@@ -27,6 +28,7 @@ from pytest_attn.invariants.invariant import (
     Results,
     difference,
     first_difference,
+    on,
     what_was_raised,
 )
 from pytest_attn.invariants.rerun import beside_other_work, forget_configurations
@@ -367,7 +369,8 @@ def _held(promise: Promise, probe: Probe) -> str:
     sizes, kept, refused, text = promise.sizes(whole), [], "", ""
     for size in sizes[-1:] if probe.compiles_options else sizes:  # each compiles anew
         try:
-            text = promise.change(whole, size)
+            with on(f"in other batches and lengths, for {promise.unit} {size:,}"):
+                text = promise.change(whole, size)
         except (NotApplicable, RefusedError) as reason:
             refused = str(reason)
             continue
@@ -403,6 +406,8 @@ def _seen(promise: Promise, probe: Probe) -> str:
         probe.note = _held(promise, probe) or probe.note
     except (NotApplicable, OwnDefectError, RefusedError):
         raise
+    except KernelRaised as error:
+        raise NotApplicable(str(error)) from error
     except Exception as error:
         raise NotApplicable(what_was_raised(error)) from error
     return ""
