@@ -63,7 +63,9 @@ def test_it(attn, only):
 """)
     result = run("-rs")
     result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*seen-batch in other batches and lengths, for batch 2: the kernel raised ValueError: another shape*"])
+    result.stdout.fnmatch_lines(
+        ["*seen-batch in other batches and lengths, for batch 2: the kernel raised ValueError: another shape*"]
+    )
 
 
 @ONCE
