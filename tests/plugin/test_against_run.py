@@ -145,7 +145,12 @@ def test_a_test_in_a_new_folder_is_inconclusive_however_it_is_named(both, pytest
     monkeypatch.chdir(folder)
     result = both("--attn-against=HEAD", *names)
     assert result.ret == pytest.ExitCode.OK
-    result.stdout.re_match_lines(["inconclusive .* on tiny: HEAD .* has no such test, or not with this workload"])
+    result.stdout.re_match_lines(
+        [
+            r"against HEAD .*: A is this tree at \w+, with changes that are not committed, B is HEAD",
+            "inconclusive .* on tiny: HEAD .* has no such test, or not with this workload",
+        ]
+    )
 
 
 def test_of_tests_that_are_named_those_that_both_sides_have_are_compared(both, pytester):

@@ -40,7 +40,7 @@ from pytest_attn.reports.lines import count, duration, labeled, some
 from pytest_attn.reports.records import Record, gathered, is_wrong, latency_of, read_records
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import typed_name
-from pytest_attn.session.repository import commit_of
+from pytest_attn.session.repository import commit_of, git
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.session.worker_pool import Runs, WorkerPool, are_forked, fresh_runs, is_lacking, undisturbed, worker_command
 from pytest_attn.workloads.functions import shell_word
@@ -102,7 +102,8 @@ class BothSides(TimedAtEnd):
         if not cases and other.text == SELF:
             return True
         here = commit_of(self._config.rootpath)
-        changes = ", with changes that are not committed" if "+" in here else ""
+        is_changed = "+" in here or git(self._config.rootpath, "ls-files", "--others", "--exclude-standard", "*.py")
+        changes = ", with changes that are not committed" if is_changed else ""
         self.say("")
         if other.top:
             self.say(f"against {other.name}: A is this tree at {here[:10]}{changes}, B is {other.name}")
