@@ -129,7 +129,7 @@ def other_side(text: str) -> OtherSide:
     """Return what a user has typed. Raises ValueError where there is no such version."""
     if text == SELF:
         return OtherSide(text, "this version itself")
-    if os.path.isfile(text) and os.access(text, os.X_OK):
+    if os.sep in text and os.path.isfile(text) and os.access(text, os.X_OK):  # else a file would hide a branch, and be run
         return _interpreter(text)
     return _revision(text)
 
@@ -153,13 +153,15 @@ def _revision(text: str) -> OtherSide:
         top = Path(os.path.normpath(folder / _git(folder, "rev-parse", "--show-cdup")))
     except OtherSideError as error:
         raise ValueError(
-            f"{text!r} is not an interpreter, and {folder} is in no git repository ({error}); run pytest in the repository"
+            f"{text!r} is not the path of an interpreter, and {folder} is in no git repository ({error}); run pytest in the"
+            " repository"
         ) from None
     try:
         commit = _git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}")
     except OtherSideError:
         raise ValueError(
-            f"{text!r} is neither a revision of {top} nor an interpreter; git log lists revisions, git fetch gets more"
+            f"{text!r} is neither a revision of {top} nor the path of an interpreter; git log lists revisions, git fetch gets"
+            " more"
         ) from None
     if is_within(own := str(Path(__file__).resolve().parents[2]), top):
         raise ValueError(f"pytest-attn itself lies in {top} ({own}): install it outside, or both sides have another judge")

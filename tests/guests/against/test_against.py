@@ -86,14 +86,15 @@ OTHER_VERSION = "echo 0.0.1"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nowhere", r"^'nowhere' is neither a revision of \S+top nor an interpreter; git log lists .*"),
+        ("nowhere", r"^'nowhere' is neither a revision of \S+top nor the path of an interpreter; git log lists .*"),
         ("--all", r"^'--all' is neither a revision"),
+        ("here", r"^'here' is neither a revision"),
         ("../python", r"^\.\./python has no pytest-attn that can be imported: No module named pytest_attn; install it there$"),
         ("../other", r"^\.\./other has pytest-attn 0\.0\.1, this is \S+; install the same in both$"),
     ],
 )
 def test_what_is_no_other_version_is_refused_in_a_line(repository, text, said):
-    for name, script in (("python", NOBODY), ("other", OTHER_VERSION)):
+    for name, script in (("python", NOBODY), ("other", OTHER_VERSION), ("sub/here", NOBODY)):
         (repository / name).write_text(f"#!/bin/sh\n{script}\n")
         (repository / name).chmod(0o755)
     with pytest.raises(ValueError, match=said) as refused:
@@ -108,7 +109,7 @@ def test_without_a_repository_and_with_the_plugin_in_it_there_is_no_revision(rep
             other_side.other_side("HEAD")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        ValueError, match=r"^'HEAD' is not an interpreter, and \S+ is in no git repository \(git rev-parse: .*"
+        ValueError, match=r"^'HEAD' is not the path of an interpreter, and \S+ is in no git repository \(git rev-parse: .*"
     ):
         other_side.other_side("HEAD")
     monkeypatch.setenv("PATH", str(tmp_path))
