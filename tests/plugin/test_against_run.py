@@ -154,12 +154,16 @@ def test_a_test_in_a_new_folder_is_inconclusive_however_it_is_named(both, pytest
 
 
 def test_of_tests_that_are_named_those_that_both_sides_have_are_compared(both, pytester):
-    revision(pytester.path, KERNEL)
-    pytester.makepyfile(test_mine=KERNEL + OTHERS.format("new", "new", 1), test_other=KERNEL)
-    result = both("--attn-against=HEAD", "test_mine.py::test_mine", "test_mine.py::test_new", "test_other.py")
+    longer = OTHERS.format("grown", "grown", 1)
+    revision(pytester.path, KERNEL + longer.replace("(32", "(16"))
+    pytester.makepyfile(test_mine=KERNEL + longer + OTHERS.format("new", "new", 1), test_other=KERNEL)
+    names = [f"test_mine.py::test_{name}" for name in ("mine", "new", "grown")]
+    result = both("--attn-against=HEAD", *names, "test_other.py")
     assert result.ret == pytest.ExitCode.OK
     lacking = "inconclusive +2 cases: HEAD .* has no such test, or not with this workload"
-    result.stdout.re_match_lines([lacking, "latency: 1 without a difference, 2 inconclusive"])
+    grown = "inconclusive .* the workload is another one: h2-s16-d32 in HEAD .*, h2-s32-d32 here"
+    result.stdout.re_match_lines([lacking, "latency: 1 without a difference, 3 inconclusive"])
+    result.stdout.re_match_lines([grown])
 
 
 def test_a_file_that_cannot_be_imported_there_is_not_one_that_lacks_the_test(both, pytester):

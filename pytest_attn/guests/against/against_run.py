@@ -174,6 +174,8 @@ class BothSides(TimedAtEnd):
             wrong = next((record for record in mine if is_wrong(record)), None)
             if not mine:
                 reasons[one.key] = f"{name} has no such test, or not with this workload"
+            elif (shape := mine[0]["shape"].get("id")) not in (None, one.measurement.shape):
+                reasons[one.key] = f"the workload is another one: {shape} in {name}, {one.measurement.shape} here"
             elif wrong is not None:
                 reasons[one.key] = f"it fails in {name}: {wrong['reason'] or wrong['verdict']}"
             elif all(record["verdict"] == Verdict.SKIPPED for record in mine):

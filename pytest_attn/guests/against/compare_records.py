@@ -67,7 +67,7 @@ def changes(base: Sequence[Record], head: Sequence[Record]) -> Iterator[tuple[Re
     """Yield what differs in the judgments of both runs: the record, what it is, before, and now."""
     pairs = _pairs(base, head)
     for before, now in pairs:
-        for found in (_verdicts, _times, _residuals, _sizes, _launches):
+        for found in (_verdicts, _shapes, _times, _residuals, _sizes, _launches):
             for what, then, here in found(before, now, len(pairs)):
                 yield now, what, then, here
 
@@ -111,6 +111,16 @@ def _verdict(record: Record) -> str:
     return f"{record['verdict']} ({record['reason']})" if record["reason"] else record["verdict"]
 
 
+def _shapes(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:
+    if not _is_same_shape(before, now):
+        yield "shape", before["shape"]["id"], now["shape"]["id"]
+
+
+def _is_same_shape(before: Record, now: Record) -> bool:
+    """Return whether a workload, which has a name perhaps, is the same problem in both."""
+    return len({r["shape"].get("id") for r in (before, now)} - {None}) < 2
+
+
 def _times(before: Record, now: Record, cases: int) -> Iterator[tuple[str, str, str]]:
     forth, back = _decision(before, now, cases), _decision(now, before, cases)
     if forth is None or back is None or Verdict.REGRESSED not in (forth.verdict, back.verdict):
@@ -124,7 +134,7 @@ def _decision(before: Record, now: Record, cases: int) -> Decision | None:
     """Return what the gate says of two times, on devices that may be two of a name; None where they cannot be compared."""
     taken = [latency_of(r) for r in (before, now)]
     is_usable = all(one.get("p50") and not one.get("disturbances") for one in taken)
-    if not is_usable or before["machine"].get("name") != now["machine"].get("name"):
+    if not is_usable or not _is_same_shape(before, now) or before["machine"].get("name") != now["machine"].get("name"):
         return None
     kind = str(now["machine"].get("kind", "cpu"))
     old, new = (_runs(one, kind) for one in taken)

@@ -62,13 +62,15 @@ def test_equal_runs_differ_in_nothing_and_say_what_would_have_shown(compared):
         (checked(), checked(z_element=4.0), "z, element    mine on {}: 2.00 -> 4.00"),
         (checked(), checked(memory=3 << 20), "memory        mine on {}: 1.0 MiB -> 3.0 MiB"),
         (checked(), checked(compile_seconds=9.0), "first calls   mine on {}: 0.0 s -> 9.0 s"),
+        (timed(), timed(2e-3, shape={**timed()["shape"], "id": "s64"}), "shape         mine on {}: * -> s64"),
         (launching("old"), launching("new"), "kernels       mine on {}: old -> new"),
         (timed(), timed(1.2e-3), "slower        mine on {}: 1 ms -> 1.2 ms (+20.0%; *% would have shown)"),
         (timed(runs=[1e-3] * 8), timed(9e-4, runs=[9e-4] * 8), "faster        mine on {}: 1 ms -> 0.9 ms (-10.0%; *"),
     ],
 )
 def test_what_changed_is_a_line_with_before_and_now(compared, before, now, line):
-    said = compared([before], [now])[0]
+    said, *others = compared([before], [now])
+    assert others[0].startswith("1 judgment in both runs")
     start, _, end = line.format(ON[0]).partition("*")
     assert said.startswith(start)
     assert said.endswith(end if "*" in line else said[len(start) :])
