@@ -262,6 +262,9 @@ def launcher_of_process() -> Launcher:
     return made
 
 
+os.register_at_fork(after_in_child=launcher_of_process.cache_clear)  # the server answers one process
+
+
 def modules_ahead() -> list[str]:
     """Return what a server imports ahead: what each process needs, and neither pytest nor anything of the tests."""
     return [

@@ -14,6 +14,7 @@ from judged_kernels import KERNELS, as_described
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Workload, judge
+from pytest_attn.guests.isolation.isolated_executor import launcher_of_process
 from pytest_attn.guests.judging import judge_kernel
 from pytest_attn.latency.gate import Decision
 from pytest_attn.latency.result import Latency
@@ -130,6 +131,16 @@ def test_what_another_thread_turns_is_not_laid_to_a_kernel_elsewhere(judged):
     torch.backends.cudnn.enabled = True
     assert found.right, found
     assert judged("leaves_cudnn_off")[0].right is False, "its own process watches it"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_asks_a_server_of_its_own(judged):
+    """As a pool of processes does, each of which judges."""
+    assert judged("right")[0].right
+    assert launcher_of_process.cache_info().currsize == 1
+    if not (child := os.fork()):
+        os._exit(launcher_of_process.cache_info().currsize)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_no_number_of_exact_attention_is_given_back_but_in_full(judged):
