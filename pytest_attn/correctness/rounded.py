@@ -493,10 +493,12 @@ class _Off(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if not unit or not tensor.is_floating_point():
             return tensor
-        most = 3**0.5
-        off = torch.empty_like(tensor).uniform_(-most * unit, most * unit, generator=self._generator)
-        off += torch.empty((), device=off.device).uniform_(-most * alike, most * alike, generator=self._generator)
         assert self._rounding is not None
+        assert self._generator is not None
+        most, device = 3**0.5, self._generator.device  # not that of what a form makes of its constants
+        off = torch.empty_like(tensor, device=device).uniform_(-most * unit, most * unit, generator=self._generator)
+        off += torch.empty((), device=device).uniform_(-most * alike, most * alike, generator=self._generator)
+        off = off.to(tensor.device)
         size = tensor.abs().clamp_(min=self._rounding.floor / self._rounding.unit).copysign_(tensor)  # float16 has subnormals
         return off.mul_(self._sign).mul_(size).where(tensor != 0, 0.0).nan_to_num_(0, 0, 0).add_(tensor)
 

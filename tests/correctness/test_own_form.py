@@ -357,6 +357,22 @@ def test_a_form_may_add_up_in_another_order_each_time():
     assert check(lambda q, k, v: scores(q, k).sigmoid() @ v, SMALL, reference=in_any_order, device="cpu").passed
 
 
+def test_a_form_may_make_constants_on_another_device(monkeypatch):
+    """A generator fills tensors of its own device alone, as those of a GPU and a CPU do."""
+    uniform_ = torch.Tensor.uniform_
+
+    def uniform_there(tensor, *limits, generator):
+        assert tensor.device == generator.device
+        return uniform_(tensor, *limits, generator=generator)
+
+    def of_constants(q, k, v):
+        assert (torch.ones(40, device="meta") * 2).is_meta
+        return scores(q, k).sigmoid() @ v
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", uniform_there)
+    assert check(lambda q, k, v: scores(q, k).sigmoid() @ v, SMALL, reference=of_constants, device="cpu").passed
+
+
 def test_eager_rounds_each_step():
     def kernel(q, k, v):
         return ((q @ k.mT * 0.25).softmax(-1).to(q.dtype) @ v) * 1.0
