@@ -72,6 +72,13 @@ def changes(base: Sequence[Record], head: Sequence[Record]) -> Iterator[tuple[Re
                 yield now, what, then, here
 
 
+def told_apart(base: Sequence[Record], head: Sequence[Record]) -> Iterator[tuple[Record, float]]:
+    """Yield the times that can be compared with those before, each with the least slowdown that would have shown."""
+    pairs = _pairs(base, head)
+    decisions = ((now, _decision(before, now, len(pairs))) for before, now in pairs)
+    yield from ((now, decision.detectable or 0.0) for now, decision in decisions if decision)
+
+
 def _closing(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
     """Yield in sentences what was compared, and what could have been seen."""
     pairs, (old, new) = _pairs(base, head), (judged(base).keys(), judged(head).keys())
@@ -79,7 +86,7 @@ def _closing(base: Sequence[Record], head: Sequence[Record]) -> Iterator[str]:
     for only, where in ((old - new, "before"), (new - old, "now")):
         text += f", {len(only)} only {where} ({some(sorted({key[0] for key in only}), 2)})" if only else ""
     yield text
-    seen = sorted(one.detectable or 0.0 for pair in pairs if (one := _decision(*pair, len(pairs))))
+    seen = sorted(least for _, least in told_apart(base, head))
     if seen:
         span = " to ".join(dict.fromkeys(f"{one:.1%}" for one in (seen[0], seen[-1])))
         yield f"{count(len(seen), 'p50')} compared; the least slowdown that would have shown: {span}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from pytest_attn.guests.against.compare_records import changes, judged
+from pytest_attn.guests.against.compare_records import changes, judged, told_apart
 from pytest_attn.reports.files import write_atomically
 from pytest_attn.reports.html.page import asset, policy, shown_verdict, words_of
 from pytest_attn.reports.latency_output import decided
@@ -44,10 +44,11 @@ class Night(NamedTuple):
 
 
 class Series(NamedTuple):
-    """The records of each case, by the number of their night; and how a record differs from the one before, by its id."""
+    """The records of each case, by the number of their night; by the id of one how it differs from that before, or would."""
 
     cases: dict[tuple[str, ...], dict[int, Record]]
     differences: dict[int, list[tuple[str, str, str]]]
+    least: dict[int, float]
 
 
 def run_history(given: argparse.Namespace) -> int:
@@ -84,11 +85,12 @@ def _night(path: str) -> Night:
 
 def series_of(nights: Sequence[Night]) -> Series:
     """Compare each case with the last night that has it."""
-    series = Series({}, {})
+    series = Series({}, {}, {})
     for number, night in enumerate(nights):
         before = [of_case[max(of_case)] for of_case in series.cases.values()]
         for now, *said in changes(before, night.records):
             series.differences.setdefault(id(now), []).append(tuple(said))  # type: ignore[arg-type]
+        series.least.update((id(now), least) for now, least in told_apart(before, night.records))
         for key, (record,) in judged(night.records).items():
             series.cases.setdefault(key, {})[number] = record
     return series
@@ -147,8 +149,9 @@ def _verdict(record: Record, series: Series) -> str:
     words = words_of(shown_verdict(record))
     z, taken = record["z_element"], latency_of(record)
     figures = duration(decided(taken)) if taken.get("p50") else "" if z is None else f"z {z_figure(z)}"
+    least = f" (+{series.least[id(record)]:.1%} would show)" if id(record) in series.least else ""
     mark = " *" if id(record) in series.differences else ""
-    return _cell(f"{words.glyph} {words.word} {figures}{mark}", words.tone)
+    return _cell(f"{words.glyph} {words.word} {figures}{least}{mark}", words.tone)
 
 
 def _timed(found: dict[int, Record]) -> Iterator[tuple[int, float, float, float, Record]]:

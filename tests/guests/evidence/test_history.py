@@ -52,6 +52,7 @@ def test_unchanged_nights_are_marked_nowhere(page):
     text, said = page(*[[checked(day), timed(1e-3, day)] for day in range(1, 8)])
     assert said == "7 runs, 2 cases, 0 differences between neighbours: written to page.html\n"
     assert marks(text) == ["plain"] * 7
+    assert len(re.findall(r" ms \(\+\d+\.\d% would show\)<", text)) == 6
     assert "<script" not in text
     assert "stroke-dasharray" not in text
     assert re.findall(r"(?:src|href)=\"(?!data:)", text) == []
