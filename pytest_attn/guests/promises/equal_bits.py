@@ -112,16 +112,18 @@ def _telling(parts: Parts, w: Workload) -> Parts:
 
     Else sums in float32 hardly ever differ by so much that a result in 16 bits is another one. So do sums of dq.
     """
-    half = parts["k"].shape[1] // 2
-    if w.v_in_k or not half:
-        return parts
-    k, v, dout = (parts[name].clone() for name in ("k", "v", "dout"))
-    k[:, -half:] = k[:, :half]
+    keys = parts["k"].shape[1]
+    first, last = slice(keys // 2), slice(keys - keys // 2, keys)
+    q, k, v, dout = (parts[name].clone() for name in ("q", "k", "v", "dout"))
+    k[:, last] = k[:, first]
+    if w.v_in_k:
+        v = k[..., : w.v_head_dim]
+        q[..., : w.v_head_dim : 2] = 0  # so that scores are the same for keys that differ in what cancels
     if v.dtype == torch.float16:
-        v *= 64  # what is left is less than its smallest number
-    v[:, -half:, ::2] = -v[:, :half, ::2]
+        v[..., ::2] *= 64  # what is left is less than its smallest number
+    v[:, last, ::2] = -v[:, first, ::2]
     dout[..., 1::2] = 0
-    return {**parts, "k": k, "v": v, "dout": dout}
+    return {**parts, "q": q, "k": k, "v": v, "dout": dout}
 
 
 class Whole:

@@ -17,6 +17,7 @@ BATCHES = (2, 5)
 CPU = torch.device("cpu")
 CAUSAL = Workload(66, heads=2, head_dim=32, mask="causal", dtype="float16")
 PADDED = Workload(1, heads=2, head_dim=32, kv_lens=(90, 40))
+LATENT = Workload(1, heads=2, kv_heads=1, head_dim=48, v_head_dim=32, v_in_k=True, kv_lens=(60, 20))
 NARROW = Workload(1, heads=2, head_dim=32, kv_lens=(100, 50), dtype="float16")
 
 
@@ -98,6 +99,7 @@ def finding(kernel, promise, workload, backward=False):
         (TiledByRows, "chunks", CAUSAL, "not at chunk 5"),
         (SplitByLongest, "batch", PADDED, "not at batch 2: at place 0"),
         (SplitByLongest, "batch", NARROW, "not at batch 2: at place 0"),
+        (SplitByLongest, "batch", LATENT, "not at batch 2: at place 0"),
         (OrderedByPlace, "batch", CAUSAL, "not at batch 2: at place 1"),
         (OtherDecoding, "decode", CAUSAL, "equal up to kv_len 48, not at kv_len 49"),
         (AddedInAnyOrder, "rerun", CAUSAL, "not at rerun"),
@@ -116,6 +118,8 @@ def test_a_broken_promise_is_found_where_it_breaks(kernel, promise, workload, wh
 HONEST = [
     CAUSAL,
     PADDED,
+    LATENT,
+    PADDED.replace(kv_lens=(1, 1)),
     Workload(heads=2, kv_heads=1, head_dim=32, q_lens=(30, 20), mask="causal-bottom-right", kv_lens=(70, 20)),
     Workload(17, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(70, 40), mask="causal-bottom-right"),
 ]
