@@ -48,6 +48,8 @@ def test_what_is_slower_fails_its_test_and_says_so_in_the_record(both, pytester)
     )
     record = read_records(pytester.path / "run.jsonl")[-1]
     assert (record["verdict"], record["latency"]["verdict"]) == ("slower", "slower")
+    assert record["reason"].startswith("p50 0.1501 ms, this version itself 0.1001 ms (+49.9%, ")
+    assert record["command"].endswith(" --attn-against=self")
     assert record["latency"]["decision"]["change"] == pytest.approx(0.5, abs=2e-3)
     both("--attn-against=self", SLOWER="-0.5").stdout.re_match_lines([r"latency: 1 faster"])
 

@@ -94,6 +94,7 @@ class BothSides(TimedAtEnd):
     def __init__(self, session: AttentionSession, config: pytest.Config, other: OtherSide) -> None:
         super().__init__(session, config)
         self._other = other
+        self._flag = f"--attn-against={shell_word(other.text)}"
         self._processes = 0  # that have timed
 
     def finish(self) -> bool:
@@ -271,7 +272,10 @@ class BothSides(TimedAtEnd):
         def decided(record: Record) -> dict[str, object]:
             decision = found[latency_of(record)["key"]]
             latency = {**latency_of(record), "decision": decision.to_dict(), "verdict": decision.verdict.value}
-            return {"verdict": decision.verdict.value, "reason": decision.reason, "latency": latency}
+            is_different = decision.verdict in _DIFFERENT and not decision.reason
+            reason = describe_change(decision, self._other.name) if is_different else decision.reason
+            command = f"{record['command']} {self._flag}"
+            return {"verdict": decision.verdict.value, "reason": reason, "latency": latency, "command": command}
 
         is_held = lambda record: record["verdict"] == Verdict.RECORDED and latency_of(record).get("key") in found  # noqa: E731
         self._session.results.replace(is_held, decided)
@@ -299,7 +303,7 @@ class BothSides(TimedAtEnd):
         return not failed
 
     def _described(self, one: TimedCase, decision: Decision) -> str:
-        again = f"pytest {shell_word(typed_name(one.item))} --attn-against={shell_word(self._other.text)}"
+        again = f"pytest {shell_word(typed_name(one.item))} {self._flag}"
         change = describe_change(decision, self._other.name)
         lines = [
             f"{decision.verdict}: {one.measurement.name}: {change}",
