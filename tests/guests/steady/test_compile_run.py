@@ -107,6 +107,17 @@ def test_gradients_and_fake_tensors(compile_only):
     result.stdout.fnmatch_lines(["*called FakeTensor"])
 
 
+def test_a_kernel_over_ranks_is_not_called(compile_only):
+    result = compile_only("""
+    @pytest.mark.attention(W, device="cpu", ranks=2)
+    def test_ring(attn):
+        attn.check(lambda q, k, v: torch.distributed.all_reduce(q, group=attn.group))
+    """)
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*not called: --attn-compile-only calls kernels that are handed to attn"])
+    assert result.ret == 1
+
+
 def test_what_judges_or_times_contradicts(compile_only):
     result = compile_only("", "--attn-latency=require")
     assert result.ret == 4
