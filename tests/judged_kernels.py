@@ -33,6 +33,10 @@ def printing(q, k, v):
 def leaves_cudnn_off(q, k, v):
     torch.backends.cudnn.enabled = False
     return sdpa(q, k, v)
+def casts(q, k, v):
+    return (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype) @ v
+def casts_dq_too_large(q, k, v):
+    return casts(q * 1.03 - (q * 0.03).detach(), k, v)
 def same_buffer(q, k, v):
     buffer.append(buffer[0] if buffer else torch.empty_like(q))
     return buffer[0].copy_(sdpa(q, k, v))

@@ -109,5 +109,11 @@ def casts_weights(out: Tensor) -> bool:
 
 
 def hides_casts(out: Tensor) -> bool:
-    """Return whether autograd's graph of out leaves open what is cast: it is compiled, or a checkpoint computes it again."""
-    return any(node.name() == "CompiledFunctionBackward" or _refuses_grad(node) for node in nodes_behind(out))
+    """Return whether autograd's graph of out leaves open what is cast.
+
+    It is compiled, a checkpoint computes it again, or a node stands for another process, and says so by `hides_casts`.
+    """
+    return any(
+        node.name() == "CompiledFunctionBackward" or _refuses_grad(node) or getattr(node, "hides_casts", False)
+        for node in nodes_behind(out)
+    )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.contexts import judged_code, no_collection
-from pytest_attn.backends.gradients import Gradients
+from pytest_attn.backends.gradients import Gradients, casts_weights, hides_casts
 from pytest_attn.backends.machine import current, wait
 from pytest_attn.backends.named import NamedFunction, UnimportableError, imported, offered_to
 from pytest_attn.backends.raised import EndsTestError, declined_because
@@ -151,7 +151,8 @@ class CallServer:
         call = _ServedCall(tensors, storages, kept, [])
         answer = self._returns(result, call)
         self._last = [(one, storage_of(one.detach()).clone()) for one in call.results if one.untyped_storage().nbytes()]
-        if any(one.requires_grad for one in call.results):
+        if followed := [one for one in call.results if one.requires_grad]:
+            answer["casts"] = any(casts_weights(one) or hides_casts(one) for one in followed)
             self._calls[order["number"]] = call
             while len(self._calls) > _KEPT:
                 self._calls.popitem(last=False)

@@ -350,6 +350,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, call: IsolatedCall, *_: Tensor) -> Any:
         ctx.call = call
         results = call.forward()
+        ctx.hides_casts = call.casts
         ctx.mark_non_differentiable(*(one for one, needs in zip(results, call.needs_grad, strict=True) if not needs))
         ctx.set_materialize_grads(False)
         return tuple(results)
@@ -360,7 +361,10 @@ class _Differentiable(torch.autograd.Function):
 
 
 class IsolatedCall:
-    """One call. tensors: all that it is given. needs_grad: which of the tensors that it returns need a gradient."""
+    """One call. tensors: all that it is given. needs_grad: which of the tensors that it returns need a gradient.
+
+    casts: whether the graph of one may round dP, as its process says.
+    """
 
     def __init__(self, process: IsolatedProcess, order: dict[str, Any]) -> None:
         self._process, self._number = process, order["number"]
@@ -372,6 +376,7 @@ class IsolatedCall:
                 " of a module"
             ) from None
         self.needs_grad: list[bool] = []
+        self.casts = False
         self.douts: Sequence[Tensor | None] = ()
         self.known: Sequence[Tensor | None] | None = None  # gradients that a replay returns
         self._storages: list[Tensor] = []
@@ -380,6 +385,7 @@ class IsolatedCall:
     def forward(self) -> list[Tensor]:
         """Return the tensors that it returns."""
         answer, self._storages = self._process.ask(self._text, self.tensors)
+        self.casts = answer.get("casts") is True
         return self._results(answer)
 
     def backward(self, douts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -143,6 +143,12 @@ def test_a_forked_process_asks_a_server_of_its_own(judged):
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.parametrize(("name", "right"), [("casts", True), ("casts_dq_too_large", False)])
+def test_its_process_says_that_its_graph_casts(judged, name, right):
+    found, answer = judged(name, Workload(130, heads=2, head_dim=64), backward=True, seed=1)
+    assert found.right is right, answer
+
+
 def test_no_number_of_exact_attention_is_given_back_but_in_full(judged):
     _, full = judged("wrong", seed=0)
     numbers = {f"{row[level]}" for row in full["workloads"][0]["outputs"] for level in ("z_element", "z_row", "z_head")}
