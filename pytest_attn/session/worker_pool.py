@@ -225,7 +225,7 @@ def _arguments(config: pytest.Config, folder: Path) -> list[str]:
     ]
     own = ["-p", "pytest_attn.processes.worker", f"--rootdir={config.rootpath}"]
     if config.inipath:
-        own += ["-c", str(config.inipath)]  # its long name is of pytest 7.4
+        own.append(f"-c{config.inipath}")  # its long name is of pytest 7.4
     if plugins.hasplugin("cacheprovider"):
         own.append(f"--override-ini=cache_dir={folder / 'cache'}")
     if plugins.hasplugin("_cov"):

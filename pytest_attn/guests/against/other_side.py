@@ -86,9 +86,11 @@ class Moved:
     def __call__(self, command: Command) -> Command:
         folder = Path(self.path(str(command.folder)))
         folder.mkdir(parents=True, exist_ok=True)
+        configured = f"-c{self.there}"  # by a file that this tree may lack: it has another one, or none
+        moved = [self.path(one) for one in command.arguments]
         told = {**command.told, "tests": [self.path(str(one)) for one in command.told["tests"]]}  # type: ignore[attr-defined]
         return command._replace(
-            arguments=[self.path(one) for one in command.arguments],
+            arguments=[one for one in moved if not one.startswith(configured) or os.path.exists(one[2:])],
             environment={
                 **command.environment,
                 **self.more,

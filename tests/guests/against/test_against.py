@@ -124,9 +124,12 @@ def test_a_command_is_moved_with_what_it_imports(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", ["/usr/lib", f"{link}/src", f"{sys.prefix}/lib", ""])
     told = {"tests": [f"{MINE}/t.py::a[x/y]", "t.py"], "number": 1}
     environment = {"PYTHONPATH": f"/else{os.pathsep}{MINE}", "HOME": f"{MINE}x"}
-    command = Command([f"--rootdir={MINE}", "-q"], environment, MINE / "sub", Path("/out"), told)
+    (there / "here.ini").touch()
+    given = [f"--rootdir={MINE}", f"-c{MINE}/here.ini", f"-c{MINE}/gone.ini"]
+    command = Command(given, environment, MINE / "sub", Path("/out"), told)
     moved = Moved(MINE, there, {"BUILT": "x"})(command)
-    assert (moved.arguments, moved.folder, moved.output) == ([f"--rootdir={there}", "-q"], there / "sub", Path("/out"))
+    arguments = [f"--rootdir={there}", f"-c{there}/here.ini"]
+    assert (moved.arguments, moved.folder, moved.output) == (arguments, there / "sub", Path("/out"))
     assert moved.told == {"tests": [f"{there}/t.py::a[x/y]", "t.py"], "number": 1}
     found = os.pathsep.join([f"{there}/src", "/else", str(there)])
     assert moved.environment == {"PYTHONPATH": found, "HOME": f"{MINE}x", "BUILT": "x"}
