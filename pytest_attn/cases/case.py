@@ -353,7 +353,8 @@ class KernelEvaluator(Evaluator[Comparison]):
         comparison = judged(Kernel(subject, spec), replace(by, comparing=peak) if peak else by)
         facts: Any = {"fields": {**figures_of(comparison), "memory": peak.bytes if peak else 0}}
         if not comparison.passed:
-            if self._tensors is not None and subject.user_function is not None and not executor.elsewhere:
+            is_closed_over = subject.user_function is not None and subject.named is None  # a named function is handed them
+            if self._tensors is not None and is_closed_over and not executor.elsewhere:
                 comparison = _with_unread(comparison, self._tensors.unread)
             facts |= {"evidence": self._evidence_of(comparison, context), "known_defects": known(comparison)}
             facts |= {"text": mismatch_text.describe(comparison), "rows": comparison.drawn}

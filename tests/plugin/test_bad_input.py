@@ -337,6 +337,14 @@ def test_a_faulty_backend_harms_neither_the_listing_nor_the_others(run, kernel_t
         assert "| `faulty` | 1 raised |" in (pytester.path / "out.support.md").read_text()
 
 
+def test_lengths_are_handed_to_a_function_by_its_name(run, kernel_test):
+    named = "torch.nn.functional:scaled_dot_product_attention"
+    kernel_test(f"attn.check({named!r})", marker="Workload(32, heads=2, kv_lens=(32, 9))")
+    result = run()
+    result.stdout.fnmatch_lines(["E*suggests   it equals attention that ignores kv_lens *"])
+    assert "never read" not in result.stdout.str()
+
+
 @pytest.mark.parametrize(
     ("registration", "said"),
     [
