@@ -166,7 +166,8 @@ class BothSides(TimedAtEnd):
         """Say which tests fail on one side only, and which on both; return why cases cannot be timed on the other side."""
         name, reasons = self._other.name, {}
         ours, others = ({one["test"] for one in run if is_wrong(one)} for run in (self._session.results.records, theirs))
-        sides = {"on both sides": ours & others, "here only": ours - others, f"in {name} only": others - ours}
+        ran = {one["test"] for one in self._session.results.records}  # not all of them under -x
+        sides = {"on both sides": ours & others, "here only": ours - others, f"in {name} only": ran & others - ours}
         for where, tests in sides.items():
             if tests:
                 self.say(f"wrong {where}: {some(sorted(tests))}", yellow=True)

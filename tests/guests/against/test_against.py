@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes.latencies import case
+from fakes.records import run_of
 
 import pytest_attn
 from pytest_attn.cases.latency import TimedCase
@@ -22,6 +23,7 @@ from pytest_attn.guests.against.other_side import Moved, OtherSide
 from pytest_attn.latency.gate import POLICIES
 from pytest_attn.processes.fork_server import Command
 from pytest_attn.reports.files import ProcessFolder
+from pytest_attn.reports.records import changed
 
 MINE = Path("/work/mine")
 
@@ -185,6 +187,15 @@ def test_what_pytest_has_not_found_is_read_from_what_it_says(said, is_missing):
 def test_of_a_file_that_is_wrong_its_error_is_said_and_not_its_line():
     said = 'E     File "/t/a.py", line 1\nE       def f(:\nE             ^\nE   SyntaxError: invalid syntax\n'
     assert against_run._RAISED.findall(said) == ["SyntaxError: invalid syntax"]
+
+
+def test_what_did_not_run_here_is_not_called_wrong_on_the_other_side_only(monkeypatch):
+    ours, theirs = ({"both": "mismatch", "here": "mismatch", "a": "passed"}, dict.fromkeys(("a", "both", "later"), "mismatch"))
+    records, others = ([changed(run_of(1)[0], test=name, verdict=one) for name, one in run.items()] for run in (ours, theirs))
+    said, sides = [], BothSides(SimpleNamespace(results=SimpleNamespace(records=records)), None, OtherSide("old", "old"))
+    monkeypatch.setattr(sides, "say", lambda text, **markup: said.append(text))
+    assert sides._not_comparable([], others) == {}
+    assert said == ["wrong on both sides: both", "wrong here only: here", "wrong in old only: a"]
 
 
 # -- what is decided -----------------------------------------------------------------------------------------------------
