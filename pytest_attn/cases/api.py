@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+
+import torch
 
 from pytest_attn.backends.backend import Backend
 from pytest_attn.backends.declaration import Declaration, Declared, arguments_of, described
@@ -299,8 +301,11 @@ def judged_in_words(subject: Subject, spec: CheckSpec, answer: Callable[[], _Jud
     raise ValueError(f"backend {subject.name!r} cannot take {spec.workload.id}: {refused}")
 
 
-def _kept(subject: Subject, spec: CheckSpec) -> AbstractContextManager[None]:
-    return judge_kept(f"{subject.name} on {spec.workload.id}", spec.device)
+@contextmanager
+def _kept(subject: Subject, spec: CheckSpec) -> Iterator[None]:
+    """Keep the judge as it is, and the caller's `torch.no_grad` or `inference_mode` from a kernel that is not within."""
+    with torch.inference_mode(False), judge_kept(f"{subject.name} on {spec.workload.id}", spec.device):
+        yield
 
 
 def _named(workload: Workload | str) -> Workload:

@@ -149,6 +149,17 @@ def test_its_process_says_that_its_graph_casts(judged, name, right):
     assert found.right is right, answer
 
 
+@pytest.mark.parametrize("within", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("isolated", [True, False])
+def test_who_judges_may_want_no_gradients(judged, within, isolated):
+    with within():
+        if isolated:
+            found, _ = judged("right", backward=True)
+        else:
+            found = judge(sdpa, SMALL, device="cpu", backward=True, isolated=False)
+    assert found.right, found
+
+
 def test_no_number_of_exact_attention_is_given_back_but_in_full(judged):
     _, full = judged("wrong", seed=0)
     numbers = {f"{row[level]}" for row in full["workloads"][0]["outputs"] for level in ("z_element", "z_row", "z_head")}
