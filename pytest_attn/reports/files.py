@@ -1,5 +1,7 @@
 """Files, written atomically, by one process at a time, and to their end; temporary folders, which go with their process."""
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import os
@@ -8,17 +10,21 @@ import signal
 import stat
 import tempfile
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 #: for surrogates, as of paths in another encoding, which UTF-8 cannot say: in JSON their escape reads as what they were
 ESCAPED = "backslashreplace"
-#: seconds that a process waits for another one that writes
-_PATIENCE = 60.0
+#: seconds that a process waits for another one that writes, and between its tries
+_PATIENCE, _A_TRY = 60.0, 0.01
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -69,16 +75,38 @@ def uninterrupted() -> Iterator[None]:
 def written_alone(folder: Path) -> Iterator[None]:
     """Let no other process that asks for this write into a folder meanwhile. Raises OSError where one does so for a minute.
 
-    A file of the system's temporary folder is locked, so that none is left in this one.
+    The folder itself is locked, so that no file is left; where a file system cannot, one of the system's temporary folder.
     """
-    from filelock import FileLock, Timeout
+    end = time.monotonic() + _PATIENCE
+    with ExitStack() as held:
+        descriptor = os.open(folder, os.O_RDONLY)
+        held.callback(os.close, descriptor)
+        try:
+            is_locked = _locks(descriptor)
+        except OSError:
+            held.enter_context(_lock_named_after(folder))
+            is_locked = True
+        while not is_locked:
+            if time.monotonic() > end:
+                raise TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s")
+            time.sleep(_A_TRY)
+            is_locked = _locks(descriptor)
+        yield
+
+
+def _lock_named_after(folder: Path) -> FileLock:
+    from filelock import FileLock
 
     name = f"pytest-attn-{zlib.crc32(os.path.realpath(folder).encode()):08x}.lock"
-    try:
-        with FileLock(os.path.join(tempfile.gettempdir(), name), timeout=_PATIENCE, mode=0o666):
-            yield
-    except Timeout:
-        raise TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s") from None
+    return FileLock(os.path.join(tempfile.gettempdir(), name), timeout=_PATIENCE, mode=0o666)
+
+
+def _locks(descriptor: int) -> bool:
+    """Return whether what is open could be locked, until it is closed; False where another process holds it."""
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 # -- folders of processes --------------------------------------------------------------------------------------------------

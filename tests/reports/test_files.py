@@ -1,8 +1,10 @@
 """A file that is written whole or not at all: what is left behind when it works, and when it does not."""
 
+import errno
 import os
 import signal
 import stat
+import tempfile
 
 import pytest
 
@@ -113,3 +115,33 @@ def test_an_interrupt_waits_for_the_end_of_a_file(request):
     with pytest.raises(KeyboardInterrupt):
         write()
     assert (done, signal.getsignal(signal.SIGINT)) == (["written"], signal.default_int_handler)
+
+
+# -- one process at a time ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["folder", "another file"])
+def locked(request, monkeypatch):
+    """Have folders be locked, or not, as where a file system of a network cannot."""
+    if request.param != "folder":
+        monkeypatch.setattr(files, "_locks", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EBADF, "no locks here")))
+
+
+def test_two_that_write_into_a_folder_wait_for_each_other(tmp_path, monkeypatch, locked):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(files, "_PATIENCE", 0.05)
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "baselines").mkdir()
+    with files.written_alone(tmp_path / "baselines"), pytest.raises(TimeoutError), files.written_alone(tmp_path / "baselines"):
+        raise AssertionError("both write")
+    with files.written_alone(tmp_path / "baselines"):
+        pass
+    assert list((tmp_path / "baselines").iterdir()) == []
+
+
+def test_no_lock_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with files.written_alone(tmp_path):
+        pass
+    assert list((tmp_path / "temporary").iterdir()) == []
