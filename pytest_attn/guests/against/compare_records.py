@@ -19,6 +19,7 @@ from pytest_attn.reports.markdown import as_code, as_row, as_text
 from pytest_attn.reports.merging import usage_errors
 from pytest_attn.reports.records import LEVELS, Record, gathered, is_wrong, latency_of, read_records
 from pytest_attn.reports.verdict import Verdict
+from pytest_attn.session.repository import git
 from pytest_attn.workloads.functions import printable
 
 #: exit codes by which git skips a revision, and by which git bisect run ends: any below 128 would call the revision bad
@@ -194,8 +195,9 @@ def run_bisect(given: argparse.Namespace) -> int:
     if {"-h", "--help"}.intersection(given.arguments):
         print(given.help())
         return _CANNOT_GO_ON
-    term = (_git("bisect", "terms", "--term-old") or ["good"])[-1]
-    good = _git("for-each-ref", "--sort=committerdate", "--format=%(objectname)", f"refs/bisect/{term}-*")
+    term = git(Path(), "bisect", "terms", "--term-old").decode().strip() or "good"
+    listed = git(Path(), "for-each-ref", "--sort=committerdate", "--format=%(objectname)", f"refs/bisect/{term}-*")
+    good = listed.decode().split()
     if not given.arguments or not good:
         lacking = "there is no good revision" if given.arguments else "name the test that became slower"
         typed = "git bisect start BAD GOOD, then git bisect run python -m pytest_attn bisect TEST"
@@ -213,10 +215,6 @@ def run_bisect(given: argparse.Namespace) -> int:
 
 def _pytest(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pytest", *arguments], check=False)
-
-
-def _git(*words: str) -> list[str]:
-    return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.split()
 
 
 def bisected(records: Sequence[Record]) -> tuple[int, str]:
