@@ -78,17 +78,21 @@ def written_alone(folder: Path) -> Iterator[None]:
     The folder itself is locked, so that no file is left; where a file system cannot, one of the system's temporary folder.
     """
     end = time.monotonic() + _PATIENCE
+    busy = TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s")
     with ExitStack() as held:
         descriptor = os.open(folder, os.O_RDONLY)
         held.callback(os.close, descriptor)
         try:
             is_locked = _locks(descriptor)
         except OSError:
-            held.enter_context(_lock_named_after(folder))
+            try:
+                held.enter_context(_lock_named_after(folder))
+            except TimeoutError:
+                raise busy from None
             is_locked = True
         while not is_locked:
             if time.monotonic() > end:
-                raise TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s")
+                raise busy
             time.sleep(_A_TRY)
             is_locked = _locks(descriptor)
         yield

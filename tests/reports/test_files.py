@@ -132,7 +132,8 @@ def test_two_that_write_into_a_folder_wait_for_each_other(tmp_path, monkeypatch,
     monkeypatch.setattr(files, "_PATIENCE", 0.05)
     (tmp_path / "temporary").mkdir()
     (tmp_path / "baselines").mkdir()
-    with files.written_alone(tmp_path / "baselines"), pytest.raises(TimeoutError), files.written_alone(tmp_path / "baselines"):
+    busy = pytest.raises(TimeoutError, match=r"another process has been writing into .*baselines")
+    with files.written_alone(tmp_path / "baselines"), busy, files.written_alone(tmp_path / "baselines"):
         raise AssertionError("both write")
     with files.written_alone(tmp_path / "baselines"):
         pass
