@@ -217,12 +217,12 @@ def list_that_is_searched():
 
 
 def work_that_grows():
-    """Search what only code in C sees, and what takes no memory."""
+    """Search what only code in C sees, and what takes no memory; with the square of the calls, as eight rounds are few."""
     calls = []
 
     def kernel(q, k, v):
         calls[:] = [sum(calls) + 1]
-        sum(range(800 * calls[0]))
+        sum(range(20 * calls[0] ** 2))
         return plain(q, k, v)
 
     return kernel
