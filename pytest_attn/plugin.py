@@ -140,14 +140,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parametrize(metafunc, session_of(metafunc.config))
 
 
-def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
-    """Use the short ids of workloads and backends wherever tests parametrize with them."""
-    if type(val).__module__.startswith("pytest_attn."):
-        name: str | None = getattr(val, "id", getattr(val, "name", None))
-        return name
-    return None
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """Deselect tests of which the selection left nothing, and what need not run.

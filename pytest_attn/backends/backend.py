@@ -45,6 +45,11 @@ class Backend(Subject):
     #: those that this one is run with; empty for the backend as it is
     configuration: Options = MappingProxyType({})
 
+    @property
+    def __name__(self) -> str:
+        """The name, of which pytest makes that of a test."""
+        return self.name
+
     def version(self) -> str:
         """Return the library's version; called only where the backend is available."""
         return installed_version(self.library) or "?"

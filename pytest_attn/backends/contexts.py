@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import re
 import sys
@@ -100,6 +101,12 @@ def eager_because() -> str:
     }
     found = next((name for name, is_set in settings.items() if is_set), "")
     return found and f"{RAN_EAGERLY}: {found}"
+
+
+def compiling_seconds() -> float:
+    """Return the seconds in which torch.compile has worked in this process; another release may not tell."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return math.fsum(getattr(utils, "compilation_time_metrics", {}).get("_compile.compile_inner", ()))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pytest_attn.backends.backend import Backend
-from pytest_attn.backends.contexts import eager_because
+from pytest_attn.backends.contexts import compiling_seconds, eager_because
 from pytest_attn.backends.defects import KnownDefect
 from pytest_attn.backends.streams import leave_memory
 from pytest_attn.backends.subject import Dequantizer, Subject
@@ -350,8 +350,11 @@ class KernelEvaluator(Evaluator[Comparison]):
 
         by = replace(context.judging(subject), is_known=lambda found: bool(known(found)))
         peak = PeakMemory(spec.device) if spec.device.type == "cuda" else None  # elsewhere nobody counts it
+        before = compiling_seconds()
         comparison = judged(Kernel(subject, spec), replace(by, comparing=peak) if peak else by)
         facts: Any = {"fields": {**figures_of(comparison), "memory": peak.bytes if peak else 0}}
+        if comparison.compilation is None:  # what a callable compiles by itself
+            facts["fields"]["compile_seconds"] = max(0.0, compiling_seconds() - before) or None
         if not comparison.passed:
             is_closed_over = subject.user_function is not None and subject.named is None  # a named function is handed them
             if self._tensors is not None and is_closed_over and not executor.elsewhere:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -377,7 +378,7 @@ class _Judgment:
             compilation_of(self.kernel) if self.kernel else None,
             self.sampled,
             () if self.failed else untested(self.spec.workload, self.unshown),
-            (*(f"d{name}: {why}" for name, why in self.unjudged.items()), *self.lost),
+            (*starmap("d{}: {}".format, self.unjudged.items()), *self.lost),
         )
 
     # -- details -------------------------------------------------------------------------------------------------------

@@ -359,6 +359,11 @@ class Workload:
         dtype = [] if self.dtype == "bfloat16" else [short_dtype(self.dtype)]
         return "-".join([self.name or self.shape_id, *dtype])
 
+    @property
+    def __name__(self) -> str:
+        """The id, of which pytest makes that of a test."""
+        return self.id
+
     @cached_property
     def shape_id(self) -> str:
         """The id without name and dtype."""

@@ -255,6 +255,35 @@ def test_a_compiled_callable_that_is_wrong_prints_no_trace_of_its_compiler(run, 
     assert "traced" not in result.stdout.str().replace("debug('traced')", "")
 
 
+def test_tests_that_parametrize_by_themselves_have_short_ids(pytester):
+    pytester.makepyfile("""
+        import pytest
+        from pytest_attn import Backend, Workload
+
+        class Mine(Backend):
+            name = "mine"
+
+            def prepare(self, inputs, backward=False):
+                raise NotImplementedError
+
+        @pytest.mark.parametrize("given", [Workload(8), Workload(9, name="nine"), Mine(), Workload, Mine])
+        def test_it(given):
+            pass
+        """)
+    listed = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:cacheprovider").outlines
+    assert [line.partition("[")[2] for line in listed[:5]] == ["s8-d64]", "nine]", "mine]", "Workload]", "Mine]"]
+
+
+def test_what_a_callable_compiles_by_itself_is_recorded(run, kernel_test, pytester):
+    kernel_test(
+        "attn.check(torch.compile(lambda q, k, v: sdpa(q, k, v), backend='eager')); attn.check(lambda q, k, v: sdpa(q, k, v))"
+    )
+    run(f"--attn-output={pytester.path / 'run.jsonl'}").assert_outcomes(passed=1)
+    compiled, plain = read_records(pytester.path / "run.jsonl")
+    assert 0 < compiled["compile_seconds"] < 60
+    assert plain["compile_seconds"] is None
+
+
 @pytest.mark.parametrize(("option", "listed"), [("--durations=1", 1), ("--durations=0", 2), ("-v", 0)])
 def test_durations_name_what_compilers_took_apart(run, kernel_test, pytester, option, listed):
     pytester.makeconftest("""
