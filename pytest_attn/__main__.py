@@ -26,7 +26,9 @@ from pytest_attn.workloads.functions import printable_lines
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the listing, or run a command; return 0, or 1 where torch is missing or broken. Unknown arguments exit with 2."""
-    given = _parser().parse_args(arguments)
+    given, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        given.error(f"unrecognized arguments: {' '.join(unknown)}")
     run = resolve_name(given.run) if isinstance(given.run, str) else given.run
     return int(run(given))
 

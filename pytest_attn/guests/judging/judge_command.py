@@ -7,10 +7,11 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pkgutil import resolve_name
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from pytest_attn.guests.judging.answers import BUDGET, FEEDBACK, REQUEST, as_python, unjudged
 from pytest_attn.reports.strict_json import first_fault, parse_json
@@ -39,7 +40,15 @@ def add_judge(commands: Any) -> None:
     judge.add_argument("--budget-s", type=float, default=BUDGET, metavar="SECONDS", help="for all (default: %(default)g)")
     judge.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     judge.add_argument("--declared", default="{}", metavar="JSON", help='what it says of itself: {"layout": "bshd"}')
+    judge.error = partial(_refuse, judge.error)
     judge.set_defaults(run=_run, error=judge.error)
+
+
+def _refuse(say: Callable[[str], NoReturn], message: str) -> NoReturn:
+    """Exit with what is wrong with the command line, where --json is among it with an object that says so."""
+    if any(len(word) > 2 and "--json".startswith(word) for word in sys.argv):
+        print(_line(unjudged(message)))
+    say(message)
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -48,7 +57,6 @@ def _run(given: argparse.Namespace) -> int:
         given.error("name either FILE.py:FUNCTION or --serve")
     if given.kernel and not given.workloads:
         given.error("name --workloads, as --workloads=smoke; python -m pytest_attn lists them")
-    _close_to_others()
     try:
         with _stdout_alone() as out:
             return _serve(given, out) if given.serve else _judge_one(given, out)
@@ -92,6 +100,7 @@ def _stdout_alone() -> Iterator[IO[str]]:
 def _judge_one(given: argparse.Namespace, out: IO[str]) -> int:
     is_json = given.workloads.lstrip().startswith(("{", "["))
     try:
+        _close_to_others()
         workloads = _parsed("workloads", given) if is_json else given.workloads
         answer, code = _answered({"kernel": given.kernel, "workloads": workloads}, given)
     except Exception as error:  # status 1 says that the kernel is wrong
@@ -155,12 +164,12 @@ def _answered(asked: dict[str, Any], given: argparse.Namespace) -> tuple[dict[st
 
 def _serve(given: argparse.Namespace, out: IO[str]) -> int:
     """Answer each line; return 0 where no more come."""
+    _close_to_others()
     _keep_memory()
     resolve_name(_LAUNCHER)()  # before the first line comes
     resolve_name(_JUDGE)
     while sys.stdin and (line := sys.stdin.buffer.readline(_LONGEST + 1)):
-        if answer := _answer_to(line, given):
-            print(_line(answer), file=out, flush=True)
+        print(_line(_answer_to(line, given)), file=out, flush=True)
     return 0
 
 
@@ -172,13 +181,11 @@ def _keep_memory() -> None:
 
 
 def _answer_to(line: bytes, given: argparse.Namespace) -> dict[str, Any]:
-    """Return the answer to a line, nothing to an empty one."""
+    """Return the answer to a line."""
     if len(line) > _LONGEST:
         while line and not line.endswith(b"\n"):
             line = sys.stdin.buffer.readline(_LONGEST)
         return unjudged(f"a line of more than {_LONGEST:,} bytes; expected one JSON object")
-    if not line.strip():
-        return {}
     asked: Any = None
     try:
         asked = parse_json(line.decode())

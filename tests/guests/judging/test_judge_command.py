@@ -28,7 +28,8 @@ def command(tmp_path, monkeypatch, capfd):
 
     def run(*words, stdin=b""):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(stdin)))
-        code = main(["judge", "--device=cpu", *words])
+        monkeypatch.setattr(sys, "argv", ["pytest_attn", "judge", "--device=cpu", *words])
+        code = main()
         return code, capfd.readouterr().out
 
     return run
@@ -70,6 +71,33 @@ def test_what_cannot_be_judged_is_an_object_too(command, words, said):
     assert said in answer["unjudged"]
 
 
+USAGES = {
+    "unrecognized arguments: --bogus": ("kernels.py:right", "--workloads=smoke-full", "--bogus"),
+    "unrecognized arguments: smoke-half": ("kernels.py:right", "--workloads", "smoke-full", "smoke-half"),
+    "argument --budget-s: invalid float value: 'x'": ("kernels.py:right", "--workloads=smoke-full", "--budget-s=x"),
+    "name --workloads, as --workloads=smoke; python -m pytest_attn lists them": ("kernels.py:right",),
+    "name either FILE.py:FUNCTION or --serve": ("kernels.py:right", "--serve"),
+}
+
+
+@pytest.mark.parametrize("said", USAGES)
+def test_a_wrong_command_line_is_an_object_too(command, capfd, said):
+    for words in (("--json",), ("--js",), ()):
+        with pytest.raises(SystemExit) as ended:
+            command(*USAGES[said], *words)
+        out, err = capfd.readouterr()
+        assert ended.value.code == 2
+        assert err.endswith(f"judge: error: {said}\n")
+        assert [as_described(json.loads(line))["unjudged"] for line in out.splitlines()] == [said] * len(words)
+
+
+def test_a_folder_that_is_gone_is_no_verdict(command, monkeypatch):
+    monkeypatch.setattr(judge_command, "_close_to_others", lambda: os.stat("no such folder"))
+    code, out = command("kernels.py:right", "--workloads=smoke-full", "--json")
+    assert code == 2
+    assert "No such file" in json.loads(out)["unjudged"]
+
+
 def test_an_error_of_the_judge_is_no_verdict(command, monkeypatch):
     monkeypatch.setattr("pytest_attn.guests.judging.judge_kernel.judge_invariants", lambda *given: 1 / 0)
     code, out = command("kernels.py:right", f"--workloads={ONE}", "--json")
@@ -101,6 +129,9 @@ def test_a_person_reads_lines(command):
 
 
 LINES = {
+    "": "Expecting value",
+    "NaN": "has NaN",
+    "7": "expected one JSON object a line",
     f'{{"id": 1, "kernel": "kernels.py:right", "workloads": {ONE}}}': "",
     "{": "double quotes",
     "[]": "expected one JSON object a line",
