@@ -49,6 +49,8 @@ from pytest_attn.workloads.workload import Workload
 
 #: In shorter rows the RMS adds nothing to the largest element.
 _SHORT = 4
+#: steps from a tie within which a kernel may see one, as its own arithmetic rounds
+_NEAR = 0.01
 #: Fewer rounded numbers, or values that differ, do not average out over the whole: equal numbers are rounded alike.
 _FEW = 16
 #: part of the variance from which on one of several roundings decides over that
@@ -79,7 +81,7 @@ class Rounded:
         dtype = FLOATING_DTYPES[dtype_name(self.dtype)]
         power_of_2 = (self.of / (2 * torch.frexp(self.of).mantissa)).nan_to_num_(0)  # the next below; 0 of 0
         largest = (power_of_2 * dtype.spacing).clamp_(min=max(dtype.floor, TINY)).where(self.of.isfinite(), math.inf)
-        return (largest * self.by).square_() * (self.times / 3)
+        return _of_ties((largest * self.by).square_() * (self.times / 3), self.of, 2 * largest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,14 +186,18 @@ def _variance(rounding: Rounded | Quantized | torch.Tensor, name: str, exact: to
     try:
         found = rounding.square() if isinstance(rounding, torch.Tensor) else rounding.variance
         found = found.detach().to(exact.device).expand_as(exact)
-        if isinstance(rounding, Quantized):  # half a step, whichever way a tie goes
-            steps = exact / torch.as_tensor(rounding.step, device=exact.device)
-            found = found.where(steps.frac().abs() != 0.5, 3 * found)
+        if isinstance(rounding, Quantized):
+            found = _of_ties(found, exact, torch.as_tensor(rounding.step, device=exact.device))
     except RuntimeError as error:
         raise ValueError(f"{name} does not broadcast to exact's shape, {tuple(exact.shape)}: {error}") from None
     if bad := int((exact.isfinite() & ~found.isfinite()).sum()):
         raise ValueError(f"{name} is NaN or infinite at {bad:,} elements where exact is finite")
     return found
+
+
+def _of_ties(variance: torch.Tensor, of: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Return variances that allow half a step where `of` is about a tie, which may go either way, and all may be ties."""
+    return variance.where(((of / step).frac().abs() - 0.5).abs() > _NEAR, 3 * variance)
 
 
 def _limits(exact: torch.Tensor, rounded: list[torch.Tensor]) -> Limits:
