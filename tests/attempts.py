@@ -7,7 +7,6 @@ their folder and environment, locks by locking.
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import gc
 import json
 import os
@@ -107,18 +106,11 @@ def left_by_processes(folder, seconds=15.0):
 
 
 def left_in(folder):
-    """Return the temporary files and folders below a folder, sockets, and locks that are held."""
+    """Return the temporary files and folders below a folder, sockets, and locks."""
     return [str(path.relative_to(folder)) for path in folder.rglob("*") if _is_left(path, folder / "tmp")]
 
 
 def _is_left(path, tmp):
-    if path.suffix == ".lock":
-        with open(path) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
-        return False
     # pytest keeps folders, and tempfile tries which folder it may write to
     is_own = path.parent == tmp and not re.fullmatch(r"pytest-of-.*|\w{8}", path.name)
     return is_own or path.is_socket() or path.suffix == ".part" or path.name.startswith(".pytest-attn-")

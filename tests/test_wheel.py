@@ -32,10 +32,10 @@ def test_wrong(attn):
 
 #: what others pin of what pytest-attn needs, by who does; and a torch, which stands for each of theirs
 PINS = {
-    "PyTorch's CI": ("pytest==7.3.2", "pytest-xdist==3.3.1", "packaging==24.0", "filelock==3.20.3"),
+    "PyTorch's CI": ("pytest==7.3.2", "pytest-xdist==3.3.1", "packaging==24.0"),
     "NATTEN": ("pytest==7.4.4",),
     "Transformer Engine": ("pytest==8.2.1",),
-    "vLLM": ("pytest==8.3.5", "pluggy==1.5.0", "iniconfig==2.0.0", "packaging==24.2", "filelock==3.16.1"),
+    "vLLM": ("pytest==8.3.5", "pluggy==1.5.0", "iniconfig==2.0.0", "packaging==24.2"),
     "transformers": ("pytest==8.4.2",),
 }
 TORCH = "2.7.1+cu128"
@@ -77,7 +77,7 @@ def test_the_wheel_has_types_suite_and_entry_point(wheel):
 
 def test_the_wheel_says_what_it_needs(wheel):
     needs = re.findall(r"^Requires-Dist: ([\w-]+)(\S*)$", metadata_of(wheel), re.MULTILINE)
-    assert sorted(needs) == [("filelock", ">=3.12"), ("packaging", ">=22"), ("pluggy", ">=1.2"), ("pytest", ">=7.3.2")]
+    assert sorted(needs) == [("packaging", ">=22"), ("pluggy", ">=1.2"), ("pytest", ">=7.3.2")]
 
 
 def test_what_is_imported_is_declared(wheel):

@@ -14,12 +14,9 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from filelock import FileLock
+from typing import IO
 
 #: for surrogates, as of paths in another encoding, which UTF-8 cannot say: in JSON their escape reads as what they were
 ESCAPED = "backslashreplace"
@@ -71,38 +68,86 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+class Lock:
+    """A folder, or a file of its own, which one process holds at a time. The file leaves with it."""
+
+    def __init__(self, path: Path, is_folder: bool = False) -> None:
+        self.path, self._is_folder, self._descriptor = path, is_folder, -1
+
+    @classmethod
+    def named(cls, name: str) -> Lock:
+        """Make one of a file in the system's temporary folder."""
+        return cls(Path(tempfile.gettempdir(), f"pytest-attn-{name}.lock"))
+
+    @property
+    def is_held(self) -> bool:
+        """True from `acquire` to the end of the `with` that it is for."""
+        return self._descriptor >= 0
+
+    def acquire(self, seconds: float) -> Lock:
+        """Hold it. Raises TimeoutError where another process does so for so long, OSError where it cannot be locked."""
+        end = time.monotonic() + seconds
+        while not self._is_acquired():
+            if time.monotonic() > end:
+                raise TimeoutError(f"another process has held {self.path} for {seconds:.0f} s")
+            time.sleep(_A_TRY)
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: object) -> None:
+        if not self._is_folder:
+            with suppress(OSError):  # another user's
+                self.path.unlink()
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # of processes that were forked meanwhile, too
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _is_acquired(self) -> bool:
+        with suppress(FileNotFoundError, FileExistsError):  # of which another process has just taken away, or made
+            descriptor = self._open()
+            try:
+                if _locks(descriptor) and os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                    self._descriptor = descriptor
+            finally:
+                if not self.is_held:
+                    os.close(descriptor)
+        return self.is_held
+
+    def _open(self) -> int:
+        if self._is_folder:
+            return os.open(self.path, os.O_RDONLY)
+        flags = os.O_RDWR | os.O_NOFOLLOW
+        try:
+            return os.open(self.path, flags)
+        except FileNotFoundError:
+            descriptor = os.open(self.path, flags | os.O_CREAT | os.O_EXCL)
+            os.fchmod(descriptor, 0o666)  # for all users of the machine
+            return descriptor
+
+
 @contextmanager
 def written_alone(folder: Path) -> Iterator[None]:
     """Let no other process that asks for this write into a folder meanwhile. Raises OSError where one does so for a minute.
 
-    The folder itself is locked, so that no file is left; where a file system cannot, one of the system's temporary folder.
+    The folder itself is locked; where a file system cannot, a file.
     """
-    end = time.monotonic() + _PATIENCE
-    busy = TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s")
-    with ExitStack() as held:
-        descriptor = os.open(folder, os.O_RDONLY)
-        held.callback(os.close, descriptor)
-        try:
-            is_locked = _locks(descriptor)
-        except OSError:
-            try:
-                held.enter_context(_lock_named_after(folder))
-            except TimeoutError:
-                raise busy from None
-            is_locked = True
-        while not is_locked:
-            if time.monotonic() > end:
-                raise busy
-            time.sleep(_A_TRY)
-            is_locked = _locks(descriptor)
+    try:
+        lock = _lock_of(folder)
+    except TimeoutError:
+        raise TimeoutError(f"another process has been writing into {folder} for {_PATIENCE:.0f} s") from None
+    with lock:
         yield
 
 
-def _lock_named_after(folder: Path) -> FileLock:
-    from filelock import FileLock
-
-    name = f"pytest-attn-{zlib.crc32(os.path.realpath(folder).encode()):08x}.lock"
-    return FileLock(os.path.join(tempfile.gettempdir(), name), timeout=_PATIENCE, mode=0o666)
+def _lock_of(folder: Path) -> Lock:
+    try:
+        return Lock(folder, is_folder=True).acquire(_PATIENCE)
+    except TimeoutError:
+        raise
+    except OSError:
+        return Lock.named(f"{zlib.crc32(os.path.realpath(folder).encode()):08x}").acquire(_PATIENCE)
 
 
 def _locks(descriptor: int) -> bool:

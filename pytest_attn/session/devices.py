@@ -6,19 +6,18 @@ import math
 import os
 import re
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_attn.reports.files import Lock
+
 if TYPE_CHECKING:
     import torch
-    from filelock import FileLock
 
     from pytest_attn.backends.machine import Machine
 
@@ -215,22 +214,18 @@ class NoLockError(Exception):
 @contextmanager
 def device_lock(device: torch.device) -> Iterator[None]:
     """Let no other process of this kind time on the device meanwhile. Raises NoLockError."""
-    lock = _lock_of(device)
+    lock = Lock.named(lock_name(device))
     try:
-        lock.acquire(timeout=PATIENCE)
+        lock.acquire(PATIENCE)
     except TimeoutError:
-        pytest.fail(
-            f"latency: another process has been timing on {device} for {PATIENCE:.0f} s ({lock.lock_file})", pytrace=False
-        )
+        pytest.fail(f"latency: another process has been timing on {device} for {PATIENCE:.0f} s ({lock.path})", pytrace=False)
     except OSError as error:
         raise NoLockError(
-            f"{lock.lock_file} cannot be locked, without which others may time on {device} meanwhile"
+            f"{lock.path} cannot be locked, without which others may time on {device} meanwhile"
             f" ({error.strerror or error}); remove it, or set TMPDIR to another folder"
         ) from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -239,21 +234,16 @@ def memory_lock(device: torch.device, share: float) -> Iterator[None]:
 
     share: from 0 to 1, of which _PARTS are held by whole ones. Who comes first takes first.
     """
-    parts = [_lock_of(device, f"memory-{part}-") for part in range(_PARTS)]
+    name = lock_name(device)
+    parts = [Lock.named(f"memory-{part}-{name}") for part in range(_PARTS)]
     wanted, end, turns = min(_PARTS, math.ceil(share * _PARTS)), time.monotonic() + PATIENCE, cycle(parts)
     with ExitStack() as held:
-        with suppress(OSError), _lock_of(device, "memory-").acquire(timeout=PATIENCE):  # too late, or none can be locked
-            while sum(part.is_locked for part in parts) < wanted and time.monotonic() < end:
-                if not (part := next(turns)).is_locked:
+        with suppress(OSError), Lock.named(f"memory-{name}").acquire(PATIENCE):  # too late, or none can be locked
+            while sum(part.is_held for part in parts) < wanted and time.monotonic() < end:
+                if not (part := next(turns)).is_held:
                     with suppress(TimeoutError):
-                        held.enter_context(part.acquire(timeout=_A_TRY))
+                        held.enter_context(part.acquire(_A_TRY))
         yield
-
-
-def _lock_of(device: torch.device, purpose: str = "") -> FileLock:
-    from filelock import FileLock
-
-    return FileLock(Path(tempfile.gettempdir()) / f"pytest-attn-{purpose}{lock_name(device)}.lock", mode=0o666)
 
 
 def lock_name(device: torch.device) -> str:

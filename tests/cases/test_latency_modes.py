@@ -1,5 +1,6 @@
 """What becomes of a time: compared, recorded or handed over; who holds the lock of the device meanwhile."""
 
+import tempfile
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,7 @@ class Baselines:
 def no_patience(tmp_path, monkeypatch):
     """Wait for nobody, and let nobody wait for these tests."""
     monkeypatch.setattr(devices, "PATIENCE", 0.0)
-    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
