@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from enum import IntEnum
-from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -27,6 +27,7 @@ from pytest_attn.guests.models.interception import InterceptedCall, intercept_at
 from pytest_attn.guests.mutants.all_mutants import MUTANTS
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend, SplitKernel
 from pytest_attn.guests.mutants.mutant import Mutant
+from pytest_attn.reports.lines import count
 
 #: fault-free kernels
 HONEST: dict[str, Callable[[], Kernel]] = {
@@ -38,6 +39,16 @@ HONEST: dict[str, Callable[[], Kernel]] = {
 _PARTS = 4
 #: how much of what pytest says is shown where it runs nothing
 _LONGEST = 2000
+#: options, of a repository too, that would run tests in other processes, not at all, or not after one that failed
+_ALL_HERE: dict[str, Any] = dict.fromkeys(("stepwise", "usepdb", "trace", "setuponly", "setupplan"), False)
+_ALL_HERE |= {
+    "maxfail": 0,
+    "numprocesses": 0,
+    "dist": "no",
+    "distload": False,
+    "tx": [],
+    "looponfail": False,
+}  # of pytest-xdist
 
 
 class Fate(IntEnum):
@@ -105,15 +116,21 @@ def audited(
     """Run pytest, and return each test that it ran. tests: its arguments. Raises ValueError where it ran none."""
     tolerances, said = Tolerances(Path.cwd()), io.StringIO()
     auditor = Auditor(replaced, layout, time.monotonic() + seconds, tolerances, say)
-    in_one_process = ["-n0"] if find_spec("xdist") else []
-    options = ["-q", "-s", "-p", "no:cacheprovider", "-o", "enable_assertion_pass_hook=true", *in_one_process]
+    options = ["-q", "-s", "--assert=rewrite", "-o", "enable_assertion_pass_hook=true"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # as errors, by the repository, they end pytest
-    with tolerances.spread(), _assertions_rewritten_anew(), redirect_stdout(said), redirect_stderr(said):
-        code = pytest.main([*options, *tests], plugins=[auditor])
+    with (
+        TemporaryDirectory() as cache,  # no test has failed last
+        tolerances.spread(),
+        _assertions_rewritten_anew(),
+        redirect_stdout(said),
+        redirect_stderr(said),
+    ):
+        code = pytest.main([*options, "-o", f"cache_dir={cache}", *tests], plugins=[auditor])
     if auditor.refused:
         raise ValueError(f"argument --replace: {auditor.refused.removeprefix('functions: ')}")
-    if not auditor.tests:
-        raise ValueError(f"pytest ran no test, and exited with {int(code)}:\n{said.getvalue()[-_LONGEST:].rstrip()}")
+    if not auditor.tests or code > pytest.ExitCode.TESTS_FAILED:
+        ran = count(len(auditor.tests), "test")
+        raise ValueError(f"pytest ran {ran}, and exited with {int(code)}:\n{said.getvalue()[-_LONGEST:].rstrip()}")
     return list(auditor.tests.values())
 
 
@@ -147,6 +164,12 @@ class Auditor:
         self._subtests: list[pytest.TestReport] = []
 
     # -- pytest's side -----------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> Iterator[Any]:
+        """Run every test here."""
+        vars(config.option).update(_ALL_HERE)
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Iterator[Any]:

@@ -92,6 +92,19 @@ def test_skipped():
 def test_known():
     assert_close(kernel(*drawn()), kernel(*drawn()) + 1)
 """
+#: tests of which a part is enough to fail; then another follows
+SUBTESTS = """
+from test_audited import drawn, kernel, naive, torch
+
+def test_in_parts(subtests):
+    qkv = drawn()
+    with subtests.test():
+        assert (kernel(*qkv) - naive(*qkv)).abs().max() < 1e-5
+
+def test_after():
+    qkv = drawn()
+    assert (kernel(*qkv) - naive(*qkv)).abs().max() < 1e-5
+"""
 #: what a repository may have that would end an audit: pytest-timeout, here without a clock
 TIMEOUT = """
 import pytest
@@ -129,7 +142,8 @@ def audit(tmp_path_factory):
         (folder / "audited_kernel.py").write_text(KERNEL)
         (folder / "audited_timeout.py").write_text(TIMEOUT)
         importlib.import_module("audited_timeout")  # too early for pytest, which warns of it, as of this package
-        of_repository = "[pytest]\naddopts = -n 2 -p audited_timeout\nfilterwarnings = error"  # -n 2: nothing would be seen
+        options = "-n 2 -x --lf --sw --pdb --assert=plain -p audited_timeout"  # by each, other tests or none would be audited
+        of_repository = f"[pytest]\naddopts = {options}\nfilterwarnings = error"
         (folder / "pytest.ini").write_text(of_repository)
 
         def run(name, text, *words, output="audit.json"):
@@ -181,6 +195,18 @@ def test_gradients_and_lse_are_looked_at_where_the_test_asks_for_them(found):
         *tests["test_lse"]["found"],
         *(o["name"] for o in tests["test_lse"]["passed"]),
     }
+
+
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest 9 has subtests")
+def test_a_subtest_that_fails_ends_no_audit(found, audit):
+    _, tests = audit("test_audited_parts.py", SUBTESTS, "--replace=audited_kernel:kernel", "--layout=bshd", "--pytest=-n 2")
+    assert tests["test_in_parts"]["found"] == tests["test_after"]["found"] != []
+
+
+def test_an_audit_that_was_stopped_says_so(audit, capsys):
+    with pytest.raises(SystemExit):
+        audit("test_audited_end.py", "import pytest\ndef test_one(): ...\ndef test_two():\n    pytest.exit('enough')\n")
+    assert "pytest ran 2 tests, and exited with 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -248,7 +274,7 @@ def test_two_functions_are_not_guessed_between(audit):
     ("words", "said"),
     [
         (("test_audited_none.py", "--replace", "audited_kernel:no_such"), "'audited_kernel.no_such' is not found"),
-        (("no_such.py",), "pytest ran no test"),
+        (("no_such.py",), "pytest ran 0 tests"),
         (("test_audited_none.py", "-o", "audit.txt"), "-o must end in .md or .json"),
         (("test_audited_none.py", "--seconds=-3"), "--seconds must be a number of seconds > 0, got -3"),
     ],
