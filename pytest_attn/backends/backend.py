@@ -16,6 +16,7 @@ from pytest_attn.backends.precision import Precision
 from pytest_attn.backends.raised import declined_because
 from pytest_attn.backends.subject import AttentionFn, Subject
 from pytest_attn.workloads.dtypes import element_bytes
+from pytest_attn.workloads.functions import printable
 from pytest_attn.workloads.inputs import Inputs
 from pytest_attn.workloads.workload import Workload
 
@@ -48,7 +49,7 @@ class Backend(Subject):
     @property
     def __name__(self) -> str:
         """The name, of which pytest makes that of a test."""
-        return self.name
+        return printable(self.name)
 
     def version(self) -> str:
         """Return the library's version; called only where the backend is available."""

@@ -261,7 +261,7 @@ def test_tests_that_parametrize_by_themselves_have_short_ids(pytester):
         from pytest_attn import Backend, Workload
 
         class Mine(Backend):
-            name = "mine"
+            name = "my\\nown"
 
             def prepare(self, inputs, backward=False):
                 raise NotImplementedError
@@ -271,7 +271,7 @@ def test_tests_that_parametrize_by_themselves_have_short_ids(pytester):
             pass
         """)
     listed = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:cacheprovider").outlines
-    assert [line.partition("[")[2] for line in listed[:5]] == ["s8-d64]", "nine]", "mine]", "Workload]", "Mine]"]
+    assert [line.partition("[")[2] for line in listed[:5]] == ["s8-d64]", "nine]", "my\\nown]", "Workload]", "Mine]"]
 
 
 def test_what_a_callable_compiles_by_itself_is_recorded(run, kernel_test, pytester):
