@@ -42,6 +42,8 @@ from pytest_attn.workloads.workload import Workload, sequence_lengths
 Parts: TypeAlias = "Mapping[str, Tensor]"
 #: lengths beside which released kernels change their tiles and splits
 EDGES = (64, 128, 256, 512, 1024, 2048)
+#: keys whose values cancel each other, for rows that see no more keys
+_CANCELLING, _TINY = (8, 16, 32, *EDGES), 2.0**-16
 #: rows of a piece; none is asked that makes more pieces than that
 _PIECES, _MOST_PIECES = (1, 5, 16, 48, 64, 100, 128, 256), 24
 #: sequences of a batch, and the scores of one above which no larger one is asked
@@ -108,22 +110,37 @@ def _composed(inputs: Inputs, sequences: Sequence[Parts], mask: object) -> Input
 
 
 def _telling(parts: Parts, w: Workload) -> Parts:
-    """Let every second value of the last half of the keys cancel that of the first: the rounding that is left shows the order.
+    """Let values cancel where a head weighs all keys alike: the rounding that is left shows the order of their sums.
 
-    Else sums in float32 hardly ever differ by so much that a result in 16 bits is another one. So do sums of dq.
+    Else sums in float32 hardly ever differ by so much that a result in 16 bits is another one. Every second value cancels over
+    all keys, so that no part of a sum is small before its end, and sums of dq cancel as well; the others within parts of several
+    sizes, as causal rows see the first keys only. Most values are tiny: sums of numbers of one size are exact.
     """
     keys = parts["k"].shape[1]
-    first, last = slice(keys // 2), slice(keys - keys // 2, keys)
-    q, k, v, dout = (parts[name].clone() for name in ("q", "k", "v", "dout"))
-    k[:, last] = k[:, first]
+    q, v, dout = (parts[name].clone() for name in ("q", "v", "dout"))
+    k = _mirrored(parts["k"], keys, 1)
+    q[::2] = 0
     if w.v_in_k:
         v = k[..., : w.v_head_dim]
-        q[..., : w.v_head_dim : 2] = 0  # so that scores are the same for keys that differ in what cancels
-    if v.dtype == torch.float16:
-        v[..., ::2] *= 64  # what is left is less than its smallest number
-    v[:, last, ::2] = -v[:, first, ::2]
+        q[..., : w.v_head_dim] = 0
+    scale = 256 if v.dtype == torch.float16 else 1  # else what is left is less than its smallest number
+    v *= torch.where(v.abs() > 1, scale, scale * _TINY)
+    sizes = [size for size in _CANCELLING if size < keys] or [keys]
+    v[..., ::2] = _mirrored(v[..., ::2], keys, -1)
+    for nth, size in enumerate(sizes):
+        some = (..., slice(1 + 2 * nth, None, 2 * len(sizes)))
+        v[some] = _mirrored(v[some], size, -1)
     dout[..., 1::2] = 0
     return {**parts, "q": q, "k": k, "v": v, "dout": dout}
+
+
+def _mirrored(tensor: Tensor, size: int, sign: int) -> Tensor:
+    """Return (heads, keys, dim) in which the second half of every `size` keys is the first, mirrored, times `sign`."""
+    at = torch.arange(tensor.shape[1], device=tensor.device)
+    start = at - at % size
+    mirror = start + (start + size).clamp(max=len(at)) - 1 - at
+    factor = (mirror > at).to(tensor.dtype) + sign * (mirror < at)
+    return tensor[:, torch.minimum(at, mirror)] * factor.unsqueeze(-1)
 
 
 class Whole:
@@ -190,12 +207,30 @@ class Whole:
         whole = {name: tensor.clone() for name, tensor in expected.items()}
         for name, tensor in whole.items():
             tensor[:, start:stop] = found[name]
-        return self.change(whole, expected)
+        return unlike(self.alone, whole, expected)
 
-    def change(self, found: Results, expected: Results | None = None) -> str:
-        """Say where results differ from those alone, how far, and whether both are right; "" where they do not differ."""
-        one, other = ({name: t[None] for name, t in some.items()} for some in (found, expected or self.results))
-        return changed(self.alone, one, other, one_sequence(self.alone.inputs, 0))
+    @cached_property
+    def shorter(self) -> Parts:
+        """Its beginning, as far as many values cancel."""
+        return self.cut(max((size for size in _CANCELLING if size < self.kv_len), default=1))
+
+    @cached_property
+    def shorter_alone(self) -> Probe:
+        """The kernel on that alone."""
+        return self.asked([self.shorter], self.workload.mask)
+
+    def cut(self, keys: int) -> Parts:
+        """Return its first keys, and of packed tensors first rows."""
+        is_packed = self.workload.is_packed
+        keys = keys if is_packed else max(keys, self.q_len)
+        return {name: t[:, :keys] if is_packed or name in "kv" else t for name, t in self.parts.items()}
+
+
+def unlike(alone: Probe, found: Results, expected: Results | None = None) -> str:
+    """Say where results differ from those of a sequence alone, how far, and whether both are right; "" where they do not."""
+    expected = expected or _taken(alone.inputs, alone.base, 0)
+    one, other = ({name: t[None] for name, t in some.items()} for some in (found, expected))
+    return changed(alone, one, other, one_sequence(alone.inputs, 0))
 
 
 def changed(probe: Probe, found: Results, expected: Results, inputs: Inputs) -> str:
@@ -234,22 +269,20 @@ def _batches(whole: Whole) -> list[int]:
 
 
 def _in_batch(whole: Whole, size: int) -> str:
-    """Ask for the sequence at every place of a batch, then at the ends of one of longer and shorter ones."""
+    """Ask for the sequence at every place of a batch, then in ones of longer and shorter ones, for a shorter one as well."""
     itself, w = whole.parts, whole.workload
+    alone = {id(itself): whole.alone}
     among = [[itself] * size]
     if w.kv_lens:
         longer = {name: t.repeat(1, 2, 1) if name in "kv" else t for name, t in itself.items()}
-        least = 1 if w.is_packed else whole.q_len  # as of the places of a CUDA graph that no request has
-        shorter, shortest = (
-            {name: t[:, :keys] if w.is_packed or name in "kv" else t for name, t in itself.items()}
-            for keys in (max(whole.kv_len // 3, least), least)
-        )
-        beside = list(islice(cycle((longer, shorter, shortest)), size - 1))
+        shortest = whole.cut(1)  # as of the places of a CUDA graph that no request has
+        beside = list(islice(cycle((longer, whole.shorter, shortest)), size - 1))
         among += [[itself, *beside], [*beside, itself]]
+        alone[id(whole.shorter)] = whole.shorter_alone
     for sequences in among:
         other = whole.asked(sequences, w.mask)
-        for place in (place for place, one in enumerate(sequences) if one is itself):
-            if text := whole.change(_taken(other.inputs, other.base, place)):
+        for place, probe in enumerate(alone.get(id(one)) for one in sequences):
+            if probe and (text := unlike(probe, _taken(other.inputs, other.base, place))):
                 return f"at place {place}{'' if sequences is among[0] else ', beside longer and shorter ones'}: {text}"
     return ""
 
@@ -303,7 +336,7 @@ def _again(whole: Whole, number: int) -> str:
 def _in_new_process(whole: Whole, number: int) -> str:
     """Ask the test once more in a new process, whose compilers find nothing; there, compare with the bits of the first."""
     if kept := os.environ.get(_KEPT):
-        return whole.change(whole.results, torch.load(kept, whole.probe.device, weights_only=True))
+        return unlike(whole.alone, whole.results, torch.load(kept, whole.probe.device, weights_only=True))
     if whole.probe.elsewhere is None:
         raise NotApplicable("needs a test of pytest, which is repeated")
     with TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 CAUSAL = Workload(66, heads=2, head_dim=32, mask="causal", dtype="float16")
 PADDED = Workload(1, heads=2, head_dim=32, kv_lens=(90, 40))
 LATENT = Workload(1, heads=2, kv_heads=1, head_dim=48, v_head_dim=32, v_in_k=True, kv_lens=(60, 20))
+LATENT_PACKED = Workload(q_lens=(70, 20), heads=2, kv_heads=1, head_dim=48, v_head_dim=32, v_in_k=True, mask="causal")
 NARROW = Workload(1, heads=2, head_dim=32, kv_lens=(100, 50), dtype="float16")
 
 
@@ -43,6 +44,12 @@ class TiledByRows(Keeping):
 class SplitByLongest(Keeping):
     def forward(self, call):
         self.key_tile = 16 if call.workload.kv_len <= 100 else 32
+        return super().forward(call)
+
+
+class TiledByLongest(Keeping):
+    def forward(self, call):
+        self.key_tile = 32 if call.workload.kv_len <= 64 else 64
         return super().forward(call)
 
 
@@ -100,6 +107,9 @@ def finding(kernel, promise, workload, backward=False):
         (SplitByLongest, "batch", PADDED, "not at batch 2: at place 0"),
         (SplitByLongest, "batch", NARROW, "not at batch 2: at place 0"),
         (SplitByLongest, "batch", LATENT, "not at batch 2: at place 0"),
+        (TiledByLongest, "batch", LATENT.replace(kv_len=70, kv_lens=(70, 20)), "at place 2, beside longer and shorter ones"),
+        (TiledByLongest, "batch", LATENT.replace(kv_len=55, kv_lens=(55, 20)), "not at batch 2: at place 0, beside longer"),
+        (TiledByLongest, "decode", LATENT_PACKED, "not at kv_len"),
         (OrderedByPlace, "batch", CAUSAL, "not at batch 2: at place 1"),
         (OtherDecoding, "decode", CAUSAL, "equal up to kv_len 48, not at kv_len 49"),
         (AddedInAnyOrder, "rerun", CAUSAL, "not at rerun"),
