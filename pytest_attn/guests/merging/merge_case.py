@@ -177,8 +177,10 @@ def _arranged(inputs: Inputs, count: int, takes_strides: bool, may_be_empty: boo
         yield _without(Parts("no part has keys in every third row", outs, lses), rows % 3 == 0)
     if takes_strides:
         yield Parts(f"{words}, lse strided", outs, lses, is_strided=True)
-    signs = 1 - 2 * ((rows + torch.arange(lses.shape[2], device=lses.device).unsqueeze(-1)) % 2)
-    yield Parts(f"{words}, lse {_FAR:g} higher or lower", outs, lses + _FAR * signs)
+    places = rows + torch.arange(lses.shape[2], device=lses.device).unsqueeze(-1)
+    of_parts = torch.arange(count, device=lses.device).view(-1, 1, 1, 1) * (places % 7 == 0)
+    signs = 1 - 2 * ((places + of_parts) % 2)
+    yield Parts(f"{words}, lse {_FAR:g} higher or lower, in some rows by part", outs, lses + _FAR * signs)
 
 
 def _unequal(length: int, count: int) -> list[int]:
@@ -450,7 +452,7 @@ class Handed:
     def _about_numbers(self, got: Tensor) -> Iterator[Hint]:
         """Explain NaN and infinities where exact results have none."""
         lse, is_missing = self.parts.lses.logsumexp(0), self.parts.lses == -math.inf
-        bad = got.isnan() if got.dim() == 3 else ~got.isfinite().all(-1)
+        bad = got.isnan() | got.isposinf() if got.dim() == 3 else ~got.isfinite().all(-1)
         if bool(bad.any()) and bool((lse[bad] == -math.inf).all()):
             said = "lse - lse is -inf - (-inf) there; take 0 as the weight, and -inf as lse"
             yield Hint("merge-nan-without-keys", f"NaN in rows in which no part has keys: {said}")
