@@ -112,9 +112,9 @@ def _composed(inputs: Inputs, sequences: Sequence[Parts], mask: object) -> Input
 def _telling(parts: Parts, w: Workload) -> Parts:
     """Let values cancel where a head weighs all keys alike: the rounding that is left shows the order of their sums.
 
-    Else sums in float32 hardly ever differ by so much that a result in 16 bits is another one. Every second value cancels over
-    all keys, so that no part of a sum is small before its end, and sums of dq cancel as well; the others within parts of several
-    sizes, as causal rows see the first keys only. Most values are tiny: sums of numbers of one size are exact.
+    Else sums in float32 hardly ever differ by so much that a result in 16 bits is another one. Every second value cancels
+    over all keys, so that no part of a sum is small before its end, and sums of dq cancel as well; the others within parts
+    of several sizes, as causal rows see the first keys only. Most are tiny: sums of numbers of one size are exact.
     """
     keys = parts["k"].shape[1]
     q, v, dout = (parts[name].clone() for name in ("q", "v", "dout"))
