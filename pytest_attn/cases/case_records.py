@@ -127,7 +127,7 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
     if report.failed:
         _look_after(item, call, report)
     if report.when == "setup" and report.passed:
-        report.attn_begins = {"test": id_from_root(item), **_named(parameter_of(item))}  # type: ignore[attr-defined]
+        report.attn_begins = {"test": id_from_root(item), **fields_of_case(parameter_of(item))}  # type: ignore[attr-defined]
     records = item.stash.get(RECORDS, [])
     item.stash[RECORDS] = []
     finished = [_finished(record, item, report) for record in records]
@@ -170,7 +170,7 @@ def _look_after(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.T
         report.sections.append(("attn", said))
 
 
-def _named(parameter: CaseParameter | None) -> dict[str, str]:
+def fields_of_case(parameter: CaseParameter | None) -> dict[str, str]:
     """Return the fields of a record that say which case it is, as far as that is known before it is made."""
     if parameter is None:
         return {"workload": "-", "subject": "-"}
@@ -193,7 +193,7 @@ def _failure(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.Test
     else:
         reason = raised_words(type(error).__name__, message_of(error))
     command = f"pytest {shell_word(id_from_root(item))}"
-    named: Any = {**_named(parameter), "test": id_from_root(item), "reason": reason, "command": command}
+    named: Any = {**fields_of_case(parameter), "test": id_from_root(item), "reason": reason, "command": command}
     return [new_record(**named, question=TEST, verdict=Verdict.FAILED.value)]
 
 
@@ -218,7 +218,7 @@ def _raised(item: pytest.Item, parameter: CaseParameter, reason: str, error: Bas
     try:
         facts = facts_of(session_of(item.config), parameter.workload, subject, device_of(item))
     except (ValueError, NoTorchError):  # of a device that is not there, which is why the test raised
-        facts = {**_named(parameter), "subject": name_of(subject)}
+        facts = {**fields_of_case(parameter), "subject": name_of(subject)}
     if unknown := kind_of(item).unknown:
         facts |= {"workload": unknown, "shape": {}}
     return new_record(

@@ -10,6 +10,7 @@ import pytest
 
 from pytest_attn.backends.raised import message_of
 from pytest_attn.backends.subject import Subject
+from pytest_attn.cases.case_records import fields_of_case
 from pytest_attn.cases.context import CaseContext
 from pytest_attn.cases.evaluator import Evaluator, Refusal
 from pytest_attn.cases.judgment import FailureEvidence, Judgment
@@ -19,9 +20,10 @@ from pytest_attn.guests.steady.steady_guest import COMPILE_ONLY
 from pytest_attn.invariants.invariant import Probe
 from pytest_attn.latency.work import PeakMemory
 from pytest_attn.reports.lines import count, raised_words
-from pytest_attn.reports.records import Record, is_wrong
+from pytest_attn.reports.records import Record, is_wrong, new_record
 from pytest_attn.reports.terminal import Line
 from pytest_attn.reports.verdict import Verdict
+from pytest_attn.session.kinds import id_from_root, parameter_of
 from pytest_attn.session.progress import Progress
 from pytest_attn.session.selection import SelectedKernels
 from pytest_attn.workloads.inputs import draw_inputs
@@ -29,6 +31,7 @@ from pytest_attn.workloads.inputs import draw_inputs
 __tracebackhide__ = True  # pytest shows a kernel's own frames, not ours
 _QUESTION = "compile"
 _CALLED = "called once"
+_NOT_CALLED = {"verdict": Verdict.SKIPPED.value, "reason": f"not called: {COMPILE_ONLY} calls kernels that are handed to attn"}
 _SLOWEST = 5
 
 
@@ -57,14 +60,19 @@ class CompiledOnly(SelectedKernels):
         return evaluator if isinstance(evaluator, Refusal) else CallOnce(evaluator, self._called)
 
     def settle(self, item: pytest.Item, report: pytest.TestReport, progress: Progress) -> None:
-        """Skip a test whose kernels were called, however it went on without their judgment."""
+        """Skip a test whose kernels were called, however it went on without their judgment, and one that has called none."""
         made = [one for one in getattr(report, "attn", ()) if one["question"] == _QUESTION]
+        if report.when == "call" and report.passed and not made:
+            made = [
+                new_record(**fields_of_case(parameter_of(item)), test=id_from_root(item), question=_QUESTION, **_NOT_CALLED)
+            ]
         if report.when != "call" or not made or any(map(is_wrong, made)):
             return
         path, line, _ = item.location
         telling = max(made, key=lambda one: one["compile_seconds"] or 0.0)
         report.outcome, report.longrepr = "skipped", (path, (line or 0) + 1, f"Skipped: {telling['reason']}")
         report.attn = made  # type: ignore[attr-defined]
+        vars(report).pop("wasxfail", None)  # which says that a kernel failed as expected
 
 
 class CallOnce(Evaluator[Any]):
@@ -81,7 +89,7 @@ class CallOnce(Evaluator[Any]):
         __tracebackhide__ = True
         known, subject = self._evidence, self.subject
         if not isinstance(known, FailureEvidence) or not isinstance(subject, Subject) or not _is_here(context, subject):
-            return Judgment(Verdict.SKIPPED, reason=f"not called: {COMPILE_ONLY} calls kernels that are handed to attn")
+            return Judgment(Verdict.SKIPPED, reason=_NOT_CALLED["reason"])
         spec = known.spec.for_subject(subject)
         this = context.item.nodeid, subject.name, spec.backward
         if this in self._called_before:

@@ -118,6 +118,28 @@ def test_a_kernel_over_ranks_is_not_called(compile_only):
     assert result.ret == 1
 
 
+def test_what_passes_without_a_call_by_attn_is_never_green(compile_only):
+    tests = """
+    @pytest.mark.attention(W, device="cpu")
+    def test_judges_nothing(attn):
+        pass
+
+    @pytest.mark.attention(W, device="cpu")
+    def test_compares_by_itself(qkv):
+        assert mine(*qkv).shape == qkv[0].shape
+
+    @pytest.mark.xfail
+    @pytest.mark.attention(W, device="cpu")
+    def test_known_to_be_wrong(attn):
+        attn.check(mine)
+    """
+    result = compile_only(tests)
+    result.assert_outcomes(skipped=3)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["1 case of 1 kernel called once, *", "nothing was judged: *", "SKIPPED * not called: *"])
+    assert compile_only(tests, "-k", "nothing or itself").ret == 1
+
+
 def test_what_judges_or_times_contradicts(compile_only):
     result = compile_only("", "--attn-latency=require")
     assert result.ret == 4
