@@ -222,7 +222,7 @@ class _MaskFaults:
         yield "mask-ignored-within-tiles", text, lambda at, first, last, _: (first >= 0) & (last <= 0) & (at[3] < lens[at[0]])
         text = f"without the last tile of {tile} keys that a row sees"
         yield "last-visible-tile-missing", text, lambda at, first, last, _: inside(*at) & (last < 0)
-        if not band.top_left and band.right is not None:
+        if not band.top_left and band.right is not None and not self.over.are_square:
             text = f"without the tiles of {tile} keys beyond a row's own number, as if the mask began at the first key"
             yield "tiles-beyond-diagonal-missing", text, lambda at, *_: inside(*at) & (at[3] // tile <= at[2] // tile)
         text = f"without the tiles of {tile} keys that all rows of a tile see: only those at an edge are visited"

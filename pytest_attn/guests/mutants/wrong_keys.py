@@ -207,7 +207,7 @@ def newest_key_not_seen(kernel: Kernel, call: KernelCall, batch: int) -> Sequenc
 @LENGTHS(Kernel.lengths, "FI#3871, Tencent-Hunyuan/HunyuanVideo#310", applies=reach.is_padded, faults=LENGTHS_MISREAD)
 def length_of_first_sequence(kernel: Kernel, call: KernelCall, batch: int) -> Sequence:
     """All sequences of a batch are as long as the first."""
-    return Kernel.lengths(kernel, call, batch if call.workload.packs_keys else 0)
+    return Kernel.lengths(kernel, call, batch if call.workload.packs_keys else 0)._replace(batch=batch)
 
 
 @LENGTHS.kernel(

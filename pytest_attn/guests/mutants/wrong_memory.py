@@ -525,7 +525,13 @@ def dout_strides_of_first_call(
     return Kernel.backward(kernel, call, out, lse, read_with_strides(dout, first), dlse)
 
 
-@STATE(Kernel.gradient_sums, "FI#2002, diffusers#14265", backward=True, condition="calls", faults="calls-differ")
+@STATE(
+    Kernel.gradient_sums,
+    "FI#2002, diffusers#14265",
+    backward=True,
+    condition="calls",
+    faults=("calls-differ", "adds-to-earlier-calls"),
+)
 def gradient_sums_not_cleared(kernel: Kernel, call: KernelCall) -> QKV:
     """The workspace in which dk is summed still holds that of the call before."""
     dq, dk, dv = Kernel.gradient_sums(kernel, call)
