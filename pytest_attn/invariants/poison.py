@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from pytest_attn.backends.contexts import quiet
-from pytest_attn.backends.dense import boolean_mask
 from pytest_attn.backends.subject import RefusedError
 from pytest_attn.correctness.call import refusals, set_among
 from pytest_attn.invariants.invariant import Probe, Tensors, invariant, on, prefixed
 from pytest_attn.workloads.dtypes import filled, is_poison, poison_of
 from pytest_attn.workloads.inputs import Inputs
+from pytest_attn.workloads.masks import Sequences
+from pytest_attn.workloads.workload import sequence_lengths
 
 #: Elements of NaN before and after each tensor: a multiple of any alignment that kernels ask for.
 _BAND = 4096
@@ -72,11 +73,12 @@ def _if_multiplied_by_zero(probe: Probe) -> str:
 def _poisoned(probe: Probe, only_finite: bool = False) -> tuple[Inputs, str]:
     """Fill keys and values that no sequence has; say with what."""
     inputs, places = probe.inputs, ""
-    is_masked = inputs.page_table is None and probe.subject.pads_by_mask(probe.workload)
+    hides_by_mask = probe.subject.pads_by_mask(probe.workload)
     left = _pages_left_behind(inputs) if probe.is_short else None
+    multiplies = probe.is_backend and (hides_by_mask or probe.subject.is_contained)  # a library may read larger tiles
     for unowned, is_finite, where in (
-        (unowned_keys(inputs), is_masked, "keys beyond the lengths"),
-        (left, probe.is_backend, "pages that lie wholly before every window, which a server gives to others"),
+        (unowned_keys(inputs), inputs.page_table is None and hides_by_mask, "keys beyond the lengths"),
+        (left, multiplies, "pages that lie wholly before every window, which a server gives to others"),
     ):
         if unowned is None or not bool(unowned.any()):
             continue
@@ -92,18 +94,26 @@ def _pages_left_behind(inputs: Inputs) -> Tensor | None:
     A kernel reads whole tiles, and 0 * NaN is NaN. None of dense keys, which their callers own.
     """
     w, table, lengths = inputs.workload, inputs.page_table, inputs.kv_lens
-    if table is None or lengths is None or w.is_packed or (visible := boolean_mask(inputs)) is None:
+    if table is None or lengths is None or w.plain_mask is None:
         return None
     pages, size = inputs.k.shape[:2]
     left = torch.zeros(pages, size, dtype=torch.bool, device=lengths.device)
     kept = torch.zeros_like(left)
-    seen = visible.expand(w.batch, -1, -1, -1).flatten(1, 2).any(1)
-    for batch, length in enumerate(lengths.tolist()):
+    for batch, (rows, length) in enumerate(sequence_lengths(w)):
+        seen = _seen_keys(inputs, batch, rows, length)
         number = math.ceil(length / size)
-        first = int(seen[batch].nonzero()[0]) // _TILE * _TILE // size if bool(seen[batch].any()) else number
+        first = max(0, int(seen[0]) - _TILE + 1) // size if len(seen) else number
         left[table[batch, :first].long()] = True
         kept[table[batch, first:number].long()] = True
     return (left & ~kept)[:, :, None, None]
+
+
+def _seen_keys(inputs: Inputs, batch: int, rows: int, length: int) -> Tensor:
+    """Return the numbers of the keys that any of a sequence's rows sees."""
+    b, h, q, kv = Sequences(1, inputs.workload.heads, rows, length, inputs.device).indices()
+    mask_mod = inputs.mask_mod(rows)
+    assert mask_mod is not None
+    return mask_mod(b + batch, h, q, kv).flatten(0, 2).any(0).nonzero()
 
 
 def unowned_keys(inputs: Inputs) -> Tensor | None:

@@ -8,6 +8,9 @@ import pytest
 import torch
 from honest.variants import HONEST, VARIANTS
 from judging import asked, assert_few_calls, with_lse
+from reported_faults.judging import callable_of
+from reported_faults.kernel import Attention, KernelBackend
+from reported_faults.narrow_reports import NARROW
 
 from pytest_attn import Window, Workload, check, check_invariants
 from pytest_attn.backends.backend import FunctionBackend
@@ -347,6 +350,25 @@ def test_nan_in_pages_before_every_window_is_not_read():
     assert "0 times NaN" not in counted.evidence
     for honest in (paged(PAGES, lambda first: first), paged(PAGES, lambda first: first // 128 * 128)):  # reads whole tiles
         assert ask(honest, PAGES).passed
+
+
+def test_pages_before_every_window_are_not_multiplied_by_zero():
+    """Of packed queries as well, by a callable or a backend that does not hide keys behind a mask."""
+    w = Workload(heads=2, head_dim=32, q_lens=(1, 0, 3), kv_lens=(77, 200, 400), kv_pages=Pages(16), mask=Window(20, 0))
+
+    spec = CheckSpec(w, CPU, declared=Declaration(returns=("out", "lse")))
+
+    def told(kernel, backend=KernelBackend):
+        return [asked(one, spec, "poison").passed for one in (backend("own", kernel), callable_of(kernel, w))]
+
+    class Masked(KernelBackend):
+        def pads_by_mask(self, workload):
+            return True
+
+    faulty = NARROW["ValuesBeforeTheWindowMustBeFinite"].kernel
+    assert told(faulty()) == [False, False]
+    assert told(Attention()) == [True, True]
+    assert told(faulty(), Masked) == [True, False]
 
 
 @pytest.fixture

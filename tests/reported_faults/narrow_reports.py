@@ -427,6 +427,21 @@ class TailOfValuesMustBeZero(Attention):
         return v
 
 
+@taking(
+    only(
+        *("packed", "paged", "packed pages", "window", "causal-bottom-right", "sinks", _GROUPED),
+        where=lambda w: w.is_packed and bool(w.kv_pages),
+    ),
+    "vllm-project/vllm#30887",
+    "poison",
+)
+class ValuesBeforeTheWindowMustBeFinite(Attention):
+    """Scores of keys before the window were hidden, their values not, nor were those of pages that others had been given."""
+
+    def unseen_cleared(self, t: Tile, v: Tensor) -> Tensor:
+        return v
+
+
 @taking(_PACKED_PAGES, "vllm-project/vllm#29887")
 class GatheredWithoutHeads(Attention):
     """Pages were gathered into a tensor whose heads all lay at the first one's place."""
