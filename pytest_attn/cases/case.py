@@ -54,12 +54,14 @@ _T = TypeVar("_T")
 
 
 def _suggests_arguments(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have a method of `attn` answer an unknown argument by what was meant, or by its place in the marker or workload."""
+    """Have a method of `attn` answer a wrong argument by what was meant, or by its place in the marker or workload."""
     known = method.__code__.co_varnames[1 : method.__code__.co_argcount + method.__code__.co_kwonlyargcount]
 
     @wraps(method)
     def called(*args: _P.args, **given: _P.kwargs) -> _T:
         __tracebackhide__ = True
+        if len(args) > method.__code__.co_argcount:
+            raise TypeError(f"attn.{method.__name__} takes {', '.join(known)}; q, k, v and exact attention are its own")
         for name in given:
             if name not in known:
                 is_of_marker = name in [one.name for one in arguments_of_attention()]

@@ -117,6 +117,10 @@ def _note(context: CaseContext, evaluator: Evaluator[Any], error: Exception) -> 
     if context.machine.device == "cpu" and any(words in message_of(error) for words in _MISSES_CUDA):
         here = "the tensors of this case are on the cpu: compute where q is, q.device"
         lines.append(labeled("device", f"{here}; a test for GPUs alone has @pytest.mark.attention_requires(gpus=1)"))
+    if context.backend and f"{type(context.backend).__name__!r} object is not callable" in message_of(error):
+        lines.append(
+            labeled("backend", "attn_backend is not a function of (q, k, v): hand it over itself, attn.check(attn_backend)")
+        )
     error.add_note("\n".join([*lines, labeled("reproduce", context.command())]))
 
 

@@ -18,8 +18,11 @@ _T = TypeVar("_T")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return " did you mean flux-L512?" with the three names that are most alike, "" where none is."""
-    alike = get_close_matches(name, list(names), n=3)
+    """Return " did you mean flux-L512?" with the three names that are most alike, or those in one text; "" where none is."""
+    several, names = tuple(one.strip() for one in name.split(",")), list(names)
+    if len(several) > 1 and set(several) <= set(names):
+        return f" did you mean {several}?"
+    alike = get_close_matches(name, names, n=3)
     return f" did you mean {' or '.join(alike)}?" if alike else ""
 
 

@@ -181,6 +181,9 @@ def test_a_callable_that_raises_fails_with_its_own_words(run, kernel_test, pytes
         result.stdout.fnmatch_lines([by, "E *reproduce  pytest 'test_*.py::test_kernel[[]h2-s32-d32]' --attn-device=cpu"])
 
 
+#: without which nothing is said beneath what a callable raised
+HAS_NOTES = sys.version_info >= (3, 11)
+
 STORIES = {
     "a tolerance": (
         "attn.check(sdpa, rtol=1e-2)",
@@ -202,6 +205,22 @@ STORIES = {
         "attn.check(sdpa(attn.q, attn.k, attn.v))",
         "failed",
         ["E*got a bfloat16 tensor of shape (1, 2, 32, 32); pass the function, do not call it"],
+    ),
+    "a function and its tensors": (
+        "attn.check(sdpa, attn.q, attn.k, attn.v)",
+        "failed",
+        ["E*TypeError: attn.check takes fn, name, dequantized; q, k, v and exact attention are its own"],
+    ),
+    "a backend that is called": (
+        "attn.check(lambda q, k, v: attn_backend(q, k, v))",
+        "failed",
+        ["E *backend    attn_backend is not a function of (q, k, v): hand it over itself" if HAS_NOTES else "E*not callable"],
+        {"fixtures": "attn, attn_backend", "marker": '"smoke-full", backends="math"'},
+    ),
+    "several invariants in a text": (
+        "attn.check_invariants(sdpa, only='rerun,poison')",
+        "failed",
+        ["E*unknown invariant 'rerun,poison'; did you mean ('rerun', 'poison')? known: "],
     ),
     "a function, not a tensor": (
         "attn.assert_close(sdpa)",
@@ -228,7 +247,7 @@ STORIES = {
 }
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 exceptions have no notes")
+@pytest.mark.skipif(not HAS_NOTES, reason="before Python 3.11 exceptions have no notes")
 @pytest.mark.parametrize(
     "said", ["Torch not compiled with CUDA enabled", "Expected all tensors, but found at least two devices"]
 )

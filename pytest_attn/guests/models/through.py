@@ -14,7 +14,7 @@ import torch
 
 from pytest_attn.cases.case import AttentionCase, context_of
 from pytest_attn.reports.lines import some
-from pytest_attn.workloads.functions import type_name
+from pytest_attn.workloads.functions import describe, type_name
 
 
 def through(
@@ -47,9 +47,15 @@ def through(
         arguments: of the layer's forward pass, beside hidden states.
 
     Raises:
+        TypeError: the layer is none, or a projection is not given by its name.
         ValueError: the layer has no such part, or the workload has no bias.
     """
     context = context_of(case)
+    if isinstance(module, type):
+        raise TypeError(f"attn.through: needs a layer, got the class {module.__name__}; pass {module.__name__}(...)")
+    for name, given in zip(("q", "k", "v", "out"), (q, k, v, out), strict=True):
+        if not isinstance(given, str):
+            raise TypeError(f"attn.through: {name} must be the name of a projection, as 'to_{name}', got {describe(given)}")
     if bias is not None and not context.workload.bias:
         raise ValueError(
             f"attn.through: bias= makes a bias, and {context.workload.id} has none; say Workload(..., bias='bhqk')"

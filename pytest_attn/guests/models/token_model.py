@@ -29,6 +29,7 @@ from pytest_attn.guests.models.interception import Tracker, intercept_attention,
 from pytest_attn.guests.models.model_comparison import CallComparison, Traits
 from pytest_attn.guests.models.siblings import last_of
 from pytest_attn.guests.models.step import named_tensors
+from pytest_attn.workloads.functions import describe
 
 #: stochastic roundings that honest scatter is the root mean square of, and by how many units in the last place they move
 _RUNS = 4
@@ -344,6 +345,8 @@ class TokenModel:
 
         Beside them the number of the first, and how they came about.
         """
+        if not callable(step):
+            raise TypeError(f"check_invariants: step must be a function of (ids, positions, state), got {describe(step)}")
         _ = self.rows, self.scatter  # of a model that no step has changed
         positions, state = torch.arange(ids.shape[1], device=ids.device).expand_as(ids), None
         for start, end in pairwise(cuts):

@@ -165,3 +165,9 @@ def test_what_a_step_must_return_is_said(returned, words):
     with pytest.raises(TypeError) as caught:
         report(returned=returned, only="decoding")
     assert words in str(caught.value)
+
+
+@pytest.mark.attention_model(device="cpu")
+def test_a_step_is_a_function(attn_model):
+    with pytest.raises(TypeError, match=r"step must be a function of \(ids, positions, state\), got "):
+        attn_model.check_invariants(Gpt(), IDS, step="step")

@@ -161,6 +161,10 @@ def test_packed_rows_are_declined(attn):
 
 @pytest.mark.attention(GPT)
 def test_what_does_not_fit_is_said_in_a_line(attn):
+    with pytest.raises(TypeError, match=r"needs a layer, got the class GptLike; pass GptLike\(\.\.\.\)"):
+        attn.through(GptLike)
+    with pytest.raises(TypeError, match="q must be the name of a projection, as 'to_q', got "):
+        attn.through(layer := GptLike(), q=layer.to_q)
     with pytest.raises(ValueError, match=r"bias= makes a bias, and .* has none; say Workload\(..., bias='bhqk'\)"):
         attn.through(GptLike(), bias=abs)
     for words, given in WORDS.items():
