@@ -41,14 +41,7 @@ _PARTS = 4
 _LONGEST = 2000
 #: options, of a repository too, that would run tests in other processes, not at all, or not after one that failed
 _ALL_HERE: dict[str, Any] = dict.fromkeys(("stepwise", "usepdb", "trace", "setuponly", "setupplan"), False)
-_ALL_HERE |= {
-    "maxfail": 0,
-    "numprocesses": 0,
-    "dist": "no",
-    "distload": False,
-    "tx": [],
-    "looponfail": False,
-}  # of pytest-xdist
+_ALL_HERE |= {"maxfail": 0, "numprocesses": 0, "dist": "no", "distload": False, "tx": [], "looponfail": False}
 
 
 class Fate(IntEnum):
