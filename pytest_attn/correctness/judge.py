@@ -207,8 +207,7 @@ class _Judgment:
             reference = self._as_left_out(distribution, reference, tensors)
         reference = self.references.after_call(reference)
         if self._has_rounded_dp(distribution, reference, tensors):
-            declared = replace(self.spec.declared, precision=self.spec.profile.with_autograd())
-            self.spec = replace(self.spec, declared=declared)
+            self.spec = with_autograd(self.spec)
             wider = self.references.reference_of(self.spec, distribution, self.subject)
             wider = wider if self.keep is None else with_mask(wider, self.keep, backward=True)
             reference = self.references.after_call(wider, reference.tensors["out"].rows)
@@ -242,10 +241,7 @@ class _Judgment:
 
     def _has_rounded_dp(self, distribution: str, reference: Reference, tensors: dict[str, torch.Tensor]) -> bool:
         """Return whether a kernel that declares nothing is wrong where autograd rounds dP, or may, as its graph shows."""
-        spec, out = self.spec, tensors["out"]
-        if not spec.backward or spec.declared.skips or spec.declared.precision != default_on(spec.device.type):
-            return False
-        if not (casts_weights(out) or (hides_casts(out) and not self.subject.is_backend)):
+        if not may_round_dp(tensors["out"], self.spec, self.subject):
             return False
         return not all(row.passed for row in self._compared(distribution, reference, tensors))
 
@@ -487,6 +483,18 @@ class _Judgment:
         calls = (self._results(distribution, reference, CONTIGUOUS)[0] for _ in range(2))
         earlier, later = (looked_at(name, one[name], exact, w).double().clone() for one in calls)
         return float((later - earlier - exact.value.to(later.device)).norm()) < _GROWN * float(exact.value.norm())
+
+
+def may_round_dp(out: torch.Tensor, spec: CheckSpec, subject: Subject) -> bool:
+    """Return whether autograd rounds dP, or may, behind the result of a kernel that declares nothing."""
+    if not spec.backward or spec.declared.skips or spec.declared.precision != default_on(spec.device.type):
+        return False
+    return casts_weights(out) or (hides_casts(out) and not subject.is_backend)
+
+
+def with_autograd(spec: CheckSpec) -> CheckSpec:
+    """Return what a check depends on where autograd rounds dP."""
+    return replace(spec, declared=replace(spec.declared, precision=spec.profile.with_autograd()))
 
 
 @contextmanager

@@ -615,3 +615,20 @@ def test_exact_attention_is_not_computed_twice_nor_for_equal_bits(name, bits, mo
 def test_a_backend_that_cannot_take_a_workload_refuses_it():
     with pytest.raises(ValueError, match=r"backend 'sdpa' cannot take .*: does not support packed sequences|has no packed"):
         check_invariants("sdpa", PACKED, device="cpu")
+
+
+def behind_the_maximum(q, k, v):
+    """Round P in sight of autograd, which gives the maximum a gradient that is zero but for these roundings."""
+    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    return ((p.to(v.dtype) @ v).float() / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def test_gradients_that_a_check_takes_for_rounded_break_no_invariant():
+    spec = CheckSpec(Workload(96, heads=2, head_dim=32), torch.device("cpu"), backward=True)
+    assert check(behind_the_maximum, spec.workload, backward=True, device="cpu").passed
+    report = asked(behind_the_maximum, spec, ["algebra"])
+    assert report.passed, describe(report)
+    probe = Probe(spec.subject(Registry(), behind_the_maximum), spec, draw_inputs(spec.workload))
+    off = {**probe.base, "dv": probe.base["dv"] * 1.5}
+    assert "times what rounding explains" in probe.change(off), "no more than roundings are allowed"
