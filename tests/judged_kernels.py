@@ -13,7 +13,7 @@ import os, sys, time
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 print("imported")
-calls, buffer = [], []
+calls, buffer, known = [], [], {}
 def right(q, k, v, workload): return sdpa(q, k, v, is_causal=workload.mask is not None, enable_gqa=True)
 def wrong(q, k, v): return sdpa(q, k, v, is_causal=True)
 def exits(q, k, v): sys.exit(0)
@@ -40,6 +40,10 @@ def casts_dq_too_large(q, k, v):
 def same_buffer(q, k, v):
     buffer.append(buffer[0] if buffer else torch.empty_like(q))
     return buffer[0].copy_(sdpa(q, k, v))
+def knows_addresses(q, k, v):
+    place = q.data_ptr(), k.data_ptr()
+    known[place] = known[place] if place in known else sdpa(q, k, v)
+    return known[place]
 def drifts(q, k, v):
     calls.append(1)
     return sdpa(q, k, v) + (len(calls) > 4) * 1e-7

@@ -30,7 +30,7 @@ from pytest_attn.correctness.contract import ContractError, elements, plain, req
 from pytest_attn.correctness.replaced_functions import functions_kept
 from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.guests.isolation.timed_row import RowData, bytes_of, digest
-from pytest_attn.guests.isolation.wire import MOST_TEXT, FrameSocket, released, storage_of, taken, unpickled, write
+from pytest_attn.guests.isolation.wire import MOST_TEXT, FrameSocket, Parcel, released, storage_of, taken, unpickled, write
 from pytest_attn.latency.exact_results import Attention
 from pytest_attn.latency.kernel_work import work_of
 from pytest_attn.latency.protocol import stopwatch_of, threads
@@ -41,6 +41,8 @@ from pytest_attn.reports.lines import raised_words
 
 #: calls of which a backward pass may still follow
 _KEPT = 4
+#: bytes of a call whose memory is kept
+_MOST_KEPT = 64 << 20
 #: for how long a GPU works before calls are made in a row
 _WARM_SECONDS = 0.1
 #: of mallopt(3)
@@ -73,6 +75,7 @@ class CallServer:
         self._frames, self._sent, self._returned, self._file = frames, sent, returned, file
         self._calls: OrderedDict[int, _ServedCall] = OrderedDict()
         self._last: list[tuple[Tensor, Tensor]] = []
+        self._memory: OrderedDict[Parcel, list[Tensor]] = OrderedDict()
         self._row: list[Any] = []
         self._words = 0  # of the digests of its results
         self._gradients = Gradients()
@@ -103,8 +106,10 @@ class CallServer:
         """Return the answer to an order, or what went wrong. A device that is lost takes the process with it."""
         try:
             parcel, text = pickle.loads(frame)
-            tensors, storages = taken(self._sent, parcel)
+            tensors, storages = taken(self._sent, parcel, self._memory.get(parcel, ()))
             order = unpickled(text, tensors)
+            if order["do"] == "call" and sum(parcel.storages) <= _MOST_KEPT:
+                self._keep(parcel, storages)
             with judged_code(self._name, is_quiet=False), functions_kept():
                 return self._done(order, tensors, storages)
         except ContractError as error:
@@ -120,6 +125,13 @@ class CallServer:
                 self._answer(**_raised(error))
                 os._exit(1)
             return _raised(error)
+
+    def _keep(self, parcel: Parcel, storages: list[Tensor]) -> None:
+        """Have what comes of the same places lie where this does: only then is seen what keeps results by their addresses."""
+        self._memory[parcel] = storages
+        self._memory.move_to_end(parcel)
+        while len(self._memory) > _KEPT:
+            self._memory.popitem(last=False)
 
     def _done(self, order: dict[str, Any], tensors: list[Tensor], storages: list[Tensor]) -> dict[str, Any]:
         if order["do"] == "call":
@@ -150,7 +162,9 @@ class CallServer:
                 raise ContractError("the callable changed the out of an earlier call, which is in use")
         call = _ServedCall(tensors, storages, kept, [])
         answer = self._returns(result, call)
-        self._last = [(one, storage_of(one.detach()).clone()) for one in call.results if one.untyped_storage().nbytes()]
+        given = {0, *(one.data_ptr() for one in storages)}
+        own = [one for one in call.results if one.untyped_storage().data_ptr() not in given]
+        self._last = [(one, storage_of(one.detach()).clone()) for one in own]
         if followed := [one for one in call.results if one.requires_grad]:
             answer["casts"] = any(casts_weights(one) or hides_casts(one) for one in followed)
             self._calls[order["number"]] = call

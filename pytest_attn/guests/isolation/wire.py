@@ -8,6 +8,7 @@ import ctypes
 import io
 import os
 import pickle
+import secrets
 import socket
 import struct
 import tempfile
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 #: bytes of one system call
+_SECRET = secrets.token_bytes(16)
 _PART = 1 << 30
 _ALIGNMENT = 64
 #: seconds between two looks at whether a process has ended whose socket others may hold, too
@@ -111,10 +113,14 @@ class Placed(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """Tensors that were sent: the bytes of each storage, one behind the other, and what lies in them."""
+    """Tensors that were sent: the bytes of each storage, one behind the other, and what lies in them.
+
+    places: numbers that tell where storages lie in the sender's memory, and no more.
+    """
 
     storages: tuple[int, ...]
     tensors: tuple[Placed, ...]
+    places: tuple[int, ...]
 
 
 def storage_of(tensor: Tensor) -> Tensor:
@@ -138,14 +144,17 @@ def put(memory: int, tensors: Sequence[Tensor]) -> tuple[Parcel, list[Tensor]]:
         lies = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
         placed.append(Placed(at, str(tensor.dtype).removeprefix("torch."), *lies, tensor.requires_grad, str(tensor.device)))
     write(memory, whole)
-    return Parcel(tuple(one.numel() for one in whole), tuple(placed)), whole
+    places = tuple(hash((_SECRET, one.data_ptr())) for one in whole)
+    return Parcel(tuple(one.numel() for one in whole), tuple(placed), places), whole
 
 
-def taken(memory: int, parcel: Parcel) -> tuple[list[Tensor], list[Tensor]]:
-    """Read what `put` has written; return the tensors, and the storages as bytes."""
+def taken(memory: int, parcel: Parcel, before: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
+    """Read what `put` has written; return the tensors, and the storages as bytes. before: those to lie in, if any."""
     devices = {one.storage: one.device for one in parcel.tensors}
     read = read_bytes(memory, parcel.storages)
     whole = [one.to(devices[number]) for number, one in enumerate(read)]
+    if before:
+        whole = [now.copy_(new) for now, new in zip(before, whole, strict=True)]
     tensors = []
     for one in parcel.tensors:
         made = torch.empty(0, dtype=getattr(torch, one.dtype), device=one.device)
