@@ -206,7 +206,9 @@ class _Judgment:
         if self.spec.declared.skips is not None:
             reference = self._as_left_out(distribution, reference, tensors)
         reference = self.references.after_call(reference)
-        if self._has_rounded_dp(distribution, reference, tensors):
+        if may_round_dp(tensors["out"], self.spec, self.subject) and not all(
+            row.passed for row in self._compared(distribution, reference, tensors)
+        ):
             self.spec = with_autograd(self.spec)
             wider = self.references.reference_of(self.spec, distribution, self.subject)
             wider = wider if self.keep is None else with_mask(wider, self.keep, backward=True)
@@ -238,12 +240,6 @@ class _Judgment:
         either = reference, self.references.reference_of(whole, distribution, self.subject)
         right = (one for one in either if all(row.passed for row in self._compared("", one, tensors)))
         return next(right, reference)
-
-    def _has_rounded_dp(self, distribution: str, reference: Reference, tensors: dict[str, torch.Tensor]) -> bool:
-        """Return whether a kernel that declares nothing is wrong where autograd rounds dP, or may, as its graph shows."""
-        if not may_round_dp(tensors["out"], self.spec, self.subject):
-            return False
-        return not all(row.passed for row in self._compared(distribution, reference, tensors))
 
     def judge_again(self) -> None:
         """Judge the first distribution once more, where its results are others now: nothing may be left of other calls."""
