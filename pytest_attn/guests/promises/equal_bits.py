@@ -110,7 +110,7 @@ def _composed(inputs: Inputs, sequences: Sequence[Parts], mask: object) -> Input
 
 
 def _telling(parts: Parts, w: Workload) -> Parts:
-    """Let values cancel where a head weighs all keys alike: the rounding that is left shows the order of their sums.
+    """Let values cancel where a row weighs all keys alike: the rounding that is left shows the order of their sums.
 
     Else sums in float32 hardly ever differ by so much that a result in 16 bits is another one. Every second value cancels
     over all keys, so that no part of a sum is small before its end, and sums of dq cancel as well; the others within parts
@@ -119,7 +119,7 @@ def _telling(parts: Parts, w: Workload) -> Parts:
     keys = parts["k"].shape[1]
     q, v, dout = (parts[name].clone() for name in ("q", "v", "dout"))
     k = _mirrored(parts["k"], keys, 1)
-    q[::2] = 0
+    q[::2, ::2] = q[1::2, 1::2] = 0
     if w.v_in_k:
         v = k[..., : w.v_head_dim]
         q[..., : w.v_head_dim] = 0
