@@ -27,8 +27,12 @@ def run_audit(given: argparse.Namespace) -> int:
     """Audit what a command line names, print it, and write it; return 0, or 1 where no test could be audited."""
     progress = sys.stderr
     try:
+        options = shlex.split(given.pytest)
+    except ValueError as error:
+        given.error(f"argument --pytest: {error}")
+    try:
         tests = audited(
-            [*given.files, *shlex.split(given.pytest)],
+            [*given.files, *options],
             given.replace,
             given.layout,
             given.seconds,
@@ -41,7 +45,10 @@ def run_audit(given: argparse.Namespace) -> int:
         command = shlex.join(["python", "-m", "pytest_attn", *sys.argv[1:]])
         is_page = given.output.endswith(".md")
         text = as_markdown(tests, command) if is_page else json.dumps(as_json(tests, command), indent=1)
-        write_atomically(given.output, f"{text}\n")
+        try:
+            write_atomically(given.output, f"{text}\n")
+        except OSError as error:
+            given.error(f"cannot write {given.output}: {error.strerror}")
     return int(not any(test.cases for test in tests))
 
 

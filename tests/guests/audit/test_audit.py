@@ -276,6 +276,8 @@ def test_two_functions_are_not_guessed_between(audit):
         (("test_audited_none.py", "--replace", "audited_kernel:no_such"), "'audited_kernel.no_such' is not found"),
         (("no_such.py",), "pytest ran 0 tests"),
         (("test_audited_none.py", "-o", "audit.txt"), "-o must end in .md or .json"),
+        (("test_audited_none.py", "--pytest=-k 'one"), "argument --pytest: No closing quotation"),
+        (("test_audited_none.py", "-o", "no_such/audit.md"), "cannot write no_such/audit.md: No such file or directory"),
         (("test_audited_none.py", "--seconds=-3"), "--seconds must be a number of seconds > 0, got -3"),
     ],
 )
