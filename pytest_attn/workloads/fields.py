@@ -35,6 +35,7 @@ _TRIED = {
     ),
     **dict.fromkeys(("causal", "is_causal"), ' say Workload(..., mask="causal");'),
     **dict.fromkeys(("mask", "masks"), " say Workload(..., mask=...);"),
+    **dict.fromkeys(("workload", "workloads"), ' they come first and have no name: attention("smoke", ...);'),
 }
 
 
@@ -49,6 +50,7 @@ _SAID = {
     **dict.fromkeys(("d", "dim", "hdim", "D"), "did you mean head_dim?"),
     **dict.fromkeys(("h", "H", "nheads"), "did you mean heads?"),
     **dict.fromkeys(("causal", "is_causal"), 'say mask="causal";'),
+    **dict.fromkeys(("window", "window_size", "sliding_window"), "say mask=Window(left, right);"),
     **dict.fromkeys(("layout", "backward", "inputs", "precision"), "the marker takes it, beside the workload;"),
 }
 

@@ -15,6 +15,7 @@ MARKERS = [
     ('"smoke-full", backwards=True', "attention got an unknown argument 'backwards'; did you mean backward"),
     ('"smoke-full", atol=1e-3', "attention got an unknown argument 'atol'; each element has a budget of its own: precision="),
     ('"smoke-full", masks="causal"', "attention got an unknown argument 'masks'; say Workload(..., mask=...);"),
+    ('workloads="smoke-full"', "attention got an unknown argument 'workloads'; they come first and have no name: attention("),
     ('"smoke-full", heads=4', "attention got an unknown argument 'heads'; Workload(...) takes it; known: backends"),
     ('"smoke-full", backend="sdpa"', "attention got an unknown argument 'backend'; did you mean backends"),
     ('"smoke-full", backends=["spda"]', "unknown backend 'spda'; did you mean sdpa? known: math"),

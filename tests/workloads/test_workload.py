@@ -170,6 +170,10 @@ def test_a_catalog_selects_by_name_group_alias_and_pattern():
         (lambda: Workload(8, headdim=64), "Workload has no field 'headdim'; did you mean head_dim"),
         (lambda: Workload(8).replace(num_kv_heads=2), "Workload has no field 'num_kv_heads'; did you mean kv_heads"),
         (lambda: Workload(seq_len=8), "Workload has no field 'seq_len'; did you mean q_len? fields: q_len"),
+        (
+            lambda: Workload(8, window_size=4),
+            "Workload has no field 'window_size'; say mask=Window(left, right); fields: q_len",
+        ),
         (lambda: Workload(8, is_causal=True), "Workload has no field 'is_causal'; say mask=\"causal\"; fields: q_len"),
         (lambda: Workload(8, layout="bshd"), "Workload has no field 'layout'; the marker takes it, beside the workload; "),
         (lambda: Window(causal=True), "Window has no field 'causal'; fields: left, right"),
