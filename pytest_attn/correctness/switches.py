@@ -116,6 +116,7 @@ class KeptSwitches:
 
 def kept_from_running_later() -> KeptSwitches:
     """Return what can run a callable's own code between two calls, as it is now."""
+    _has_loaded_libraries()  # which excuse nothing from now on
     return KeptSwitches("cpu", only=(*_LATER, "torch's modes"))
 
 

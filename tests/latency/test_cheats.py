@@ -15,6 +15,7 @@ import torch
 from judging import attention, measure, timed, with_gradients
 
 from pytest_attn import Workload
+from pytest_attn.correctness import switches
 from pytest_attn.correctness.contract import ContractError
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.latency.exact_results import Attention
@@ -161,8 +162,9 @@ def test_gradients_of_keys_of_another_call(at, direction, known):
 
 
 @pytest.fixture
-def warm_call():
-    """A work that has been looked at, and what a call of it returned."""
+def warm_call(monkeypatch):
+    """A work that has been looked at, and what a call of it returned; libraries were loaded before, as by other tests."""
+    monkeypatch.setattr(switches, "_libraries", set())
     work = timed(attention, WORKLOAD, CPU, "forward")
     work.begin()
     call = work.stage()
