@@ -428,10 +428,7 @@ class TailOfValuesMustBeZero(Attention):
 
 
 @taking(
-    only(
-        *("packed", "paged", "packed pages", "window", "causal-bottom-right", "sinks", _GROUPED),
-        where=lambda w: w.is_packed and bool(w.kv_pages),
-    ),
+    only("padded", "paged", "window", "causal-bottom-right", _GROUPED, where=lambda w: bool(w.kv_pages) and _has_mask(w)),
     "vllm-project/vllm#30887",
     "poison",
 )
