@@ -27,6 +27,12 @@ from pytest_attn.correctness import switches
 IS_FINE = hasattr(torch._C, "_get_fp32_precision_getter")
 
 
+@pytest.fixture(autouse=True)
+def no_library_excuses():
+    """Have those be known that other tests have loaded."""
+    switches._has_loaded_libraries()
+
+
 class Mode(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))

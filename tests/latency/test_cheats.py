@@ -162,9 +162,9 @@ def test_gradients_of_keys_of_another_call(at, direction, known):
 
 
 @pytest.fixture
-def warm_call(monkeypatch):
+def warm_call():
     """A work that has been looked at, and what a call of it returned; libraries were loaded before, as by other tests."""
-    monkeypatch.setattr(switches, "_libraries", set())
+    switches._libraries.clear()
     work = timed(attention, WORKLOAD, CPU, "forward")
     work.begin()
     call = work.stage()
