@@ -224,13 +224,16 @@ def test_each_call_has_rows_of_its_own_that_are_looked_at(few):
 
 
 def test_whether_dp_was_rounded_is_asked_of_drawn_rows_too(few, monkeypatch):
-    looked_at = []
+    looked_at, compare = [], _Judgment._compared
 
-    def has_rounded_dp(self, distribution, found, tensors):
+    def noted(self, distribution, found, tensors):
         looked_at.append(set(found.tensors["dq"].rows.tolist()) - set(rows_known().tolist()))
+        return compare(self, distribution, found, tensors)
 
-    monkeypatch.setattr(_Judgment, "_has_rounded_dp", has_rounded_dp)
+    monkeypatch.setattr("pytest_attn.correctness.judge.may_round_dp", lambda *_: True)
+    monkeypatch.setattr(_Judgment, "_compared", noted)
     compared(causal, backward=True)
+    assert len(looked_at) > 1
     assert all(looked_at)
 
 
