@@ -8,7 +8,6 @@ import ctypes
 import io
 import os
 import pickle
-import secrets
 import socket
 import struct
 import tempfile
@@ -19,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+#: hides where a place in memory is
+_SECRET = os.urandom(16)
 #: bytes of one system call
-_SECRET = secrets.token_bytes(16)
 _PART = 1 << 30
 _ALIGNMENT = 64
 #: seconds between two looks at whether a process has ended whose socket others may hold, too
