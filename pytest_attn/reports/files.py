@@ -97,7 +97,8 @@ class Lock:
         pass
 
     def __exit__(self, *raised: object) -> None:
-        if not self._is_folder:
+        held = os.fstat(self._descriptor)
+        if stat.S_ISREG(held.st_mode) and not held.st_size:  # else it was not made for this
             with suppress(OSError):  # another user's
                 self.path.unlink()
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # of processes that were forked meanwhile, too

@@ -134,6 +134,14 @@ def locked(request, monkeypatch):
         monkeypatch.setattr(files, "_locks", of_files_alone)
 
 
+@pytest.mark.parametrize("make", [lambda path: path.write_text("mine"), os.mkfifo])
+def test_what_stands_where_a_lock_should_be_stays(tmp_path, make):
+    make(tmp_path / "a.lock")
+    with files.Lock(tmp_path / "a.lock").acquire(0):
+        pass
+    assert (tmp_path / "a.lock").exists()
+
+
 def test_two_that_write_into_a_folder_wait_for_each_other(tmp_path, monkeypatch, locked):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(files, "_PATIENCE", 0.05)
