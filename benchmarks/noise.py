@@ -11,7 +11,7 @@ Adjusted: for the anchors, by the sensitivities that the gate would fit to all o
 takes the plain cases only. --cpus has so many cores to itself, and measures the plain cases there in one condition after the
 other until the minutes are over: quiet, beside one to eight processes that multiply, copy, attend or compile, or do each in
 bursts. FILE.json keeps every p50, anchor and sample; benchmarks/peers.py resamples it. Runs are
-appended, so that several calls make one series.
+appended, so that several calls make one series, each in the conditions that follow the last one's.
 """
 
 from __future__ import annotations
@@ -315,7 +315,8 @@ def main() -> None:
     plain = ["--disturb", options.disturb] if options.disturb else ["--plain"] if options.plain else []
     conditions = CONDITIONS if options.cpus else ("",)
     end = time.monotonic() + 60 * options.minutes
-    for number in range(len(conditions) if math.isinf(options.minutes) else sys.maxsize):
+    visit = 1 + max((run["visit"] for run in series["runs"]), default=-1)
+    for number in range(visit, visit + len(conditions) if math.isinf(options.minutes) else sys.maxsize):
         condition = conditions[number % len(conditions)] or ("products 1" if options.disturb == "process" else "")
         with beside(condition, command):
             processes = _IN_ONE_CONDITION if options.cpus else options.processes

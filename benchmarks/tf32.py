@@ -69,7 +69,7 @@ def triton_kernel(w: Workload) -> Callable[..., Any] | None:
     """Return a Triton kernel for plain and causal workloads, None for others."""
     options = w.kv_lens, w.cached, w.kv_pages, w.bias, w.alibi, w.sinks, w.score_mod, w.softcap, w.dropout
     is_plain = not (w.is_packed or w.is_quantized or any(options))
-    fits = w.head_dim == w.v_head_dim and w.head_dim in (16, 32, 64, 128)
+    fits = w.head_dim == w.v_head_dim and w.head_dim in (16, 32, 64, 128) and w.head_groups == "contiguous"
     if triton is None or not is_plain or not fits or not (w.mask is None or isinstance(w.mask, Causal)):
         return None
     offset = w.kv_len - w.q_len if isinstance(w.mask, Causal) and w.mask.bottom_right else 0
