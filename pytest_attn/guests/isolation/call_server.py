@@ -5,6 +5,7 @@ What it answers is JSON, and bytes in shared memory. It knows no reference, and 
 
 import ctypes
 import dataclasses
+import itertools
 import json
 import os
 import pickle
@@ -13,7 +14,9 @@ import sys
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +28,12 @@ from pytest_attn.backends.machine import current, wait
 from pytest_attn.backends.named import NamedFunction, UnimportableError, imported, offered_to
 from pytest_attn.backends.raised import EndsTestError, declined_because
 from pytest_attn.backends.registry import Registry
+from pytest_attn.backends.streams import side_stream
 from pytest_attn.correctness.call import is_cuda_error
 from pytest_attn.correctness.contract import ContractError, elements, plain, require_dense
 from pytest_attn.correctness.replaced_functions import functions_kept
 from pytest_attn.correctness.switches import KeptSwitches
-from pytest_attn.guests.isolation.timed_row import RowData, bytes_of, digest
+from pytest_attn.guests.isolation.timed_row import RowData, bytes_of, digest, replayed
 from pytest_attn.guests.isolation.wire import MOST_TEXT, FrameSocket, Parcel, released, storage_of, taken, unpickled, write
 from pytest_attn.latency.exact_results import Attention
 from pytest_attn.latency.kernel_work import work_of
@@ -191,41 +195,43 @@ class CallServer:
 
     def _in_a_row(self, order: dict[str, Any]) -> list[Any]:
         """Call the function on data that the judge draws when the time begins; return what it returned."""
-        given, all_keywords, douts = order["call"]
-        device, direction, calls, function = given[0].device, order["direction"], order["calls"], self._function
-        results, digests = list[Any](), list[Tensor]()
-        with current(str(device)), threads(order["threads"]), torch.set_grad_enabled(direction != "forward"):
-            outs = [function(*given, **all_keywords) for _ in range(calls)] if direction == "backward" else [None] * calls
-            out = all_keywords.get("out")
-            keywords = [{**all_keywords, **({} if out is None else {"out": torch.empty_like(out)})} for _ in range(calls)]
-            self._get_ready(given, calls)
+        given, device = order["call"][0], order["call"][0][0].device
+        with (
+            current(str(device)),
+            side_stream(device) if order["replayed"] else nullcontext(),
+            threads(order["threads"]),
+            torch.set_grad_enabled(order["direction"] != "forward"),
+        ):
+            row = _CallsInARow(self._function, self._gradients_of, order)
+            again = None
+            if order["replayed"]:
+                data = row.data(seed=0)
+                row.run(data, calls=1)  # which makes what this stream needs
+                with suppress(Exception):  # what cannot be captured is not verified then, where its launches take longer
+                    again = replayed(partial(row.run, data), device)
+            self._get_ready(given, order["calls"])
             self._answer(ready=True)
             if (frame := self._frames.receive()) is None:
                 return []
+            seed = int.from_bytes(frame, "little")
             with no_collection():
-                data = RowData(given, douts, direction, int.from_bytes(frame, "little"))
-                for result, more in zip(outs, keywords, strict=True):
-                    given, douts = data.after(digests[-1] if digests else None)
-                    if direction != "backward":
-                        result = function(*given, **more)
-                        result = more.get("out", result)  # where it was given memory to write to
-                    if direction != "forward":
-                        gradients = self._gradients_of(result, given, douts)
-                        result = gradients if direction == "backward" else [result, gradients]
-                    results.append(result)
-                    found: list[Tensor] = []
-                    _structure(result, found, ())
-                    digests.append(digest(found))
-                write(self._returned, [bytes_of(torch.cat(digests))])
-        self._words = sum(map(len, digests))
-        return results
+                if again:
+                    data.draw(seed)
+                    again()
+                else:
+                    row.run(row.data(seed))
+                write(self._returned, [bytes_of(torch.cat(row.digests))])
+        self._words = sum(map(len, row.digests))
+        return row.results
 
-    def _gradients_of(self, result: object, given: Sequence[Tensor], douts: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _gradients_of(
+        self, result: object, given: Sequence[Tensor], douts: Sequence[Tensor | None], retain_graph: bool = False
+    ) -> list[Tensor | None]:
         found: list[Tensor] = []
         _structure(result, found, given)
         pairs = [(out, dout) for out, dout in zip(found, douts, strict=True) if dout is not None]
         leaves = [one for one in given if one.requires_grad]
-        gradients = iter(self._gradients([out for out, _ in pairs], leaves, [dout for _, dout in pairs]))
+        gradients = iter(self._gradients([out for out, _ in pairs], leaves, [dout for _, dout in pairs], retain_graph))
         return [next(gradients) if one.requires_grad else None for one in given]
 
     def _get_ready(self, given: Sequence[Tensor], calls: int) -> None:
@@ -255,6 +261,39 @@ class CallServer:
         if not call.results:
             call.results[:] = found
         return {"result": structure, "tensors": [_described(one) for one in found], "changed": changed}
+
+
+class _CallsInARow:
+    """Calls on data of which each depends on the one before: what they returned last, and digests of that."""
+
+    def __init__(self, function: Callable[..., Any], gradients_of: Callable[..., Any], order: dict[str, Any]) -> None:
+        given, keywords, douts = order["call"]
+        self._function, self._gradients_of, self._direction = function, gradients_of, order["direction"]
+        self.data = partial(RowData, given, douts, self._direction)
+        is_backward, calls = self._direction == "backward", order["calls"]
+        self._retains_graph = is_backward and order["replayed"]  # for a graph of a GPU reads what the forward pass saved
+        self._outs = [function(*given, **keywords) if is_backward else None for _ in range(calls)]
+        out = keywords.get("out")
+        self._keywords = [{**keywords, **({} if out is None else {"out": torch.empty_like(out)})} for _ in range(calls)]
+        self.results: list[Any] = []
+        self.digests: list[Tensor] = []
+
+    def run(self, data: RowData, calls: int | None = None) -> None:
+        """Make the calls, or the first of them."""
+        self.results.clear()
+        self.digests.clear()
+        for result, keywords in itertools.islice(zip(self._outs, self._keywords, strict=True), calls):
+            given, douts = data.after(self.digests[-1] if self.digests else None)
+            if self._direction != "backward":
+                result = self._function(*given, **keywords)
+                result = keywords.get("out", result)  # where it was given memory to write to
+            if self._direction != "forward":
+                gradients = self._gradients_of(result, given, douts, self._retains_graph)
+                result = gradients if self._direction == "backward" else [result, gradients]
+            self.results.append(result)
+            found: list[Tensor] = []
+            _structure(result, found, ())
+            self.digests.append(digest(found))
 
 
 def _structure(result: object, found: list[Tensor], given: Sequence[Tensor]) -> Any:

@@ -26,7 +26,7 @@ from pytest_attn.latency.kernel_work import Call, KernelWork
 from pytest_attn.latency.profiler import Profile
 from pytest_attn.latency.result import Latency
 from pytest_attn.latency.statistics import Interval
-from pytest_attn.latency.timer import CHANCE, Mode
+from pytest_attn.latency.timer import CHANCE, GRAPHS, Mode
 from pytest_attn.latency.work import LatencyDirection, StaleError, WrongResultError
 from pytest_attn.processes.fork_server import Command
 from pytest_attn.processes.fork_server import modules_ahead as all_modules_ahead
@@ -119,15 +119,17 @@ def time_isolated(
         latency = latency_of(claimed, spec.workload.id, subject.name, direction, spec.device.type)
     except (KeyError, TypeError, ValueError, OverflowError):
         function.start().give_up("its process returned garbage in place of a time")
-    return _held_to(latency, _Row(function, work, call, recorded[0]))
+    return _held_to(latency, _Row(function, work, call, recorded[0], latency.mode in GRAPHS))
 
 
 def _held_to(latency: Latency, row: _Row) -> Latency:
     """Raise StaleError where calls in a row take longer than was claimed; where that cannot be told, say so."""
-    each = latency.p50 if latency.mode == "host" else latency.p50 + latency.launch
+    each = latency.p50
     fits = max(_FEWEST, _BYTES // max(1, sum(one.nbytes for one in row.recorded.given)))
     number = int(min(max(_FEWEST, _SECONDS / each), _SETS if row.direction == "backward" else _MOST, fits))
-    most, least_refused = (number * (each * slower + _SLACK_OF_CALL) + _SLACK_SECONDS for slower in (_SLOWER, _REFUSED))
+    most = number * (each * _SLOWER + _SLACK_OF_CALL) + _SLACK_SECONDS
+    launched = each if latency.mode == "host" else each + latency.launch  # which may be work, or none
+    least_refused = number * (launched * _REFUSED + _SLACK_OF_CALL) + _SLACK_SECONDS
     rows = []
     for _ in range(_TRIES):
         rows.append(row.time(number))
@@ -155,10 +157,12 @@ class _RowTime(NamedTuple):
 
 
 class _Row:
-    """Calls in a row of an isolated function. call: one that was made, and was recorded."""
+    """Calls in a row of an isolated function. call: one that was made, and was recorded. is_replayed: from a graph."""
 
-    def __init__(self, function: IsolatedFunction, work: KernelWork, call: Call, recorded: Recorded) -> None:
-        self.recorded, self.direction = recorded, work.direction
+    def __init__(
+        self, function: IsolatedFunction, work: KernelWork, call: Call, recorded: Recorded, is_replayed: bool
+    ) -> None:
+        self.recorded, self.direction, self._is_replayed = recorded, work.direction, is_replayed
         self._function, self._work, self._call = function, work, call
         self._results: list[torch.Tensor] = []
 
@@ -169,7 +173,7 @@ class _Row:
         """
         recorded, seed = self.recorded, CHANCE.getrandbits(63)
         try:
-            seconds, waited, found = self._function.in_a_row(recorded, self.direction, calls, seed)
+            seconds, waited, found = self._function.in_a_row(recorded, self.direction, calls, seed, self._is_replayed)
         except ContractError as error:
             raise WrongResultError(f"called in a row: {error}") from None
         digests = found.view(calls, -1) if len(found) % calls == 0 else found.new_empty(calls, 0)
@@ -189,7 +193,8 @@ class _Row:
     def seconds_beside(self, calls: int) -> float:
         """Return the seconds that are not those of the calls, once the process has ended, which could make them more."""
         self._function.close()
-        return seconds_beside(self.recorded.given, self.recorded.douts, self.direction, self._results, calls)
+        of_row = self.recorded.given, self.recorded.douts, self.direction, self._results, calls
+        return seconds_beside(*of_row, is_replayed=self._is_replayed)
 
 
 def _told(spec: CheckSpec) -> CheckSpec:

@@ -313,15 +313,19 @@ class IsolatedFunction(NamedFunction):
             self.start().give_up("its process returned garbage")
         return claimed
 
-    def in_a_row(self, call: Recorded, direction: str, calls: int, seed: int) -> tuple[float, float | None, Tensor]:
+    def in_a_row(
+        self, call: Recorded, direction: str, calls: int, seed: int, is_replayed: bool
+    ) -> tuple[float, float | None, Tensor]:
         """Have it make a recorded call again and again, each time on data of which it learns when the time begins: `RowData`.
+
+        is_replayed: from a graph of a GPU, where it can be captured.
 
         Returns the seconds, by the clock of this process, until digests of all results are here; those for which the thread
         that answers waited for a core, None where the system does not say; and the digests.
         """
         process = self.start()
         order = {"do": "repeat", "call": (call.given, call.keywords, call.douts), "direction": direction, "calls": calls}
-        answer, _ = process.ask(*pickled({**order, "threads": torch.get_num_threads()}))
+        answer, _ = process.ask(*pickled({**order, "replayed": is_replayed, "threads": torch.get_num_threads()}))
         if answer.get("ready") is not True:
             process.give_up("its process returned garbage")
         waited = thread_waited(process.pid)

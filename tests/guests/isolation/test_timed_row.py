@@ -76,9 +76,9 @@ def test_what_a_row_does_beside_its_calls_takes_time():
     assert 0 < seconds_beside(given, [], "forward", [given[0]], calls=4) < 1
 
 
-def latency_of(p50, mode="host"):
+def latency_of(p50, mode="host", launch=0.0):
     interval = Interval(p50, p50, 0.95)
-    return Latency("w", "mine", "forward", p50, interval, (p50,), 1, mode, 1, "warm", launch=0.0, anchors={})
+    return Latency("w", "mine", "forward", p50, interval, (p50,), 1, mode, 1, "warm", launch=launch, anchors={})
 
 
 def row_of(seconds, unwaited):
@@ -97,6 +97,12 @@ def test_a_time_is_verified_or_inconclusive_however_long_its_thread_waited(secon
     assert found.p50 == 1e-3
     assert (found.decision and found.decision.verdict) == verdict
     assert len(found.disturbances) == (verdict is not None)
+
+
+def test_a_launch_that_is_claimed_explains_no_work():
+    """As of events that tell a tenth of 27 us, for which the host may well have needed 40 us to launch."""
+    found = _held_to(latency_of(2.7e-6, "graph", launch=40e-6), row_of(127e-6, 127e-6))
+    assert found.decision.verdict is Verdict.INCONCLUSIVE
 
 
 def test_one_that_no_wait_explains_is_refused():
