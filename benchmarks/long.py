@@ -437,7 +437,7 @@ def default_cases() -> list[Case]:
         Case(of("long-1m-decode"), False, (), 10),
         Case(of("long-1m-window"), False, (), 20),
         Case(of("long-1m-causal"), False, ("key after a border", "int32"), 60),
-        Case(of("long-256k-causal"), True, (), 100),
+        Case(of("long-256k-causal"), True, (), 115),
     ]
 
 
