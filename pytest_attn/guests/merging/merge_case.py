@@ -63,7 +63,8 @@ FAULTS_OF_MERGES = {
     "merge-lse-overwritten": "lse is written over a part's before its weight is taken",
     "merge-empty-as-zero": "an lse of -inf is taken as 0",
     "merge-weights-of-another-part": "parts have the weights of others",
-    "merge-part-scaled": "one part has a factor of its own",
+    "merge-part-scaled": "one part has a factor of its own, or its lse has",
+    "merge-not-normalized": "weights are not divided by their sum",
     "merge-part-missing": "one part is left out",
     "merge-part-twice": "one part counts twice",
     "merge-lse-layout": "lse is read in another order of its dimensions",
@@ -180,7 +181,8 @@ def _arranged(inputs: Inputs, count: int, takes_strides: bool, may_be_empty: boo
     places = rows + torch.arange(lses.shape[2], device=lses.device).unsqueeze(-1)
     of_parts = torch.arange(count, device=lses.device).view(-1, 1, 1, 1) * (places % 7 == 0)
     signs = 1 - 2 * ((places + of_parts) % 2)
-    yield Parts(f"{words}, lse {_FAR:g} higher or lower, in some rows by part", outs, lses + _FAR * signs)
+    for far, said in ((_FAR, "higher or lower"), (-_FAR, "lower or higher")):  # as few rows have parts apart one way only
+        yield Parts(f"{words}, lse {_FAR:g} {said}, in some rows by part", outs, lses + far * signs)
 
 
 def _unequal(length: int, count: int) -> list[int]:
@@ -437,7 +439,8 @@ class Handed:
             std = tau + value.abs() * UNIT[self._workload.out_dtype] * (name == "out")
             hypothesis = FaultHypothesis(fault, words, _predicts(value, std), OF_STEPS)
             if fit := explains(hypothesis, seen):
-                found.append((fit.rank, Hint(fault, words)))
+                is_fitted = fault == "merge-part-scaled"  # and so explains what has a cause without a factor as well
+                found.append(((is_fitted, fit.rank), Hint(fault, words)))
         return tuple(hint for _, hint in sorted(found, key=lambda one: one[0])[:1])
 
     def _others(self, name: str, got: Tensor, exact: Tensor) -> Iterator[tuple[str, str, Tensor]]:
@@ -511,13 +514,14 @@ def _other_outs(parts: Parts, got: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     empty_as_zero = lses.masked_fill(lses == -math.inf, 0.0)
     yield "merge-empty-as-zero", "out is the merge in which an lse of -inf is taken as 0", by(empty_as_zero)
     yield "merge-mean", "out is the mean of the parts, whatever their lse", outs.mean(0)
+    words = "out is the merge in which weights are not divided by their sum"
+    yield "merge-not-normalized", words, (weights / weights.amax(0).clamp(min=1e-30) * outs).sum(0)
     for part in range(len(outs)):
         which = _ordinal(part)
         words = f"out is the merge in which the {which} part's lse is overwritten before its weight is taken"
         yield "merge-lse-overwritten", words, by(lses.logsumexp(0), part)
         if len(outs) > 2:
-            missing = torch.full_like(lses[part], -math.inf)
-            yield "merge-part-missing", f"out is the merge without the {which} part", by(missing, part)
+            yield "merge-part-missing", f"out is the merge without the {which} part", _without_part(parts, part)[0]
         yield (
             "merge-part-twice",
             f"out is the merge in which the {which} part counts twice",
@@ -528,6 +532,22 @@ def _other_outs(parts: Parts, got: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         factor = float(1 + ((got.double() - right) * share).sum() / share.square().sum())
         words = f"out is the merge in which the {which} part is multiplied by {factor:.3g}"
         yield "merge-part-scaled", words, right + (factor - 1) * share
+        factor = _factor_of_lse(parts, part, got)
+        words = f"out is the merge in which the {which} part's lse is multiplied by {factor:.3g}"
+        yield "merge-part-scaled", words, by(lses[part] * factor, part)
+
+
+def _without_part(parts: Parts, part: int) -> tuple[Tensor, Tensor, Tensor]:
+    return parts._replace(lses=parts.lses.index_fill(0, torch.tensor(part, device=parts.lses.device), -math.inf)).merged()
+
+
+def _factor_of_lse(parts: Parts, part: int, got: Tensor) -> float:
+    """Return what the lse of a part would be multiplied by, as the weight of the part in a result says it."""
+    others, lse, _ = _without_part(parts, part)
+    towards = parts.outs[part] - others
+    weight = ((got.double() - others) * towards).sum(-1) / towards.square().sum(-1)
+    telling = (weight - 0.5).abs() < 0.45  # else rounding of out says more than the weight
+    return float(((weight.logit() + lse) / parts.lses[part]).where(telling, math.nan).nanmedian())
 
 
 def _other_lses(parts: Parts) -> Iterator[tuple[str, str, Tensor]]:

@@ -217,6 +217,12 @@ MUTANTS = {
         "lse in base e is taken as in base 2 in the second part",
     ),
     "factor of a part": (lambda a, x, b, y: of_two(a, x, b * 0.75, y), FIRST, "the second part is multiplied by 0.75"),
+    "scaled lse": (lambda a, x, b, y: of_two(a, x, b, y * 1.1), FIRST, "second part's lse is multiplied by 1\\.1"),
+    "no sum": (
+        lambda a, x, b, y: combined(torch.stack([a, b]), (torch.stack([x, y]) - torch.maximum(x, y)).exp(), x, a)[0],
+        FIRST,
+        "weights are not divided by their sum",
+    ),
     # as vllm#21996 read one that was not contiguous
     "memory of lse": (partial(read_as, lambda t: t.reshape(1, 40, 4).mT), FIRST, rf"{READ} \(batch, rows, heads\)"),
     "as if contiguous": (
@@ -251,6 +257,13 @@ MUTANTS = {
 def test_a_fault_is_found_in_its_arrangement_and_named(attn, fn, arrangement, cause):
     with pytest.raises(AssertionError, match=rf"(?s)inputs structured, {arrangement}\).*{cause}"):
         attn.check_merge(fn)
+
+
+@pytest.mark.attention(Workload(1, 90, heads=2, head_dim=32), device="cpu", returns_lse=True)
+def test_parts_of_one_row_lie_far_apart_either_way(attn):
+    for fn in (one_plus_exp, lambda a, x, b, y: one_plus_exp(b, y, a, x)):
+        with pytest.raises(AssertionError, match=r"(?s)lse 200 .*subtract the largest lse"):
+            attn.check_merge(fn, empty_parts=False)
 
 
 def detached(a, x, b, y):
