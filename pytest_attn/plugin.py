@@ -332,17 +332,22 @@ class HooksOfTests:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Refuse a marked test that passes and has judged nothing; end the run where one has changed its judge."""
+        """Refuse a marked test that passes and has judged nothing."""
         __tracebackhide__ = True
         result = yield
         if is_marked(item):
-            from pytest_attn.cases.unjudged import has_judged, refuse_unjudged
+            from pytest_attn.cases.unjudged import refuse_unjudged
 
             refuse_unjudged(item)
-            if has_judged(item):
-                from pytest_attn.cases.conclude import require_judge
+        return result
 
-                require_judge(item)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        """End the run where a test has changed its judge, once its fixtures have put back what they replace."""
+        result = yield
+        conclude = sys.modules.get("pytest_attn.cases.conclude")
+        if conclude and is_marked(item):
+            conclude.require_judge(item)
         return result
 
     @pytest.hookimpl(wrapper=True)

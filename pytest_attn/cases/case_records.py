@@ -28,6 +28,8 @@ from pytest_attn.workloads.workload import Direction, Workload
 
 #: the records of an item whose test is not done yet
 RECORDS = pytest.StashKey[list[Record]]()
+#: whether any has come on a report, of which a test with subtests has several
+_HAS_RECORDS = pytest.StashKey[bool]()
 _SHOWN = (
     *("name", "distribution", "passed", "z_element", "z_row", "z_head", "z_slope", "slope"),
     *("absmax", "mean_abs", "mse", "relative_l2", "cosine", "worst", "found", "exact", "budget", "wrong_positions"),
@@ -130,9 +132,10 @@ def attach_records(item: pytest.Item, call: pytest.CallInfo[None], report: pytes
         report.attn_begins = {"test": id_from_root(item), **fields_of_case(parameter_of(item))}  # type: ignore[attr-defined]
     records = item.stash.get(RECORDS, [])
     item.stash[RECORDS] = []
+    item.stash[_HAS_RECORDS] = bool(records) or (report.when != "setup" and item.stash.get(_HAS_RECORDS, False))
     finished = [_finished(record, item, report) for record in records]
     if report.failed and not any(map(is_wrong, finished)):
-        finished += [_finished(record, item, report) for record in _failure(item, call, report, bool(records))]
+        finished += [_finished(record, item, report) for record in _failure(item, call, report)]
     if not finished:
         return
     report.attn = finished  # type: ignore[attr-defined]
@@ -178,11 +181,11 @@ def fields_of_case(parameter: CaseParameter | None) -> dict[str, str]:
     return {"workload": workload.id, "name": workload.name or "", "subject": parameter.backend or "-"}
 
 
-def _failure(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport, is_judged: bool) -> list[Record]:
+def _failure(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> list[Record]:
     """Return the record of a failure that no judgment has left: its kernel's, or the test's own."""
     parameter, error = parameter_of(item), call.excinfo.value if call.excinfo else None
     is_stage = report.when in ("setup", "call") and REFUSED not in item.stash
-    if is_stage and not is_judged and parameter is not None and error is not None:
+    if is_stage and not item.stash[_HAS_RECORDS] and parameter is not None and error is not None:
         return [_raised(item, parameter, raised_words(type(error).__name__, message_of(error)), error)]
     if not session_of(item.config).kernels.are_tested:
         return []  # of a kernel that the test was to find

@@ -47,11 +47,6 @@ def refuse_unjudged(item: pytest.Item) -> None:
     item.warn(UnjudgedWarning(f"judges nothing: {text}" if is_certain else text))
 
 
-def has_judged(item: pytest.Item) -> bool:
-    """Return whether a test has judged anything by its case."""
-    return getattr(getattr(item, "funcargs", {}).get(kind_of(item).fixture), "is_judged", False)
-
-
 def _what_is_missing(item: pytest.Item) -> tuple[bool, str] | None:
     """Return what a test lacks, and whether that is certain; None if it judges, or does not test a kernel."""
     kind = kind_of(item)

@@ -234,7 +234,7 @@ def per_key(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """(n, heads, rows, d) x (n, kv_heads, keys, d) -> (n, heads, rows, keys)."""
     n, heads, rows, dim = a.shape
     folded = a.reshape(n, b.shape[1], -1, dim)
-    return torch.matmul(folded, b.transpose(-1, -2)).view(n, heads, rows, b.shape[2])
+    return (folded @ b.transpose(-1, -2)).view(n, heads, rows, b.shape[2])
 
 
 def over_keys(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,7 @@ def over_keys(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     folded = a.reshape(n, b.shape[1], heads // b.shape[1] * rows, keys)  # keys may be none
     if n * b.shape[1] == 1 and keys >= _MANY_KEYS:
         return _in_parts(folded[0, 0], b[0, 0]).view(n, heads, rows, b.shape[3])
-    return torch.matmul(folded, b).view(n, heads, rows, b.shape[3])
+    return (folded @ b).view(n, heads, rows, b.shape[3])
 
 
 def _in_parts(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -260,7 +260,7 @@ def over_rows(a: torch.Tensor, b: torch.Tensor, heads: int) -> torch.Tensor:
     """(n, query heads, rows, keys)^T x (n, query heads, rows, d) -> (n, heads, keys, d), each summed over its query heads."""
     n, query_heads, rows, keys = a.shape
     folded = a.reshape(n, heads, query_heads // heads * rows, keys)
-    return torch.matmul(folded.transpose(-1, -2), b.reshape(n, heads, -1, b.shape[3]))
+    return folded.transpose(-1, -2) @ b.reshape(n, heads, -1, b.shape[3])
 
 
 def over_group(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -124,9 +124,10 @@ def kept_from_running_later() -> KeptSwitches:
 _FLUSHING = "torch's flushing of denormal numbers"
 #: what a library turns as it is loaded or imported, which may be at the first call of a kernel
 _HANDLERS, _FILTERS, _CORES = "handlers of signals", "Python's filters of warnings", "the cores of the process"
-_OF_LIBRARIES = {_FLUSHING, _HANDLERS, _FILTERS, _CORES}
+_CALLBACKS = "Python's callbacks of garbage collection"
+_OF_LIBRARIES = {_FLUSHING, _HANDLERS, _FILTERS, _CORES, _CALLBACKS}
 #: of these what it may need
-_STAYS = {_HANDLERS, _FILTERS}
+_STAYS = {_HANDLERS, _FILTERS, _CALLBACKS}
 #: what a kernel that turns them on puts back by the one word that torch has for that, which forgets that they only warn
 _DETERMINISTIC = "torch's deterministic algorithms"
 _libraries: set[str] = set()
@@ -237,8 +238,6 @@ def _handlers() -> tuple[Any, ...]:
 
 
 def _set_handlers(before: tuple[Any, ...]) -> None:
-    for which in _SLOW_TIMERS:
-        signal.setitimer(which, 0)
     time.sleep(_UNDER_WAY)
     for number, now, was in zip(_SIGNALS, _handlers(), before, strict=True):
         if now is not was and was is not None:  # None: code of C handles it
@@ -268,12 +267,19 @@ _UNDER_WAY = 0.01
 #: without an enumeration of what it returns, which takes longer
 _getsignal: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _SIGNALS = tuple(sorted(map(int, signal.valid_signals())))
-#: timers that count what the process computes, which takes long to ask for
-_SLOW_TIMERS = [getattr(signal, one) for one in ("ITIMER_VIRTUAL", "ITIMER_PROF") if hasattr(signal, one)]
+_TIMERS = {
+    f"the {kind} timer": getattr(signal, name)
+    for kind, name in (("interval", "ITIMER_REAL"), ("virtual", "ITIMER_VIRTUAL"), ("profiling", "ITIMER_PROF"))
+    if hasattr(signal, name)
+}
 
 
-def _is_armed() -> bool:
-    return hasattr(signal, "getitimer") and any(signal.getitimer(signal.ITIMER_REAL))
+def _is_armed(which: int) -> bool:
+    return any(signal.getitimer(which))
+
+
+def _disarm(which: int, before: bool) -> None:
+    signal.setitimer(which, 0)
 
 
 def _wakeup_descriptor() -> int:
@@ -375,18 +381,19 @@ def _leave_saved_tensors_hooks(before: Any) -> None:
 
 def watchers() -> tuple[Any, ...]:
     """Return what Python tells of each line or function."""
-    return sys.getprofile(), sys.gettrace(), _monitoring_tools()
+    return tuple(_LATER[name].read() for name in _WATCHERS)
 
 
 def unwatch(before: tuple[Any, ...]) -> None:
-    """Have Python tell nobody who has not been among its watchers before."""
-    profile, trace, tools = before
-    if profile is None:
-        sys.setprofile(None)
-    if trace is None:
-        sys.settrace(None)
-    if tools != _monitoring_tools():
-        _free_monitoring_tools(tools)
+    """Have Python tell nobody who has not been among its watchers before; raise ContractError where a callable left one."""
+    left = ""
+    for name, was in zip(_WATCHERS, before, strict=True):
+        one, now = _LATER[name], _LATER[name].read()
+        if now is not was and (type(now) is not tuple or now != was):
+            one.turn(was)
+            left = one.said(name, now, was) if one.is_left(now, was) else left
+    if left:
+        raise ContractError(f"while it was timed, {left}")
 
 
 def _is_trace_left(now: Any, was: Any) -> bool:
@@ -413,7 +420,7 @@ def _free_monitoring_tools(before: tuple[Any, ...]) -> None:
 
 #: a timer that was armed before may have come to its end, or have been disarmed
 _LATER = {
-    "the interval timer": Switch(_is_armed, lambda before: signal.setitimer(signal.ITIMER_REAL, 0), operator.gt),
+    **{name: Switch(partial(_is_armed, one), partial(_disarm, one), operator.gt) for name, one in _TIMERS.items()},
     _HANDLERS: Switch(_handlers, _set_handlers, _is_handler_left, _handler_at),
     "the descriptor that signals write to": Switch(
         _wakeup_descriptor, lambda before: signal.set_wakeup_fd(before, warn_on_full_buffer=False)
@@ -421,5 +428,9 @@ _LATER = {
     "Python's profile function": Switch(sys.getprofile, _set_profile),
     "Python's trace function": Switch(sys.gettrace, sys.settrace, _is_trace_left),
 }
+#: of these what Python tells of each line or function
+_WATCHERS = [name for name in _LATER if name.startswith("Python's ")]
 if hasattr(sys, "monitoring"):
     _LATER["Python's monitoring tools"] = Switch(_monitoring_tools, _free_monitoring_tools)
+    _WATCHERS.append("Python's monitoring tools")
+_LATER[_CALLBACKS] = Switch(lambda: tuple(gc.callbacks), lambda before: gc.callbacks.__setitem__(slice(None), before))

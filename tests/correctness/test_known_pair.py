@@ -5,11 +5,13 @@ import torch
 
 from pytest_attn.correctness import judge, known_pair
 from pytest_attn.correctness.comparison import Comparison
+from pytest_attn.correctness.limits import Limits
 
-CPU = torch.device("cpu")
+CPU, LIMITS_EXCESS = torch.device("cpu"), Limits.excess
 REPLACED = {
     "all is right": (Comparison, "passed", True),
     "all is wrong": (Comparison, "passed", False),
+    "limits eight times as wide": (Limits, "excess", lambda *z: LIMITS_EXCESS(*z) / 8),
     "no error is seen": (judge, "residual_over_budget", lambda returned, *_, **__: torch.zeros_like(returned).double()),
 }
 
@@ -102,8 +104,33 @@ def test_what_a_test_changes_after_its_judgment_is_found_at_its_end(pytester, mo
         def test_one(attn):
             attn.check(torch.nn.functional.scaled_dot_product_attention)
             Comparison.passed = True
+
+        def test_two(): pass
     """)
     monkeypatch.setattr(Comparison, "passed", Comparison.passed)
     result = pytester.runpytest_inprocess()
-    result.assert_outcomes(failed=1)
+    result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*no longer tells right from wrong*scaled_dot_product_attention on smoke-full*"])
+
+
+def test_what_a_test_replaces_for_its_own_time_changes_no_judge(pytester):
+    """As one that sees that a kernel falls back to nothing, or asks other code after its judgment."""
+    pytester.makepyfile("""
+        import pytest, torch
+        from unittest import mock
+
+        attention = torch.nn.functional.scaled_dot_product_attention
+        FALLS_BACK = dict.fromkeys(("matmul", "bmm", "softmax", "einsum"), mock.Mock(side_effect=AssertionError))
+
+        @pytest.mark.attention("smoke-full", backward=True)
+        def test_no_fallback(attn):
+            with mock.patch.multiple(torch, **FALLS_BACK), mock.patch("torch.nn.functional.scaled_dot_product_attention"):
+                attn.check(attention)
+
+        @pytest.mark.attention("smoke-full")
+        def test_more(attn, monkeypatch):
+            attn.check(attention)
+            for owner, name in ((torch, "exp"), (torch, "tensor"), (torch.Tensor, "sub")):
+                monkeypatch.setattr(owner, name, None)
+    """)
+    pytester.runpytest_inprocess().assert_outcomes(passed=2)

@@ -47,6 +47,10 @@ FILTERS = []
 CORES, DESCRIPTOR = os.sched_getaffinity(0), os.open(os.devnull, os.O_NONBLOCK)
 
 
+def print_nothing(*event):
+    pass
+
+
 def ignore_warnings():
     FILTERS[:] = [tuple(warnings.filters)]
     warnings.simplefilter("ignore")
@@ -72,9 +76,18 @@ OF_PROCESS = {
         lambda on: signal.signal(signal.SIGTERM, signal.SIG_IGN if on else signal.SIG_DFL),
         lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
     ),
-    "the interval timer": (
-        lambda on: signal.setitimer(signal.ITIMER_REAL, 3600 * on),
-        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+    **{
+        f"the {name} timer": (
+            lambda on, which=which: signal.setitimer(which, 3600 * on),
+            lambda which=which: signal.getitimer(which)[0] > 0,
+        )
+        for name, which in (("interval", signal.ITIMER_REAL), ("virtual", signal.ITIMER_VIRTUAL))
+    },
+    "Python's callbacks of garbage collection": (
+        lambda on: (
+            gc.callbacks.append(print_nothing) if on else print_nothing in gc.callbacks and gc.callbacks.remove(print_nothing)
+        ),
+        lambda: print_nothing in gc.callbacks,
     ),
     "the descriptor that signals write to": (
         lambda on: signal.set_wakeup_fd(DESCRIPTOR if on else -1),
@@ -211,7 +224,9 @@ def test_a_recursion_limit_near_the_present_depth_is_named():
         assert sys.getrecursionlimit() == before
 
 
-@pytest.mark.parametrize("name", ["Python's filter 1 of warnings", "the handler of SIGTERM"])
+@pytest.mark.parametrize(
+    "name", ["Python's filter 1 of warnings", "the handler of SIGTERM", "Python's callbacks of garbage collection"]
+)
 def test_what_a_library_turns_as_it_is_imported_is_no_fault_and_stays(name, monkeypatch):
     turn, is_on = SWITCHES[name]
 

@@ -122,7 +122,7 @@ def require_told(pytester, result, monkeypatch, capsys, unmarked=0):
     page, pages = (pytester.path / "run.html").read_text(), (pytester.path / "run.md").read_text()
     if failed:
         assert words in page
-        assert "Nothing went wrong" not in page
+        assert "No attention test went wrong" not in page
         assert words in pages
         assert sum(len(machine.records) for machine in by_machine(records)) == len(records)
     for name in named:
@@ -161,6 +161,19 @@ def test_stopped_at_the_first(pytester, monkeypatch, capsys):
     require_told(pytester, run(pytester, "-rfE", "-x"), monkeypatch, capsys)
 
 
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest 9 has subtests")
+def test_what_subtests_assert_is_not_laid_to_the_kernel(pytester):
+    pytester.makepyfile(f"""{BEGINNING}
+def test_parts(attn, subtests):
+    attn.check(right)
+    for part in range(2):
+        with subtests.test(part=part): assert part == 2
+""")
+    result = run(pytester)
+    assert result.ret == 1
+    assert [r["verdict"] for r in read_records(pytester.path / "run.jsonl")] == ["passed", "failed", "failed"]
+
+
 def test_what_was_run_again(pytester, monkeypatch, capsys):
     pytester.makeconftest(RERUNS)
     pytester.makepyfile(BEGINNING + FLAKY)
@@ -191,9 +204,9 @@ def test_a_file_that_cannot_be_collected_and_an_interrupted_run(pytester):
     pytester.makepyfile(test_a=written(["right"]), test_b="import no_such_module")
     run(pytester, "--continue-on-collection-errors")
     assert "test_b.py" in (pytester.path / "run.md").read_text()
-    assert "Nothing went wrong" not in (pytester.path / "run.html").read_text()
+    assert "No attention test went wrong" not in (pytester.path / "run.html").read_text()
     pytester.makepyfile(test_b=f"{written(['right'])}\ndef test_stops(attn): raise KeyboardInterrupt\n")
     assert run(pytester, no_reraise_ctrlc=True).ret == pytest.ExitCode.INTERRUPTED
     assert "KeyboardInterrupt" in (pytester.path / "run.md").read_text()
-    assert "Nothing went wrong" not in (pytester.path / "run.html").read_text()
+    assert "No attention test went wrong" not in (pytester.path / "run.html").read_text()
     assert sentence(read_records(pytester.path / "run.jsonl")).startswith("The run was stopped")

@@ -113,12 +113,12 @@ def judged(*verdicts):
     ("verdicts", "expected"),
     [
         ((), "No attention test ran."),
-        (("passed", "passed", "held"), "Nothing went wrong. 2 right, 1 with all invariants."),
+        (("passed", "passed", "held"), "No attention test went wrong. 2 right, 1 with all invariants."),
         (("passed", "mismatch"), "1 test failed. 1 of 2 judgments went wrong: 1 wrong. The rest: 1 right."),
         (("regressed",), "1 test failed. 1 of 1 judgment went wrong: 1 regressed."),
-        (("passed", "inconclusive"), "Nothing went wrong. To look at: 1 inconclusive. 1 right."),
+        (("passed", "inconclusive"), "No attention test went wrong. To look at: 1 inconclusive. 1 right."),
         (("skipped", "no baseline"), "Nothing was found right or wrong: 1 without a baseline, 1 skipped."),
-        (("of tomorrow", "passed"), "Nothing went wrong. To look at: 1 of tomorrow. 1 right."),
+        (("of tomorrow", "passed"), "No attention test went wrong. To look at: 1 of tomorrow. 1 right."),
     ],
 )
 def test_one_sentence_says_how_the_run_went(verdicts, expected):

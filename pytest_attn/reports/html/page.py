@@ -299,7 +299,7 @@ def sentence(records: Sequence[Record]) -> str:
     if not said and not _counted(counts, "good", "doubt"):
         return f"Nothing was found right or wrong: {fine}."
     rest = f"The rest: {fine}." if said else f"{fine[:1].upper()}{fine[1:]}."
-    said = said or ["Nothing went wrong."]
+    said = said or ["No attention test went wrong."]
     said += [f"To look at: {doubtful}."] * bool(doubtful) + [rest] * bool(fine)
     return " ".join(said)
 
