@@ -46,6 +46,7 @@ def runs_step(tmp_path):
 
 def test_its_steps_judge_and_leave_one_comment(runs_step, tmp_path):
     judge, _, comment = STEPS
+    assert comment["continue-on-error"], "a pull request of a fork may not comment, and has not failed"
     told = {"TESTS": "test_mine.py", "AGAINST": "", "OPTIONS": "--attn-diagnosis-timeout=0.1", "PYTHON": sys.executable}
     for factor, status in ((1, 0), (2, 1)):
         (tmp_path / "test_mine.py").write_text(TESTS.replace("FACTOR", str(factor)))
@@ -57,6 +58,9 @@ def test_its_steps_judge_and_leave_one_comment(runs_step, tmp_path):
     assert "1 right" in (tmp_path / "body-1").read_text()
     assert "test_mine" in (tmp_path / "body-2").read_text()
     assert len((tmp_path / "attention" / "run.jsonl").read_text().splitlines()) == 2
+    assert runs_step(judge, **{**told, "AGAINST": "nowhere"}) == 4
+    assert runs_step(comment, NUMBER="12") == 0
+    assert "pytest has written no summary" in (tmp_path / "body-3").read_text()
 
 
 @pytest.mark.parametrize("summary", [None, "x" * 300_000])
