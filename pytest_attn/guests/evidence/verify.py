@@ -166,7 +166,7 @@ def _collected(arguments: Sequence[str]) -> RunFacts:
         command = [sys.executable, "-m", *words]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
         facts = read_runs(str(path))[-1].facts if path.exists() else None
-    if facts is None or facts["uncollected"] or not facts["collected"]:
+    if facts is None or facts["uncollected"] or not facts["selected"]:
         said = last_words(done.stderr + done.stdout)
         raise CannotSayError(f"{shlex.join(words[:-1])} fails here: {said}; mend it, or leave it out: --no-collect")
     return facts

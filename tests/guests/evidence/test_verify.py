@@ -213,7 +213,7 @@ def test_fewer_tests_and_other_options_than_asked_for_are_refused(repository, py
     assert options.startswith("verify: run.jsonl has the options --attn-limits=strict, expected none; ")
     assert verify("--args=-k full --attn-limits=strict")[0] == 0
     assert "--nowhere" in verify("--args=--nowhere")[1][0]
-    assert verify("--args=--nowhere")[0] == 2
+    assert verify("--args=--nowhere")[0] == verify("--args=-k nothing")[0] == 2
 
 
 @pytest.mark.slow("starts pytest three times")
