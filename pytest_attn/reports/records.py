@@ -355,7 +355,8 @@ def require_described(line: Any, description: Mapping[str, Any], where: str) -> 
         raise ValueError(f"{where}: {printable(fault, 0)}; is it a line of a .jsonl file that --attn-output wrote?")
 
 
-_NUMBERS = array_of(NUMBER)
+_SECONDS = {"type": "number", "minimum": 0}
+_TIME = {**_SECONDS, "minimum": 5e-324, "description": "seconds, more than 0"}
 #: the levels at which z has a limit
 LEVELS = ("z_element", "z_row", "z_head")
 OF_LEVELS = dict.fromkeys(LEVELS, or_null(NUMBER))
@@ -400,17 +401,18 @@ _WITHIN: dict[str, dict[str, Any]] = {
     "latency": or_null(
         {"dependentRequired": {"p50": ["interval", "mode", "l2", "calls"]}}
         | object_of(
-            p50=or_null(NUMBER),
-            interval=array_of(NUMBER, 3),
+            p50=or_null(_TIME),
+            interval=array_of(_SECONDS, 3),
             mode=TEXT,
             l2=TEXT,
             direction=TEXT,
             key=TEXT,
             calls=COUNT,
+            anchors=by_name(_SECONDS),
             disturbances=array_of(TEXT),
             notes=array_of(TEXT),
-            decision=or_null(object_of(change=or_null(NUMBER), runs=_NUMBERS, detectable=or_null(NUMBER))),
-            baseline=or_null(object_of(p50=_NUMBERS, date=TEXT, reason=TEXT, history={"type": "array"})),
+            decision=or_null(object_of(change=or_null(NUMBER), runs=array_of(_TIME), detectable=or_null(NUMBER))),
+            baseline=or_null(object_of(p50=array_of(_TIME), date=TEXT, reason=TEXT, history={"type": "array"})),
         )
     ),
     "machine": object_of(

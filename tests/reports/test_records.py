@@ -187,6 +187,15 @@ def test_what_json_calls_passed_is_told_apart(changes, verdict):
         ({"tensors": "all"}, 'tensors: found "all", expected array'),
         ({"latency": []}, "latency: found an array, expected object or null"),
         ({"question": None}, "question: found null, expected string"),
+        (
+            {"latency": {"p50": -1.0, "interval": [1, 1, 1], "mode": "", "l2": "", "calls": 1}},
+            "latency.p50: found -1.0, expected seconds, more than 0",
+        ),
+        (
+            {"latency": {"decision": {"change": 0, "runs": [0], "detectable": 0}}},
+            "latency.decision.runs[0]: found 0, expected",
+        ),
+        ({"latency": {"anchors": {"memory": -1}}}, "latency.anchors.memory: found -1, expected number from 0"),
     ],
 )
 def test_a_field_of_another_type_is_named_with_its_place(tmp_path, changes, words):
