@@ -135,6 +135,11 @@ def test_a_second_time_in_one_process_is_no_second_value():
         (2, "", "a new process could not run it: it said nothing"),
         (3, "line\nE   ImportError: no flash\nlater", "a new process could not run it: E   ImportError: no flash"),
         (4, "usage: pytest\nERROR: file not found", "a new process could not run it: ERROR: file not found"),
+        (
+            -11,
+            "Fatal Python error: Aborted\n\nExtension modules: _",
+            "a new process could not run it: Fatal Python error: Aborted",
+        ),
         (0, "1 skipped", "a new process could not run it: 1 skipped"),  # and left no times
     ],
 )
