@@ -174,3 +174,13 @@ def test_a_file_that_cannot_be_imported_there_is_not_one_that_lacks_the_test(bot
     broken = both("--attn-against=HEAD", "test_mine.py::test_mine", "--tb=no", "--no-summary")
     assert broken.ret == pytest.ExitCode.TESTS_FAILED
     broken.stdout.re_match_lines([r"against HEAD .*: nothing was compared: it cannot run these tests: .*gone.*"])
+
+
+def test_a_file_that_cannot_be_imported_there_keeps_no_other_from_being_compared(both, pytester):
+    pytester.makepyfile(test_other="import gone")
+    revision(pytester.path, KERNEL)
+    pytester.makepyfile(test_other=KERNEL)
+    result = both("--attn-against=HEAD")
+    assert result.ret == pytest.ExitCode.OK
+    said = r"cannot run test_other.py: ModuleNotFoundError: No module named 'gone'"
+    result.stdout.re_match_lines([rf"HEAD \S+ {said}", rf"inconclusive .* {said}", r"latency: 1 without .*, 1 inconclusive"])

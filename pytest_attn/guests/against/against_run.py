@@ -55,6 +55,8 @@ _DIFFERENT = (Verdict.SLOWER, Verdict.FASTER)
 _JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 #: what a test or a file has raised, as pytest shows it; lines of a wrong file stand further to the right
 _RAISED = re.compile(r"^E {3}(\w.*)", re.MULTILINE)
+#: a file of which it has collected nothing, and why
+_BROKEN = re.compile(r"^_+ ERROR collecting (.+?) _+$.*?^E {3}(\w.*?)$", re.MULTILINE | re.DOTALL)
 #: modules of tests, which are of this tree on both sides of an interpreter
 _OF_TESTS = re.compile(r"/(test_[^/]*|[^/]*_test|conftest|__init__)\.py$")
 
@@ -113,7 +115,7 @@ class BothSides(TimedAtEnd):
         try:
             with other.placed() as placed, ProcessFolder() as folder:
                 if other.text != SELF:
-                    found = self._not_comparable(cases, self._judged(placed, Path(folder)))
+                    found = self._not_comparable(cases, *self._judged(placed, Path(folder)))
                 found |= self._decided([one for one in cases if one.key not in found], placed)
         except (OtherSideError, *UNTIMED, OSError, ValueError) as error:
             problem = str(error) or "interrupted"
@@ -126,13 +128,18 @@ class BothSides(TimedAtEnd):
 
     # -- correctness ---------------------------------------------------------------------------------------------------
 
-    def _judged(self, placed: Callable[[Command], Command], folder: Path) -> list[Record]:
-        """Return the records of the whole run on the other side, where nothing is timed. Raises OtherSideError."""
-        path = folder / "records.jsonl"
+    def _judged(self, placed: Callable[[Command], Command], folder: Path) -> tuple[list[Record], dict[str, str]]:
+        """Return the records of the whole run on the other side, where nothing is timed, and why it lacks those of files.
+
+        Raises OtherSideError.
+        """
+        path, root = folder / "records.jsonl", self._config.rootpath.resolve()
+        if isinstance(placed, Moved) and not root.is_relative_to(placed.here):
+            raise OtherSideError(f"{root}, pytest's root, is not in {placed.here}; run pytest in the repository of the tests")
         command = worker_command(self._config, folder / "judged", self._config.args, {"judges": True})
         own = {"attn_output": [str(path)], "attn_latency": "off", "tbstyle": "short", "no_summary": False}
-        options = {**command.told["options"], **own}  # type: ignore[dict-item]
-        here, there = (placed.here, placed.there) if isinstance(placed, Moved) else (self._config.rootpath.resolve(), None)
+        options = {**command.told["options"], **own, "continue_on_collection_errors": True}  # type: ignore[dict-item]
+        here, there = (placed.here, placed.there) if isinstance(placed, Moved) else (root, None)
         told = {**command.told, "options": options, "here": str(here), "there": there and str(there)}
         arguments = ["-p", "pytest_attn.guests.against.other_side", *command.arguments]
         environment = {name: text for name, text in command.environment.items() if not name.startswith("GITHUB_")}
@@ -149,10 +156,11 @@ class BothSides(TimedAtEnd):
                 " the tree imported (pythonpath), or name the interpreter of an environment that has the other version:"
                 " --attn-against=PYTHON"
             )
-        if done.returncode not in _JUDGED or not done.is_finished:
+        broken, records = dict(_BROKEN.findall(done.output)), read_records(path) if path.exists() else []
+        if done.returncode not in _JUDGED or not done.is_finished or (broken and not records):
             raised = _RAISED.findall(done.output)
             raise OtherSideError(f"it cannot run these tests: {raised[0] if raised else last_words(done.output)}")
-        return read_records(path)
+        return records, broken
 
     def _ran(self, command: Command) -> Ended:
         """Run a command of the other side; of the tests that it names, those that are there."""
@@ -162,7 +170,9 @@ class BothSides(TimedAtEnd):
         there = [one for one in names if not _is_missing(one, command.folder, done.output)]  # type: ignore[attr-defined]
         return done if there == names else self._ran(command._replace(told={**command.told, "tests": there}))
 
-    def _not_comparable(self, cases: Sequence[TimedCase], theirs: Sequence[Record]) -> dict[str, Decision]:
+    def _not_comparable(
+        self, cases: Sequence[TimedCase], theirs: Sequence[Record], broken: Mapping[str, str]
+    ) -> dict[str, Decision]:
         """Say which tests fail on one side only, and which on both; return why cases cannot be timed on the other side."""
         name, reasons = self._other.name, {}
         ours, others = ({one["test"] for one in run if is_wrong(one)} for run in (self._session.results.records, theirs))
@@ -171,10 +181,15 @@ class BothSides(TimedAtEnd):
         for where, tests in sides.items():
             if tests:
                 self.say(f"wrong {where}: {some(sorted(tests))}", yellow=True)
+        for file, raised in broken.items():
+            self.say(f"{name} cannot run {file}: {raised}", yellow=True)
         for one in cases:
+            file = one.measurement.test.partition("::")[0]
             mine = [record for record in theirs if record["test"] == one.measurement.test]
             wrong = next((record for record in mine if is_wrong(record)), None)
-            if not mine:
+            if file in broken:
+                reasons[one.key] = f"{name} cannot run {file}: {broken[file]}"
+            elif not mine:
                 reasons[one.key] = f"{name} has no such test, or not with this workload"
             elif (shape := mine[0]["shape"].get("id")) not in (None, one.measurement.shape):
                 reasons[one.key] = f"the workload is another one: {shape} in {name}, {one.measurement.shape} here"

@@ -19,7 +19,7 @@ import pytest_attn
 from pytest_attn.cases.latency import TimedCase
 from pytest_attn.guests.against import against_run, other_side
 from pytest_attn.guests.against.against_run import BothSides
-from pytest_attn.guests.against.other_side import Moved, OtherSide
+from pytest_attn.guests.against.other_side import Moved, OtherSide, OtherSideError
 from pytest_attn.latency.gate import POLICIES
 from pytest_attn.processes.fork_server import Command
 from pytest_attn.reports.files import ProcessFolder
@@ -194,8 +194,16 @@ def test_what_did_not_run_here_is_not_called_wrong_on_the_other_side_only(monkey
     records, others = ([changed(run_of(1)[0], test=name, verdict=one) for name, one in run.items()] for run in (ours, theirs))
     said, sides = [], BothSides(SimpleNamespace(results=SimpleNamespace(records=records)), None, OtherSide("old", "old"))
     monkeypatch.setattr(sides, "say", lambda text, **markup: said.append(text))
-    assert sides._not_comparable([], others) == {}
+    assert sides._not_comparable([], others, {}) == {}
     assert said == ["wrong on both sides: both", "wrong here only: here", "wrong in old only: a"]
+
+
+def test_tests_of_another_repository_are_not_compared_with_themselves(tmp_path):
+    sides = BothSides(None, SimpleNamespace(rootpath=tmp_path), OtherSide("old", "old"))
+    with pytest.raises(
+        OtherSideError, match=rf"^{tmp_path}, pytest's root, is not in /work/mine; run pytest in the repository"
+    ):
+        sides._judged(Moved(MINE, tmp_path, {}), tmp_path)
 
 
 # -- what is decided -----------------------------------------------------------------------------------------------------
