@@ -78,12 +78,23 @@ def _with_alibi(factor, order=(0, 1, 2, 3)):
     return kernel
 
 
-def _summed_in_the_dtype(q, k, v):
+def summed_in_the_dtype(q, k, v, step=16):
     score = q.float() @ k.float().mT * q.shape[-1] ** -0.5
     p, acc = (score - score.amax(-1, keepdim=True)).exp(), torch.zeros_like(q)
-    for at in range(0, k.shape[2], 16):
-        acc = acc + (p[..., at : at + 16].to(q.dtype) @ v[:, :, at : at + 16])
+    for at in range(0, k.shape[2], step):
+        acc = acc + (p[..., at : at + step].to(q.dtype) @ v[:, :, at : at + step])
     return (acc.float() / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def _read_wrapped(x, reach=1 << 15):
+    return x.flatten()[torch.arange(x.numel()) % reach].view(x.shape)
+
+
+def _merged_by_the_first_row(q, k, v):
+    halves = [q.float() @ part.float().mT * q.shape[-1] ** -0.5 for part in k.chunk(2, 2)]
+    weights = torch.stack([score.logsumexp(-1, keepdim=True)[:, :, :1] for score in halves]).softmax(0)
+    outs = [score.softmax(-1) @ part.float() for score, part in zip(halves, v.chunk(2, 2), strict=True)]
+    return (weights * torch.stack(outs)).sum(0).to(q.dtype)
 
 
 def _computed_in(dtype, factor, q, k, v):
@@ -289,21 +300,25 @@ OF_OUT = (
     Planted("slopes in reverse", _with_alibi(1, (3, 2, 1, 0)), SLOPED, ("alibi-slope-of-another-head",)),
     Planted("score_mod", explicit, FULL.replace(score_mod=lambda s, b, h, q, kv: s - (q - kv) / 9), ("score-mod-ignored",)),
     Planted("next key head", lambda q, k, v: explicit(q, k.roll(1, 1), v.roll(1, 1)), GROUPED, ("next-key-head",)),
-    Planted("batch reversed", lambda q, k, v: explicit(q, k.flip(0), v.flip(0)), GROUPED, ("kv-of-next-batch-entry",)),
+    Planted("batch reversed", lambda q, k, v: explicit(q, k.flip(0), v.flip(0)), GROUPED, ("kv-of-another-batch-entry",)),
     Planted("other batch entry", lambda q, k, v: explicit(q, k, v).flip(0), GROUPED, ("batch-entries-shifted",)),
     Planted("other head", lambda q, k, v: sdpa(q, k, v).roll(1, 1), FULL, ("heads-shifted",)),
     Planted("k for v", lambda q, k, v: sdpa(q, k, k), FULL, ("k-for-v",)),
     Planted("v for k", lambda q, k, v: sdpa(q, v, v), PARTLY, ("v-for-k",)),
+    Planted("q and k exchanged", lambda q, k, v: sdpa(k, q, v), PARTLY, ("q-and-k-exchanged",)),
+    Planted("k and v exchanged", lambda q, k, v: sdpa(q, v, k), PARTLY, ("k-and-v-exchanged",)),
+    Planted("offsets of k wrap", lambda q, k, v: sdpa(q, _read_wrapped(k), v), PARTLY.replace(heads=4), ("offset-wraps",)),
+    Planted("merged by the first row", _merged_by_the_first_row, PARTLY, ("splits-merged-by-another-row",)),
     Planted("rope in halves", _rotated("half-split"), PARTLY, ("rope-inside-half-split",)),
     Planted("rope in pairs", _rotated("interleaved"), PARTLY, ("rope-inside-interleaved",)),
     Planted("tf32", lambda q, k, v: explicit(_tf32(q), _tf32(k), _tf32(v)), FLOAT32, ("precision-tf32",)),
-    Planted("sums in the dtype", _summed_in_the_dtype, PARTLY.replace(q_len=1024)),
+    Planted("sums in the dtype", summed_in_the_dtype, PARTLY.replace(q_len=1024), ("sums-in-few-bits",)),
     Planted("scale 1 % off", lambda q, k, v: explicit(q, k, v, scale=1.01 / 8), FULL, ("scale-wrong",)),
     Planted("scores in float16", _with_scores_in_float16, FLOAT32, ("scores-rounded",)),
     *(
-        Planted(f"{words} {str(dtype)[6:]}", partial(_computed_in, dtype, factor), FLOAT32, faults)
+        Planted(f"{words} {str(dtype)[6:]}", partial(_computed_in, dtype, factor), FLOAT32, ("smaller-dtype",))
         for dtype in (torch.float16, torch.bfloat16)
-        for words, factor, faults in (("computed in", 1.0, ("smaller-dtype",)), ("5 % off, and computed in", 1.05, ()))
+        for words, factor in (("computed in", 1.0), ("5 % off, and computed in", 1.05))
     ),
     Planted("out 1 % off", lambda q, k, v: (explicit(q, k, v).float() * 1.01).to(q.dtype), FULL, ("out-scaled",)),
     Planted(

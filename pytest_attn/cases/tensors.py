@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -35,6 +35,12 @@ class ReferenceTensors(NamedTuple):
     dq: torch.Tensor | None
     dk: torch.Tensor | None
     dv: torch.Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], *_: Any) -> NoReturn:
+        """Refuse it where a tensor belongs, as in torch.allclose(out, attn.reference)."""
+        said = f"{function.__name__} takes a tensor, and attn.reference is (out, lse, dq, dk, dv)"
+        raise TypeError(f"{said}; say attn.reference.out, or attn.check(fn), which needs no tolerance")
 
 
 class CaseTensors:

@@ -46,20 +46,18 @@ def _hidden_scores(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     if w.mask is None and not is_padded:
         return
 
-    def with_hidden(step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], inputs: Inputs) -> Other:
+    def with_hidden(step: Callable[..., torch.Tensor], inputs: Inputs) -> Other:
         visible = _seen_where_padded(w, inputs) if is_padded else seen_by(inputs, w)
         other, padded = _with_padding_seen(w, inputs) if is_padded else (inputs, w)
         changed = modified_by(w, lambda s, *index: step(s, visible(*index)))
         return other, padded.replace(mask=None, score_mod=changed)
 
-    def finite(low: float) -> Callable[[Inputs], Other]:
-        return partial(with_hidden, lambda s, seen: s.where(seen, low))
-
     words = "whose mask is added to the scores as 1 and 0, and hides nothing: 0 and -inf are added"
     yield AttentionFault("mask-added", words, partial(with_hidden, lambda s, seen: s + seen))
     for low in _LOW:
         words = f"whose hidden scores are {low:g}, not -inf"
-        yield AttentionFault("hidden-scores-finite", words, finite(low))
+        finite = partial(with_hidden, lambda s, seen, low=low: s.where(seen, low))
+        yield AttentionFault("hidden-scores-finite", words, finite)
 
 
 #: sizes of tiles that kernels have, the largest first
@@ -125,7 +123,7 @@ class _MaskFaults:
         if mask is not None and w.band is not None:
             yield from self._both_sides(w.band)
 
-    def _seen_where(self, condition: MaskMod) -> MaskMod:
+    def _seen_where(self, condition: Callable[..., torch.Tensor]) -> MaskMod:
         """Return the mask that hides all but where a condition holds, too."""
         return lambda b, h, q, kv: self.visible(b, h, q, kv) & condition(b, h, q, kv)
 
@@ -197,18 +195,16 @@ class _MaskFaults:
         inside = in_band(band, self.over)
         for tile in TILES:
             if self.w.q_len > tile:
-                text, local = f"whose mask counts rows within tiles of {tile}", _with_local_rows(inside, tile)
+                text = f"whose mask counts rows within tiles of {tile}"
+                local = _with_rows(inside, lambda q, tile=tile: q % tile)
                 visited = self._tiled(
                     band, tile, lambda at, first, last, _, local=local: local(*at) & (first >= 0) & (last <= 0)
                 )
                 yield NearMiss("mask-rows-within-tile", text, local)
                 yield NearMiss("mask-rows-within-tile", text, visited)
         for size, which in itertools.product((2, 4, 8) if self.w.q_len > 1 else (), ("last", "first")):
-            text, place = (
-                f"whose mask is the same for {size} rows, that of the {which} one",
-                size - 1 if which == "last" else 0,
-            )
-            yield NearMiss("mask-shared-by-rows", text, _with_shared_rows(inside, size, place))
+            text, place = f"whose mask is the same for {size} rows, that of the {which} one", (size - 1) * (which == "last")
+            yield NearMiss("mask-shared-by-rows", text, _with_rows(inside, lambda q, n=size, at=place: q // n * n + at))
         for tile in TILES[1:]:
             for fault, text, seen in self._of_tiles(band, inside, tile) if self.w.kv_len > tile else ():
                 yield NearMiss(fault, text, self._tiled(band, tile, seen))
@@ -275,6 +271,9 @@ class _MaskFaults:
         without_last = self._seen_where(lambda b, h, q, kv: kv < self.kv_lens[b] - 1)
         yield NearMiss("last-key-missing", "without the last key", without_last)
         yield NearMiss("first-key-missing", "without the first key", self._seen_where(lambda b, h, q, kv: kv > 0))
+        for end in (1 << bits for bits in (8, 15, 16) if self.w.kv_len > 1 << bits):
+            first = self._seen_where(lambda b, h, q, kv, end=end: kv < end)
+            yield NearMiss("keys-beyond-unseen", f"without the keys from {end} on", first)
         lengths, tails = [kv_len for _, kv_len in self.over.lengths], set[tuple[int, ...]]()
         for tile in TILES:
             tail = tuple(length // tile * tile for length in lengths)
@@ -296,12 +295,8 @@ def seen_by(inputs: Inputs, w: Workload) -> MaskMod:
     return w.plain_mask.bind(sequences_of(w, inputs.device))
 
 
-def _with_shared_rows(mod: MaskMod, size: int, place: int) -> MaskMod:
-    return lambda b, h, q, kv: mod(b, h, q // size * size + place, kv)
-
-
-def _with_local_rows(seen: MaskMod, tile: int) -> MaskMod:
-    return lambda b, h, q, kv: seen(b, h, q % tile, kv)
+def _with_rows(mod: MaskMod, taken: Callable[..., torch.Tensor]) -> MaskMod:
+    return lambda b, h, q, kv: mod(b, h, taken(q), kv)
 
 
 _ROPE_BASE = 10000.0
@@ -318,6 +313,7 @@ def misread_tensors(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
     yield from _pages(w, drawn)
     yield from _zeros_counted(w)
     yield from _contents(w)
+    yield from _wrapped_offsets(w, drawn)
     yield from _rotated(w)
 
 
@@ -505,8 +501,7 @@ def _heads(w: Workload) -> Iterator[AttentionFault]:
 
 
 def _with_key_heads(w: Workload, order: tuple[int, ...], inputs: Inputs) -> Other:
-    index = torch.tensor(order, device=inputs.device)
-    k, v = (t.index_select(2 if w.kv_pages else 1, index) for t in (inputs.k, inputs.v))
+    k, v = (in_order(2 if w.kv_pages else 1, order, t) for t in (inputs.k, inputs.v))
     return dataclasses.replace(inputs, k=k, v=v), w.replace(kv_heads=w.heads)
 
 
@@ -522,7 +517,7 @@ def exchanged_entries(batch: int) -> Iterator[tuple[str, list[int]]]:
         yield f"batch entries {one} and {other}", order
 
 
-def in_order(place: int, order: list[int], tensor: torch.Tensor) -> torch.Tensor:
+def in_order(place: int, order: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with a dimension in another order."""
     return tensor.index_select(place, torch.tensor(order, device=tensor.device))
 
@@ -530,22 +525,15 @@ def in_order(place: int, order: list[int], tensor: torch.Tensor) -> torch.Tensor
 def _batch_entries(w: Workload) -> Iterator[AttentionFault]:
     if w.batch == 1 or w.is_packed or w.kv_pages:
         return
-
-    def fault(name: str, words: str, tensors: str, move: Callable[[torch.Tensor], torch.Tensor]) -> AttentionFault:
-        return AttentionFault(name, words, of_tensors(w, lambda i: {one: move(getattr(i, one)) for one in tensors}))
-
-    def first(t: torch.Tensor) -> torch.Tensor:
-        return t[:1].expand_as(t)
-
     for entries, order in exchanged_entries(w.batch):
-        yield fault("batch-entries-exchanged", f"with k and v of {entries} exchanged", "kv", partial(in_order, 0, order))
-    yield fault("keys-of-first-batch-entry", "with the keys of the first batch entry for all", "k", first)
-    yield fault("values-of-first-batch-entry", "with the values of the first batch entry for all", "v", first)
-    yield fault("kv-of-first-batch-entry", "with k and v of the first batch entry for all", "kv", first)
-    yield fault("kv-of-next-batch-entry", "with k and v of the next batch entry", "kv", lambda t: t.roll(-1, 0))
-    if w.batch > 2:
-        yield fault("kv-of-previous-batch-entry", "with k and v of the batch entry before", "kv", lambda t: t.roll(1, 0))
-        yield fault("batch-reversed", "with the batch in reverse", "kv", lambda t: t.flip(0))
+        exchanged = _with(w, "k v", partial(in_order, 0, order))
+        yield AttentionFault("batch-entries-exchanged", f"with k and v of {entries} exchanged", exchanged)
+    for name, fault in (("k", "keys-of-first-batch-entry"), ("v", "values-of-first-batch-entry")):
+        of_first = _with(w, name, lambda t: t[:1].expand_as(t))
+        yield AttentionFault(fault, f"with the {fault.replace('-', ' ')} for all", of_first)
+    for words, order in other_places(w.batch):
+        moved = _with(w, "k v", partial(in_order, 0, order))
+        yield AttentionFault("kv-of-another-batch-entry", f"with k and v of other batch entries: {words}", moved)
 
 
 # -- packed keys, and pages ------------------------------------------------------------------------------------------------
@@ -598,7 +586,10 @@ def _with_extents(w: Workload, starts: Sequence[int], lengths: Sequence[int], in
 
 def _with_whole_pages(w: Workload, inputs: Inputs) -> Other:
     size = w.kv_pages.size if w.kv_pages else 1
-    lens = tuple(-(-n // size) * size for n in w.kv_lens or ())
+    return _with_more_in_pages(w, tuple(-(-n // size) * size for n in w.kv_lens or ()), inputs)
+
+
+def _with_more_in_pages(w: Workload, lens: tuple[int, ...], inputs: Inputs) -> Other:
     assert inputs.kv_lens is not None
     longer = w.replace(kv_lens=lens, kv_len=None if w.is_packed else max(lens))
     return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens), workload=longer), longer
@@ -612,14 +603,12 @@ def _with_one_page_more(w: Workload, page: int | None, inputs: Inputs) -> Other:
     """Lengthen sequences whose last page is full by a page: one of that number, or the one that lies behind the last."""
     table, size = inputs.page_table, w.kv_pages.size if w.kv_pages else 1
     assert table is not None
-    assert inputs.kv_lens is not None
     table = F.pad(table, (0, 1))
     lens = tuple(n + size * ends for n, ends in zip(w.kv_lens or (), _ends_on_pages(w), strict=True))
     for row, n, ends in zip(table, w.kv_lens or (), _ends_on_pages(w), strict=True):
         if ends:
             row[n // size] = (row[n // size - 1] + 1) % len(inputs.k) if page is None else page
-    longer = w.replace(kv_lens=lens, kv_len=None if w.is_packed else max(lens))
-    return dataclasses.replace(inputs, kv_lens=inputs.kv_lens.new_tensor(lens), page_table=table, workload=longer), longer
+    return _with_more_in_pages(w, lens, dataclasses.replace(inputs, page_table=table))
 
 
 def _pages(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
@@ -723,6 +712,11 @@ def _contents(w: Workload) -> Iterator[AttentionFault]:
     if w.head_dim == w.v_head_dim:
         yield AttentionFault("k-for-v", "with k in place of v", of_tensors(w, lambda i: {"v": i.k}))
         yield AttentionFault("v-for-k", "with v in place of k", of_tensors(w, lambda i: {"k": i.v}))
+        words = "with k and v in each other's place: are their names exchanged?"
+        yield AttentionFault("k-and-v-exchanged", words, of_tensors(w, lambda i: {"k": i.v, "v": i.k}))
+    if not (w.is_packed or w.kv_pages) and (w.heads, w.q_len) == (w.kv_heads, w.kv_len):
+        words = "with q and k in each other's place: are their names exchanged?"
+        yield AttentionFault("q-and-k-exchanged", words, of_tensors(w, lambda i: {"q": i.k, "k": i.q}))
     if w.v_in_k and w.head_dim > w.v_head_dim:
         words = "with the last elements of k for v, not the first"
         yield AttentionFault("v-from-end-of-k", words, of_tensors(w, lambda i: {"v": i.k[..., -w.v_head_dim :]}))
@@ -770,12 +764,9 @@ def _contents_in_rows(w: Workload) -> Iterator[AttentionFault]:
     if w.kv_heads == w.kv_len > 1:
         swapped = _with(w, "k", lambda k: k.transpose(1, 2).contiguous())
         yield AttentionFault("k-heads-and-rows-swapped", "with heads and rows of k swapped", swapped)
-    for bits in (8, 15, 16):
-        if w.kv_len > 1 << bits:
-            words = f"without the keys from {1 << bits} on"
-            yield AttentionFault("keys-beyond-unseen", words, partial(_without_keys_from, w, 1 << bits))
-            words = f"whose key positions wrap round at {1 << bits}"
-            yield AttentionFault("key-positions-wrap", words, partial(_wrapped, w, 1 << bits))
+    for reach in (1 << bits for bits in (8, 15, 16) if w.kv_len > 1 << bits):
+        wrapped = _with(w, "k v", partial(in_order, 2, [n % reach for n in range(w.kv_len)]))
+        yield AttentionFault("key-positions-wrap", f"whose key positions wrap round at {reach}", wrapped)
 
 
 def read_rows_first(t: torch.Tensor) -> torch.Tensor:
@@ -796,15 +787,23 @@ def _far_rows(w: Workload, v: torch.Tensor) -> torch.Tensor:
     return v.flatten()[at % v.numel()]
 
 
-def _without_keys_from(w: Workload, end: int, inputs: Inputs) -> Other:
-    visible = seen_by(inputs, w)
-    shown: MaskMod = lambda b, h, q, kv: visible(b, h, q, kv) & (kv < end)  # noqa: E731
-    return inputs, w.replace(mask=shown)
+#: the least number of elements at which offsets are taken to wrap round, as a power of two
+LEAST_BITS = 15
 
 
-def _wrapped(w: Workload, reach: int, inputs: Inputs) -> Other:
-    at = torch.arange(w.kv_len, device=inputs.k.device) % reach
-    return dataclasses.replace(inputs, k=inputs.k[:, :, at], v=inputs.v[:, :, at]), w
+def _wrapped_offsets(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
+    """Yield tensors, as they lie where they are contiguous, that are read at offsets of too few bits."""
+    for names in ("q", "k", "v", "k v", *["bias"] * bool(w.bias)):
+        for bits in range(LEAST_BITS, (getattr(drawn, names.split()[0]).numel() - 1).bit_length()):
+            words = (
+                f"that reads {names.replace(' ', ' and ')} at offsets which wrap round at {1 << bits:,} elements (2^{bits})"
+            )
+            yield AttentionFault("offset-wraps", words, _with(w, names, partial(_read_wrapped, 1 << bits)))
+
+
+def _read_wrapped(reach: int, tensor: torch.Tensor) -> torch.Tensor:
+    times = -(-tensor.numel() // reach)
+    return tensor.flatten()[:reach].repeat(times)[: tensor.numel()].view(tensor.shape)
 
 
 def _rotated(w: Workload) -> Iterator[AttentionFault]:
@@ -815,14 +814,13 @@ def _rotated(w: Workload) -> Iterator[AttentionFault]:
     for style, shift, is_rounded in itertools.product(("half-split", "interleaved"), shifts, (False, True)):
         at = f" and q from position {shift}" if shift else ""
         words = f"with RoPE inside: q and k rotated by position ({style} pairs, base 10000{at})"
-        yield AttentionFault(f"rope-inside-{style}", words, partial(_with_rope, w, shift, style, is_rounded))
+        turned = of_tensors(w, partial(_with_rope, shift, style, is_rounded))
+        yield AttentionFault(f"rope-inside-{style}", words, turned)
 
 
-def _with_rope(w: Workload, shift: int, style: str, is_rounded: bool, inputs: Inputs) -> Other:
-    q, k = _rope(inputs.q, shift, style), _rope(inputs.k, 0, style)
-    if is_rounded:
-        q, k = q.to(inputs.q.dtype), k.to(inputs.k.dtype)
-    return dataclasses.replace(inputs, q=q, k=k), w
+def _with_rope(shift: int, style: str, is_rounded: bool, inputs: Inputs) -> dict[str, torch.Tensor]:
+    turned = {"q": _rope(inputs.q, shift, style), "k": _rope(inputs.k, 0, style)}
+    return {name: t.to(inputs.q.dtype) for name, t in turned.items()} if is_rounded else turned
 
 
 def _rope(x: torch.Tensor, shift: int, style: str) -> torch.Tensor:
@@ -917,18 +915,11 @@ def _ignored(w: Workload) -> Iterator[tuple[str, str, dict[str, object]]]:
     if w.scale is not None:
         words = "with scale 1 / sqrt(head_dim): the option scale is ignored"
         yield "scale-option-ignored", words, {"scale": None}
-    if w.softcap is not None:
-        yield "softcap-ignored", "without softcap", {"softcap": None}
-    if w.alibi:
-        yield "alibi-ignored", "without ALiBi", {"alibi": False}
-    if w.sinks:
-        yield "sinks-ignored", "without sinks", {"sinks": False}
-    if w.bias:
-        yield "bias-ignored", "without the bias", {"bias": None}
-    if w.score_mod:
-        yield "score-mod-ignored", "without score_mod", {"score_mod": None}
-    if w.mask is not None:
-        yield "mask-ignored", "without the mask", {"mask": None}
+    named = {"alibi": "ALiBi", "bias": "the bias", "mask": "the mask"}
+    for option in ("softcap", "alibi", "sinks", "bias", "score_mod", "mask"):
+        if getattr(w, option):
+            nothing = False if option in ("alibi", "sinks") else None
+            yield f"{option.replace('_', '-')}-ignored", f"without {named.get(option, option)}", {option: nothing}
     if w.mask is None and w.q_len > 1:  # one row would see the first key alone
         yield "causal-not-asked-for", "with a causal mask that nobody asked for", {"mask": "causal"}
 
@@ -948,13 +939,6 @@ def misread_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         yield AttentionFault("dropout-rescaled-twice", words, _with(w, "v", lambda v: v.double() / (1 - w.dropout)))
     if w.bias:
         yield from _times_a_factor(w, "bias-scaled", "bias", "bias is")
-    if w.bias and "h" in w.bias and w.heads > 1:
-        words = "with the bias of the first head for all"
-        yield AttentionFault("bias-of-first-head", words, _with(w, "bias", lambda bias: bias[:, :1]))
-    if w.bias and "b" in w.bias and w.batch > 1:
-        words = "with the bias of the first batch entry for all"
-        yield AttentionFault("bias-of-first-batch-entry", words, _with(w, "bias", lambda bias: bias[:1]))
-    if w.bias:
         yield from _misread_bias(w)
     yield from _misread_sinks(w)
     yield from _misread_slopes(w)
@@ -963,7 +947,7 @@ def misread_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
 def _misread_bias(w: Workload) -> Iterator[AttentionFault]:
     for place, number, what in ((0, w.batch, "batch entries"), (1, w.heads, "heads")):
         for words, order in other_places(number) if "bh"[place] in (w.bias or "") else ():
-            fault = "bias-of-another-" + ("batch-entry", "head")[place]
+            fault = f"bias-of-another-{('batch-entry', 'head')[place]}"
             yield AttentionFault(
                 fault, f"with the bias of other {what}: {words}", _with(w, "bias", partial(in_order, place, order))
             )
@@ -988,8 +972,8 @@ def _constant_in_tiles(place: int, tile: int, bias: torch.Tensor) -> torch.Tenso
     return bias.index_select(place, at // tile * tile)
 
 
-def _with(w: Workload, name: str, changed: Callable[..., torch.Tensor]) -> Callable[[Inputs], Other]:
-    return of_tensors(w, lambda inputs: {name: changed(getattr(inputs, name))})
+def _with(w: Workload, names: str, changed: Callable[..., torch.Tensor]) -> Callable[[Inputs], Other]:
+    return of_tensors(w, lambda inputs: {name: changed(getattr(inputs, name)) for name in names.split()})
 
 
 def _times_a_factor(w: Workload, scaled: str, tensor: str, whose: str) -> Iterator[AttentionFault]:
@@ -1053,15 +1037,8 @@ def _slopes_of_paper(slopes: torch.Tensor) -> torch.Tensor:
 
 def _of_another_head(w: Workload, tensor: str, words: str, fault: str, fault_of_key_head: str) -> Iterator[AttentionFault]:
     """Yield what heads take for their own of a tensor (..., heads)."""
-    heads = list(range(w.heads))
-    for whose, order in (
-        ("next head", [*heads[1:], 0]),
-        ("head before", [heads[-1], *heads[:-1]]),
-        ("first head for all", [0] * w.heads),
-        ("heads in reverse", heads[::-1]),
-    ):
-        if w.heads > 1:
-            yield AttentionFault(fault, f"with {words} of the {whose}", _with(w, tensor, partial(in_order, -1, order)))
+    for whose, order in other_places(w.heads):
+        yield AttentionFault(fault, f"with {words} of other heads: {whose}", _with(w, tensor, partial(in_order, -1, order)))
     if w.group > 1:
         of_key_head = _with(w, tensor, partial(in_order, -1, [*key_heads(w)]))
         yield AttentionFault(fault_of_key_head, f"with {words} of the key head, not of the query head", of_key_head)
@@ -1087,12 +1064,11 @@ def misplaced_options(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         words = "whose ALiBi is that of causal attention, which rewards the keys of the future"
         one_sided = partial(_with_alibi, w, lambda b, q, kv: q + b.new_tensor(lengths)[b] - kv)
         yield AttentionFault("alibi-one-sided", words, one_sided)
-    if w.score_mod is not None:
-        for tile in (128, 64, 32, 16):
-            if w.q_len > tile:
-                words = f"whose score_mod counts rows within tiles of {tile}"
-                local = of_workload(w, score_mod=_score_mod_within_tile(w.score_mod, tile))
-                yield AttentionFault("score-mod-rows-within-tile", words, local)
+    if (mod := w.score_mod) is not None:
+        for tile in (tile for tile in TILES[1:] if w.q_len > tile):
+            words = f"whose score_mod counts rows within tiles of {tile}"
+            local = of_workload(w, score_mod=lambda s, b, h, q, kv, tile=tile: mod(s, b, h, q % tile, kv))
+            yield AttentionFault("score-mod-rows-within-tile", words, local)
 
 
 def _window(w: Workload) -> tuple[int, int, bool] | None:
@@ -1114,12 +1090,11 @@ def _misplaced_softcap(w: Workload, drawn: Inputs) -> Iterator[AttentionFault]:
         scale = w.softmax_scale
         before = modified_by(w, lambda s, *index: scale * cap * (s / scale / cap).tanh())
         yield AttentionFault("softcap-before-scale", words, of_workload(w, softcap=None, score_mod=before))
-    words = "whose softcap is not multiplied back: tanh(s / cap)"
-    yield AttentionFault("softcap-not-multiplied-back", words, partial(_with_softcap_as_factor_1, w))
-    if not w.alibi and not w.bias:
         words = "whose softcap is multiplied back by the score: s / cap * tanh(s / cap)"
         by_score = modified_by(w, lambda s, *index: s / cap * (s / cap).tanh())
         yield AttentionFault("softcap-not-multiplied-back", words, of_workload(w, softcap=None, score_mod=by_score))
+    words = "whose softcap is not multiplied back: tanh(s / cap)"
+    yield AttentionFault("softcap-not-multiplied-back", words, partial(_with_softcap_as_factor_1, w))
     if w.bias and w.bias_before_softcap:
         words = "with the softcap before the bias, not after"
         yield AttentionFault("softcap-before-bias", words, of_workload(w, bias_before_softcap=False))
@@ -1169,10 +1144,6 @@ def _with_alibi(w: Workload, distance: Callable[..., torch.Tensor], inputs: Inpu
         return s - slopes_of(slopes.to(h.device).double(), b, h) * distance(b, q, kv)
 
     return inputs, w.replace(score_mod=modified_by(w, biased), alibi=False)
-
-
-def _score_mod_within_tile(mod: ScoreMod, tile: int) -> ScoreMod:
-    return lambda s, b, h, q, kv: mod(s, b, h, q % tile, kv)
 
 
 # -- roundings -------------------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def _with_row_sum_of(shift: int, seen: GradientOfRegion) -> AttentionSteps:
 
 
 def _of_lse(w: Workload) -> Iterator[tuple[str, str, Changed]]:
-    def with_lse(changed: Callable[[torch.Tensor], torch.Tensor]) -> Changed:
+    def with_lse(changed: Callable[..., torch.Tensor]) -> Changed:
         return lambda seen: dataclasses.replace(seen.honest, lse=changed(seen.honest.lse))
 
     yield "lse-missing-in-backward", "that recomputes P without lse: exp(s)", with_lse(lambda lse: lse * 0)
@@ -200,7 +200,7 @@ def _of_lse(w: Workload) -> Iterator[tuple[str, str, Changed]]:
     yield "lse-taken-for-natural", "that takes lse of base 2 for a natural one", with_lse(lambda lse: lse / math.log(2))
     for dtype in (torch.bfloat16, torch.float16):
         words = f"that takes lse rounded to {str(dtype).removeprefix('torch.')}"
-        yield "lse-rounded", words, with_lse(partial(_rounded, dtype))
+        yield "lse-rounded", words, with_lse(lambda lse, dtype=dtype: lse.to(dtype).double())
     if w.batch > 1 and not w.is_packed:
         yield "lse-of-first-batch-entry", "with lse of the first batch entry for all", _with_lse_of_first
     if w.heads > 1:
@@ -214,10 +214,6 @@ def _of_lse(w: Workload) -> Iterator[tuple[str, str, Changed]]:
             yield RECOMPUTED + "lse-layout", words, partial(_with_lse_read, read)
     if w.sinks:
         yield "sink-missing-in-lse", "that recomputes P without the sink's share of lse", _without_sink
-
-
-def _rounded(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype).double()
 
 
 def _with_lse_of_first(seen: GradientOfRegion) -> AttentionSteps:
@@ -251,7 +247,7 @@ def with_rounded_dp(seen: GradientOfRegion) -> torch.Tensor:
     dtype = getattr(torch, seen.reference.inputs.workload.out_dtype)
 
     def dscores(p: torch.Tensor, dp: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-        lost = dp - _rounded(dtype, dp)
+        lost = dp - dp.to(dtype).double()
         return p * (dp - lost - d + (p * lost).sum(-1, keepdim=True))
 
     return dataclasses.replace(seen.honest, dscores=dscores).gradient(seen.name)

@@ -35,10 +35,10 @@ from pytest_attn.correctness.limits import Limits
 from pytest_attn.correctness.reference import Reference, compute_reference, few_threads, score_elements
 from pytest_attn.correctness.spec import ReferenceCache
 from pytest_attn.diagnosis import backward_faults, forward_faults
-from pytest_attn.diagnosis.attention_faults import TILES, attention_faults, rounded_scores, roundings
+from pytest_attn.diagnosis.attention_faults import LEAST_BITS, TILES, attention_faults, rounded_scores, roundings
 from pytest_attn.diagnosis.backward_faults import GradientOfRegion, WholeGradient
 from pytest_attn.diagnosis.faults import PRECISION, is_of_rounding
-from pytest_attn.diagnosis.forward_faults import FEW_ROWS, MANY_ROWS, OnlineRows, RowsOfOut, WholeResult, on_rows
+from pytest_attn.diagnosis.forward_faults import FEW_ROWS, MANY_ROWS, OnlineFault, OnlineRows, RowsOfOut, WholeResult, on_rows
 from pytest_attn.diagnosis.hypothesis import (
     AttentionFault,
     FaultHypothesis,
@@ -121,8 +121,6 @@ class Case:
 
 #: |lse| above which its exponential leaves float32
 _EXP_REACH = 88
-#: the least offset that counts as one that wraps
-_LEAST_REACH = 1 << 15
 #: scores of packed sequences, of which all rows are computed, above which no other attention is tried
 _PACKED_ELEMENTS = 1 << 24
 #: what is left out where time is over
@@ -264,10 +262,11 @@ def _of_out(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: Ca
         or _other_attention(few, many, case)
         or _other_places(got, reference, case)
         or _of_counted_keys(bad, reference, many, case)
-        or _of_running_sums(bad, reference, case)
+        or _of_sums("mistakes in running sums", forward_faults.faults_of_running_sums, bad, reference, case)
         or _in_part(bad, few, many, case)
         or _of_factors(got, bad, reference, case)
         or scale_or_profile(many, case)
+        or _of_sums("sums in few bits", forward_faults.sums_in_few_bits, bad, reference, case)
     )
 
 
@@ -278,15 +277,19 @@ def _in_smaller_dtype(few: RowsOfOut, case: Case) -> list[Hint]:
         dtype = getattr(torch, name)
         if not torch.equal(few.view.got, few.view.got.to(dtype).float()):
             continue
-        attention = of_tensors(w.replace(dtype=name), partial(_cast, dtype))
-        fault = on_rows(AttentionFault("smaller-dtype", f"in {name}", attention), case.limits[0])
-        if (fit := explains(fault, few)) and all(explains(fault, rows) for rows in _spread_rows(case)):
-            return [Hint(fault.fault, f"{fault.words}, and holds no other numbers: what is cast to it? (z {fit.z:.1f} there)")]
+        factor = float(forward_faults.factor(few.view.got, few.view.exact, (0, 1, 2, 3)))
+        for times, words in ((1.0, f"in {name}"), (factor, f"in {name}, times {factor:.4g}")):
+            attention = of_tensors(w.replace(dtype=name), partial(_cast, dtype, times))
+            fault = on_rows(AttentionFault("smaller-dtype", words, attention), case.limits[0])
+            if (fit := explains(fault, few)) and all(explains(fault, rows) for rows in _spread_rows(case)):
+                words = f"{fault.words}, and holds no other numbers: what is cast to it? (z {fit.z:.1f} there)"
+                return [Hint(fault.fault, words)]
     return []
 
 
-def _cast(dtype: torch.dtype, inputs: Inputs) -> dict[str, torch.Tensor]:
-    return {name: getattr(inputs, name).to(dtype) for name in ("q", "k", "v", "dout")}
+def _cast(dtype: torch.dtype, factor: float, inputs: Inputs) -> dict[str, torch.Tensor]:
+    cast = {name: getattr(inputs, name).to(dtype) for name in ("q", "k", "dout")}
+    return {**cast, "v": inputs.v.to(dtype).double() * factor}
 
 
 def _other_attention(few: RowsOfOut, many: RowsOfOut, case: Case) -> list[Hint]:
@@ -377,10 +380,8 @@ def _of_counted_keys(bad: torch.Tensor, reference: Reference, many: RowsOfOut, c
     what = "keys that count never or twice"
     if (found_rows := _online_rows(bad, reference, case, what)) is None:
         return []
-    _, seen = found_rows
-    faults = (on_rows(fault, case.limits[0]) for fault in forward_faults.faults_of_counts(case.workload, seen))
-    found = _best(faults, _in_all_rows(many), lambda: _spread_rows(case), what, case.time)
-    return [Hint(found[0].fault, f"{found[0].words} (z {found[1].z:.1f} there)")] if found else []
+    faults = forward_faults.faults_of_counts(case.workload, found_rows[1])
+    return _named(faults, many, many, lambda: _spread_rows(case), what, case)
 
 
 def _of_factors(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
@@ -390,8 +391,9 @@ def _of_factors(got: torch.Tensor, bad: torch.Tensor, reference: Reference, case
     return _hints(_first(case.time.each("factors of rows", forward_faults.scaled_rows(first, case.limits[0])), lambda: every))
 
 
-def _of_running_sums(bad: torch.Tensor, reference: Reference, case: Case) -> list[Hint]:
-    what = "mistakes in running sums"
+def _of_sums(
+    what: str, faults_of: Callable[[OnlineRows], Iterator[OnlineFault]], bad: torch.Tensor, reference: Reference, case: Case
+) -> list[Hint]:
     if (found_rows := _online_rows(bad, reference, case, what)) is None:
         return []
     region, first = found_rows
@@ -402,7 +404,7 @@ def _of_running_sums(bad: torch.Tensor, reference: Reference, case: Case) -> lis
             rows.extend(OnlineRows.of(each, of, region, None) for each, of in case.of("out"))
         return rows
 
-    found = _best(forward_faults.faults_of_running_sums(first), first, every, what, case.time)
+    found = _best(faults_of(first), first, every, what, case.time)
     return _hints(found[0] if found else None)
 
 
@@ -615,7 +617,7 @@ def _reach(got: torch.Tensor, bad: torch.Tensor) -> int:
     first = int(wrong[0])
     last = (first + 1) * dim - 1
     power = 1 << max(last.bit_length() - 1, 0)
-    return power if power >= _LEAST_REACH and power >= first * dim and first % rows else 0
+    return power if power >= 1 << LEAST_BITS and power >= first * dim and first % rows else 0
 
 
 #: scores of a workload above which its exact attention takes long

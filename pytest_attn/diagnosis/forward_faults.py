@@ -28,6 +28,7 @@ from pytest_attn.diagnosis.attention_faults import (
     rounded_scores,
     seen_by,
 )
+from pytest_attn.diagnosis.faults import FAULTS
 from pytest_attn.diagnosis.hypothesis import (
     OF_FLOAT32,
     OF_STEPS,
@@ -193,14 +194,14 @@ def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[Row
         return FaultHypothesis(name, words, predict, Tolerance(limits.element, limits.row, left=0.5))
 
     def of_rows(view: View) -> torch.Tensor:
-        found = _factor(view.got, view.exact, -1)
+        found = factor(view.got, view.exact, -1)
         if not 0.5 <= float(found.min()) <= float(found.max()) <= 2:  # as of rows of zeros
             raise ValueError
         return found
 
-    factor = _factor(seen.view.got, seen.view.exact, (0, 1, 2, 3))
-    yield fault("out-scaled", f"out is {told_apart(float(factor), 1, 4)[0]} times exact attention", lambda view: factor)
-    found = _factor(seen.view.got, seen.view.exact, -1)
+    of_all = factor(seen.view.got, seen.view.exact, (0, 1, 2, 3))
+    yield fault("out-scaled", f"out is {told_apart(float(of_all), 1, 4)[0]} times exact attention", lambda view: of_all)
+    found = factor(seen.view.got, seen.view.exact, -1)
     is_near = bool(((found - 1).abs() < _NEAR_ONE).all())
     words = (
         f"each row of out is exact attention times a factor of its own ({float(found.min()):.4f} to {float(found.max()):.4f}):"
@@ -209,7 +210,7 @@ def scaled_rows(seen: RowsOfOut, limits: Limits) -> Iterator[FaultHypothesis[Row
     yield fault("denominator-off", words, of_rows)
 
 
-def _factor(got: torch.Tensor, exact: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+def factor(got: torch.Tensor, exact: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
     """Return by which factor the exact result comes nearest to the other along dimensions, 1 where it is 0."""
     size = exact.square().sum(dim, keepdim=True)
     overlap = (got.double().nan_to_num(0, 0, 0) * exact).sum(dim, keepdim=True)
@@ -248,9 +249,9 @@ class OnlineRows:
             self.by_split[tile, number] = _split_by_split(self.scores, _split_of_keys(self.scores, tile, number), number)
         return self.by_split[tile, number]
 
-    def prediction(self, out: torch.Tensor, variance: Callable[[], torch.Tensor]) -> Prediction:
-        """Return out with what is rounded on the way to it. variance: of P v, in units squared."""
-        unit = UNIT[self.scores.workload.out_dtype]
+    def prediction(self, out: torch.Tensor, variance: Callable[[], torch.Tensor], dtype: str = "") -> Prediction:
+        """Return out with what is rounded on the way to it. variance: of P v, in squared units of a dtype, that of out."""
+        unit = UNIT[dtype or self.scores.workload.out_dtype]
         return Prediction(out, lambda: (self.view.std.double().square() + (variance() + out.square()) * unit**2).sqrt())
 
 
@@ -267,49 +268,49 @@ def faults_of_running_sums(seen: OnlineRows) -> Iterator[OnlineFault]:
             splits = _split_of_keys(seen.scores, tile, number)
             if int(splits.max()) == number - 1 and not any(splits.equal(other) for other in found):
                 found.append(splits)
-                yield from _of_splits(tile, number, seen.scores.scores.shape[1])
+                yield from _of_splits(tile, number, seen.scores)
 
 
 def _of_tiles(tile: int) -> Iterator[OnlineFault]:
-    def fault(name: str, words: str, acc: str, total: str, variance: str) -> OnlineFault:
-        def predict(seen: OnlineRows) -> Prediction:
-            sums = seen.sums(tile)
-            by = sums[total].total
-            return seen.prediction(sums[acc].acc / by, lambda: sums[variance].variance / by.square())
+    def predict(acc: str, total: str, variance: str, seen: OnlineRows) -> Prediction:
+        sums = seen.sums(tile)
+        by = sums[total].total
+        return seen.prediction(sums[acc].acc / by, lambda: sums[variance].variance / by.square())
 
-        return FaultHypothesis(name, f"out is that of an online softmax {words} (tiles of {tile} keys)", predict, OF_STEPS)
-
-    words = "whose sum of P v is not rescaled to a new maximum"
-    yield fault("sum-not-rescaled", words, "plain", "right", "plain")
-    words = "whose denominator is not rescaled to a new maximum"
-    yield fault("denominator-not-rescaled", words, "right", "plain", "plain")
-    words = "that rescales neither the sum of P v nor the denominator to a new maximum"
-    yield fault("sum-not-rescaled", words, "plain", "plain", "plain")
-    words = "whose sum of P v is multiplied by the inverse of the factor that brings it to a new maximum"
-    yield fault("rescaled-inversely", words, "inverse", "right", "inverse")
-    words = "whose P of a tile is formed with that tile's maximum, not with the larger one of a tile before"
-    yield fault("p-below-maximum-of-tile", words, "local", "local", "local")
+    for name, which, more in (
+        ("sum-not-rescaled", ("plain", "right", "plain"), ""),
+        ("denominator-not-rescaled", ("right", "plain", "plain"), ""),
+        ("sum-not-rescaled", ("plain", "plain", "plain"), ", nor is the denominator"),
+        ("rescaled-inversely", ("inverse", "right", "inverse"), ""),
+        ("p-below-maximum-of-tile", ("local", "local", "local"), ""),
+    ):
+        words = f"out is that of an online softmax in which {FAULTS[name]}{more} (tiles of {tile} keys)"
+        yield FaultHypothesis(name, words, partial(predict, *which), OF_STEPS)
 
 
-def _of_splits(tile: int, number: int, heads: int) -> Iterator[OnlineFault]:
-    def fault(name: str, words: str, weigh: Callable[..., torch.Tensor]) -> OnlineFault:
+def _of_splits(tile: int, number: int, part: RegionScores) -> Iterator[OnlineFault]:
+    def fault(name: str, weigh: Callable[..., torch.Tensor], more: str = "") -> OnlineFault:
         def predict(seen: OnlineRows) -> Prediction:
             splits = seen.splits(tile, number)
-            weights = weigh(splits.lse)
+            weights = weigh(splits.lse).nan_to_num(0)
             out = (weights * splits.out).sum(0) * splits.of_keys
             return seen.prediction(out, lambda: (weights.square() * splits.variance()).sum(0))
 
-        return FaultHypothesis(name, f"out is that of an online softmax that {words}", predict, OF_STEPS)
+        return FaultHypothesis(
+            name, f"out is that of an online softmax in which {number} {FAULTS[name]}{more}", predict, OF_STEPS
+        )
 
-    words = f"averages the results of {number} splits of the keys, whatever their denominators"
-    yield fault("splits-averaged", words, lambda lse: torch.full_like(lse, 1 / number))
-    words = f"merges the results of {number} splits of the keys by a natural lse as if it were one of base 2"
-    yield fault("splits-merged-in-base-2", words, lambda lse: (lse * math.log(2)).softmax(0).nan_to_num(0))
-    words = f"merges the results of {number} splits of the keys by an lse of base 2 as if it were natural"
-    yield fault("splits-merged-as-natural", words, lambda lse: (lse / math.log(2)).softmax(0).nan_to_num(0))
-    for whose, order in other_places(heads, few=True):
-        words = f"merges the results of {number} splits of the keys by the lse of other heads: {whose}"
-        yield fault("splits-merged-by-another-head", words, lambda lse, order=order: lse[:, :, order].softmax(0).nan_to_num(0))
+    yield fault("splits-averaged", lambda lse: torch.full_like(lse, 1 / number))
+    yield fault("splits-merged-in-base-2", lambda lse: (lse * math.log(2)).softmax(0))
+    yield fault("splits-merged-as-natural", lambda lse: (lse / math.log(2)).softmax(0))
+    for whose, order in other_places(part.scores.shape[1], few=True):
+        yield fault("splits-merged-by-another-head", lambda lse, order=order: lse[:, :, order].softmax(0), f": {whose}")
+    rows, last = part.rows, int(part.rows[-1]) + 1
+    for several in (last, *(tile for tile in TILES if tile < last)):
+        at = torch.searchsorted(rows, rows // several * several)
+        if rows[at].equal(rows // several * several):  # of all of these the region has the first
+            first = f": that of the first of {several}"
+            yield fault("splits-merged-by-another-row", lambda lse, at=at: lse[:, :, :, at].softmax(0), first)
 
 
 # -- tile by tile ------------------------------------------------------------------------------------------------------------
@@ -358,6 +359,40 @@ def _tile_by_tile(part: RegionScores, tile: int) -> dict[str, _Sums]:
 def _share_of_sink(part: RegionScores, top: torch.Tensor) -> torch.Tensor | float:
     sinks = sinks_of(part)
     return 0.0 if sinks is None else (sinks - top).exp()
+
+
+#: steps of a sum above which repeating it takes long
+_MOST_STEPS = 256
+
+
+def sums_in_few_bits(seen: OnlineRows) -> Iterator[OnlineFault]:
+    """Yield sums of P v that are rounded as they are formed, with the last maximum (tile 0) or that of the tiles so far."""
+    keys, of_out = seen.scores.scores.shape[-1], seen.scores.workload.out_dtype
+    names = ("bfloat16", "float16") if of_out == "float32" else (of_out,)
+    steps = {**{step: f"every {step} keys" for step in (*TILES, 8)}, 1: "each key"}
+    for name, tile, step, in_dtype in itertools.product(names, (0, *TILES), steps, (False, True)):
+        if step < keys <= _MOST_STEPS * step and (not tile or step in (tile, TILES[-1])):
+            terms = ", and so is each of its terms" if in_dtype else ""
+            words = f"out is that of a sum of P v that is rounded to {name} after {steps[step]}{terms}"
+            summed = partial(_summed, name, tile, step, in_dtype)
+            yield FaultHypothesis("sums-in-few-bits", words + f" (tiles of {tile} keys)" * (tile > 0), summed, OF_STEPS)
+
+
+def _summed(dtype: str, tile: int, step: int, in_dtype: bool, seen: OnlineRows) -> Prediction:
+    part, of_sums, of_out = seen.scores, getattr(torch, dtype), getattr(torch, seen.scores.workload.out_dtype)
+    of_terms = of_sums if in_dtype else torch.float64
+    top = part.scores.new_full((), -math.inf) if tile else part.scores.amax(-1, keepdim=True)
+    total, acc = torch.zeros_like(top), torch.zeros_like(seen.view.exact)
+    for scores, v in zip(torch.split(part.scores, tile or step, -1), torch.split(part.v, tile or step, 2), strict=True):
+        new = top.maximum(scores.amax(-1, keepdim=True))
+        shift = new.masked_fill(new == -math.inf, 0)
+        p, kept = (scores - shift).exp(), (top - shift).exp()
+        total, acc, top = total * kept + p.sum(-1, keepdim=True), (acc * kept).to(of_terms).double(), new
+        for some, of_some in zip(torch.split(p.to(of_out).double(), step, -1), torch.split(v, step, 2), strict=True):
+            acc = (acc + over_keys(some, of_some).to(of_terms)).to(of_sums).double()
+    out = (acc / (total + _share_of_sink(part, top)).clamp(min=1e-300)).to(of_out).double()
+    p = weights_given(part.scores, part.scores.logsumexp(-1, keepdim=True))
+    return seen.prediction(out, lambda: over_keys(p.square(), part.v.square()), dtype)
 
 
 # -- split by split -------------------------------------------------------------------------------------------------------
@@ -538,7 +573,7 @@ def blind_tile(bad: torch.Tensor, reference: Reference) -> int:
 def _whole_parts(bad: torch.Tensor, reference: Reference) -> list[RegionScores]:
     """Return all regions of out; none where some rows or keys would be left out."""
     regions = list(regions_of(reference, "dq", bad))
-    are_whole = all(region.is_whole for region in regions)
+    are_whole = all(region.rows is None for region in regions)
     return [RegionScores(reference.inputs, reference.inputs.workload, region) for region in regions] if are_whole else []
 
 
@@ -650,11 +685,11 @@ def faults_of_lse(w: Workload, reference: Reference) -> Iterator[ResultFault]:
     if score_elements(w) > _ELEMENTS:
         return
     words = "lse is the logarithm of the sum relative to the row's maximum: the maximum is not added"
-    yield _hypothesis("lse-without-maximum", words, lambda seen: _exact(seen) - _row_maxima(seen.reference))
+    yield _hypothesis("lse-without-maximum", words, lambda seen: _exact(seen) - seen.results["max"])
     if w.sinks:
-        yield _hypothesis("lse-without-maximum", words, lambda seen: _exact(seen) - _row_maxima(seen.reference, True))
+        yield _hypothesis("lse-without-maximum", words, lambda seen: _exact(seen) - _maxima_with_sinks(seen))
     words = "lse is the row's maximum: the logarithm of the sum is not added"
-    yield _hypothesis("lse-is-maximum", words, lambda seen: _row_maxima(seen.reference))
+    yield _hypothesis("lse-is-maximum", words, lambda seen: seen.results["max"])
     for likely in (*attention_faults(w, reference.inputs), *rounded_scores(w)):
         yield _hypothesis(likely.fault, f"lse is that of attention {likely.words}", partial(_of_attention, likely))
 
@@ -690,13 +725,10 @@ def _of_attention(fault: AttentionFault, seen: WholeResult) -> torch.Tensor:
     return compute_reference(inputs, reference.precision, rows=reference.rows, workload=w).tensors["lse"].value
 
 
-def _row_maxima(reference: Reference, with_sinks: bool = False) -> torch.Tensor:
-    """Return the largest final score of each row, or sink, heads-first; -inf where a row sees no key."""
-    inputs, rows = reference.inputs, reference.tensors["lse"].rows
-    maxima = compute_reference(inputs, reference.precision, rows=rows, extra=("max",)).tensors["max"].value
-    if with_sinks and inputs.sinks is not None:
-        maxima = maxima.maximum(inputs.sinks.to(maxima.device).double()[:, None])
-    return maxima
+def _maxima_with_sinks(seen: WholeResult) -> torch.Tensor:
+    """Return the largest final score of each row, or its sink, heads-first."""
+    maxima, sinks = seen.results["max"], seen.reference.inputs.sinks
+    return maxima if sinks is None else maxima.maximum(sinks.to(maxima.device).double()[:, None])
 
 
 # -- weights and maxima ----------------------------------------------------------------------------------------------------

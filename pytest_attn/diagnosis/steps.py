@@ -43,11 +43,6 @@ class Region:
     rows: torch.Tensor | None = None
     keys: torch.Tensor | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """True where it holds all rows and keys."""
-        return self.rows is None and self.keys is None
-
 
 class RegionScores(Chunk):
     """The rows and keys of a region, and their scores.

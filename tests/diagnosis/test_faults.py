@@ -2,13 +2,14 @@
 
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from honest.variants import RoundedSum
 from judging import FULL, judged
-from planted_faults import PLANTED, judgment_of
+from planted_faults import PLANTED, judgment_of, summed_in_the_dtype
 from reported_faults.judging import Case, check
 from reported_faults.table import FAULTS as REPORTED
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -109,6 +110,14 @@ def test_a_factor_of_rows_that_rounding_cannot_make_asks_for_the_keys_of_the_den
     (hint,) = comparison.mismatch.hints
     assert hint.fault == "denominator-off"
     assert hint.words.endswith("is the denominator that of all keys?")
+
+
+@pytest.mark.parametrize(("step", "words"), [(8, "every 8 keys"), (1, "each key")])
+def test_a_sum_that_is_rounded_often_is_named_with_how_often(step, words):
+    comparison = judged(partial(summed_in_the_dtype, step=step), CheckSpec(FULL, CPU))
+    (hint,) = comparison.mismatch.hints
+    assert hint.fault == "sums-in-few-bits"
+    assert f"is rounded to bfloat16 after {words}, and so is each of its terms" in hint.words
 
 
 def test_a_sum_of_rounded_p_is_told_from_another_v():

@@ -4,7 +4,9 @@ import sys
 import time
 
 import pytest
+import torch
 
+from pytest_attn.cases.tensors import ReferenceTensors
 from pytest_attn.reports.records import read_records
 
 GRADIENTS = 'backward must be True, False, or a tuple of "q", "k", "v", "sinks", "bias", "alibi"'
@@ -378,3 +380,11 @@ def test_a_conftest_that_fails_to_register_is_named(run, kernel_test, pytester, 
     result = run("--attn-backends=math")
     assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
     assert said in result.stdout.str() + result.stderr.str()
+
+
+def test_the_exact_results_are_no_tensor():
+    exact = ReferenceTensors(*[torch.zeros(1)] * 5)
+    said = r"allclose takes a tensor, and attn.reference is \(out, lse, dq, dk, dv\); say attn.reference.out, or "
+    with pytest.raises(TypeError, match=said):
+        torch.allclose(exact.out, exact)
+    assert torch.cat(exact[:2]).shape == torch.stack(exact).flatten()[:2].shape

@@ -206,7 +206,7 @@ class BiasConstantOverQueries(Attention):
         return found * (bias.shape[2] > 1 or t.rows.start == 0)
 
 
-@taking(_BIAS, "", "bias-of-first-batch-entry")
+@taking(_BIAS, "", "bias-of-another-batch-entry")
 class BiasConstantOverHeads(Attention):
     """A bias without heads is read with the stride of heads: batch entries take the first one's."""
 

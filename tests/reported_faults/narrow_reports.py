@@ -528,7 +528,7 @@ class MaskRowsBySequence(Attention):
 # -- heads, batch, layout -----------------------------------------------------------------------------------------------------
 
 
-@taking(_DECODING, "ml-explore/mlx#4431", "kv-of-first-batch-entry")
+@taking(_DECODING, "ml-explore/mlx#4431", "kv-of-another-batch-entry")
 class TwoPassesWithoutABatch(Attention):
     """Two passes over many keys of grouped heads did not add the batch entry's offset."""
 
@@ -537,7 +537,7 @@ class TwoPassesWithoutABatch(Attention):
         return super().keys_in(call, e._replace(b=0) if has_two else e, tensor)
 
 
-@taking(only("boolean", _GROUPED), "ggml-org/llama.cpp#6646", "kv-of-first-batch-entry")
+@taking(only("boolean", _GROUPED), "ggml-org/llama.cpp#6646", "kv-of-another-batch-entry")
 class FourthDimensionUnused(Attention):
     """The kernel did not use the fourth dimension of k and v."""
 
@@ -666,7 +666,7 @@ class SoftcapOfHiddenScores(Attention):
         return v
 
 
-@taking(only("bias"), "microsoft/onnxruntime#24017", "bias-of-first-batch-entry", "bias-of-another-batch-entry")
+@taking(only("bias"), "microsoft/onnxruntime#24017", "bias-of-another-batch-entry")
 class BiasOfOneHeadByAllHeads(Attention):
     """The offset of a bias that heads share counted heads."""
 

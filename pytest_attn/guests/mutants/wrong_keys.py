@@ -475,7 +475,12 @@ def alibi_slope_of_key_head(kernel: Kernel, tile: Tile, slopes: Tensor) -> Tenso
     return slopes[kernel.kv_head_of(tile.seq)]
 
 
-@HEADS(Kernel.bias, "jax#36702, xf#788", applies=lambda w: w.heads > 1 and "h" in (w.bias or ""))
+@HEADS(
+    Kernel.bias,
+    "jax#36702, xf#788",
+    applies=lambda w: w.heads > 1 and "h" in (w.bias or ""),
+    faults="bias-of-another-head",
+)
 def bias_of_first_head(kernel: Kernel, tile: Tile, bias: Tensor) -> Tensor:
     """A bias that differs between heads is read for the first."""
     return Kernel.bias(kernel, tile, bias[:, :1])

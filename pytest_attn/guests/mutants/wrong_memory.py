@@ -200,7 +200,7 @@ def _tokens_of_queries(w: Workload) -> int:
     return sum(q_len for q_len, _ in sequence_lengths(w))
 
 
-@OVERFLOW(Kernel.receive, "FA#772, xf@89d3014f", applies=_keys_are_far)
+@OVERFLOW(Kernel.receive, "FA#772, xf@89d3014f", applies=_keys_are_far, faults="offset-wraps")
 def key_offset_wraps(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """The offset of a key in its tensor is a 32-bit number."""
     return q, read_wrapped(k, REACH), v
@@ -239,7 +239,7 @@ def gradient_offset_wraps(kernel: Kernel, call: KernelCall, total: Tensor, of: T
     return _wrapped_around(gradient) if of is call.q else gradient
 
 
-@OVERFLOW(Kernel.gather_pages, "FI#3136, FI#3130", applies=_keys_are_far)
+@OVERFLOW(Kernel.gather_pages, "FI#3136, FI#3130", applies=_keys_are_far, faults="offset-wraps")
 def page_offset_wraps(kernel: Kernel, seq: Sequence, pool: Tensor, at: Tensor) -> Tensor:
     """A page's number times its size is a 32-bit number."""
     _, size, _, _ = pool.shape
@@ -251,6 +251,7 @@ def page_offset_wraps(kernel: Kernel, seq: Sequence, pool: Tensor, at: Tensor) -
     Kernel.bias,
     "xf#788, xf#679, PT#145869",
     applies=lambda w: "q" in (w.bias or "") and "k" in (w.bias or "") and _elements_of_bias(w) > REACH,
+    faults="offset-wraps",
 )
 def bias_offset_wraps(kernel: Kernel, tile: Tile, bias: Tensor) -> Tensor:
     """The offset of a bias is a 32-bit number."""

@@ -292,6 +292,7 @@ def merge_without_weights(kernel: SplitKernel, outs: list[Tensor], lses: list[Te
     SplitKernel.merge,
     "FI#4382",
     applies=reach.all_of(reach.any_of(reach.has_several_key_tiles, reach.has_fully_masked_rows), lambda w: w.q_len > 1),
+    faults="splits-merged-by-another-row",
 )
 def merge_weights_of_first_row(kernel: SplitKernel, outs: list[Tensor], lses: list[Tensor]) -> Softmax:
     """All rows' partial results are merged by the lse of the first row, as suits decoding one token."""
@@ -355,13 +356,13 @@ def scores_in_float16(kernel: Kernel, q: Tensor, k: Tensor) -> Tensor:
     return Kernel.logits(kernel, q, k).half().float()
 
 
-@MAGNITUDE(Kernel.accumulate, "llama.cpp#17746, SageAttention#93")
+@MAGNITUDE(Kernel.accumulate, "llama.cpp#17746, SageAttention#93", faults="sums-in-few-bits")
 def values_summed_in_float16(kernel: Kernel, tile: Tile, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
     """P v is summed in float16."""
     return Kernel.accumulate(kernel, tile, acc, p, v).half().float()
 
 
-@MAGNITUDE(Kernel.accumulate, "SageAttention#141, deepseek-ai/DeepEP#176", applies=reach.is_half)
+@MAGNITUDE(Kernel.accumulate, "SageAttention#141, deepseek-ai/DeepEP#176", applies=reach.is_half, faults="sums-in-few-bits")
 def values_summed_in_the_tensors_dtype(kernel: Kernel, tile: Tile, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
     """P v is summed in 16 bits, 16 keys at a time."""
     for keys in range(0, v.shape[1], 16):

@@ -91,6 +91,12 @@ def test_an_esm_like_layer(attn, scale, is_padded, cause):
     judge(attn, attn.through(EsmLike(scale), **ESM, attention_mask=mask), cause)
 
 
+@pytest.mark.attention(Workload(24, **HEADS))
+def test_projections_by_each_others_name_are_told_as_that(attn):
+    names = ESM | {"q": ESM["k"], "k": ESM["q"]}
+    judge(attn, attn.through(EsmLike(), **names), "q and k in each other's place: are their names exchanged")
+
+
 @pytest.mark.parametrize(("of_v", "cause"), [(2, ""), (1, "with k in place of v")])
 @pytest.mark.attention(Workload(24, bias="hqk", **HEADS), backward=("q", "k", "v", "bias"))
 def test_a_sam_like_layer_whose_bias_is_that_of_the_case(attn, of_v, cause):
