@@ -46,10 +46,12 @@ EDGES = (64, 128, 256, 512, 1024, 2048)
 _CANCELLING, _TINY = (8, 16, 32, *EDGES), 2.0**-16
 #: rows of a piece; none is asked that makes more pieces than that
 _PIECES, _MOST_PIECES = (1, 5, 16, 48, 64, 100, 128, 256), 24
-#: sequences of a batch, and the scores of one above which no larger one is asked
-_BATCHES = (2, 3, 5, 8, 17, 64)
+#: sequences of a batch, and the scores of one above which no larger one is asked; twice as many where it has few
+_BATCHES, _FEW = (2, 3, 5, 8, 17, 64), 8
 _MOST_SCORES = {"cpu": 1 << 20, "cuda": 1 << 28}
 _RERUNS, _MOST_CALLS = 20, 150
+#: new processes, after this one: of two configurations each draws either
+_PROCESSES = (2, 3, 4)
 #: calls with which the place is looked for at which bits first change
 _MOST_STEPS = 8
 #: tells a new process the file of the first one's bits; where compilers keep what they have compiled
@@ -104,9 +106,14 @@ def _composed(inputs: Inputs, sequences: Sequence[Parts], mask: object) -> Input
     )
     drawn = draw_inputs(changed, "flat", 0, inputs.device)
     for entry, one in enumerate(sequences):
-        for name, part in one.items():
-            getattr(drawn, name)[_place(drawn, name, entry)] = part.transpose(0, 1) if _is_by_token(changed, name) else part
+        _put(drawn, entry, one)
     return dataclasses.replace(drawn, sinks=inputs.sinks, alibi_slopes=inputs.alibi_slopes)
+
+
+def _put(inputs: Inputs, entry: int, sequence: Parts) -> None:
+    for name, part in sequence.items():
+        by_token = _is_by_token(inputs.workload, name)
+        getattr(inputs, name)[_place(inputs, name, entry)] = part.transpose(0, 1) if by_token else part
 
 
 def _telling(parts: Parts, w: Workload) -> Parts:
@@ -148,14 +155,20 @@ class Whole:
 
     def __init__(self, probe: Probe) -> None:
         self.probe, self.workload = probe, probe.workload
-        lengths = sequence_lengths(self.workload)
-        entry = max(range(len(lengths)), key=lambda entry: lengths[entry][0] * lengths[entry][1])
-        self.q_len, self.kv_len = lengths[entry]
+        self._lengths = sequence_lengths(self.workload)
+        self._largest = max(range(len(self._lengths)), key=lambda entry: self._lengths[entry][0] * self._lengths[entry][1])
+        self.q_len, self.kv_len = self._lengths[self._largest]
         self.before = self.kv_len - self.q_len  # keys that the first row follows
-        drawn = draw_inputs(self.workload, "randn", probe.spec.seed, probe.device)
-        given = {name: getattr(drawn, name) for name in ("q", "k", "v", "dout")}
-        self.parts = _telling(_taken(drawn, given, entry), self.workload)
         self._pieces: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    @cached_property
+    def parts(self) -> Parts:
+        """The sequence itself."""
+        return self._telling(draw_inputs(self.workload, "randn", self.probe.spec.seed, self.probe.device), self._largest)
+
+    def _telling(self, drawn: Inputs, entry: int) -> Parts:
+        given = {name: getattr(drawn, name) for name in ("q", "k", "v", "dout")}
+        return _telling(_taken(drawn, given, entry), self.workload)
 
     @cached_property
     def alone(self) -> Probe:
@@ -163,11 +176,17 @@ class Whole:
         return self.asked([self.parts], self.workload.mask)
 
     @cached_property
-    def batch(self) -> Probe:
-        """The kernel on as many of it as the workload has sequences."""
-        if self.workload.batch == 1:
+    def own(self) -> Probe:
+        """The kernel on the workload as it is, whatever a callable closes over; with telling values where they can be."""
+        probe = self.probe
+        if not _is_divisible(probe):
+            return probe
+        if self.workload.batch == 1 and not self.workload.kv_lens:
             return self.alone
-        return self.asked([self.parts] * self.workload.batch, self.workload.mask)
+        own = dataclasses.replace(probe.inputs, **{n: getattr(probe.inputs, n).clone() for n in ("q", "k", "v", "dout")})
+        for entry in range(len(self._lengths)):
+            _put(own, entry, self._telling(probe.inputs, entry))
+        return Probe(probe.subject, probe.spec, own, probe.deadline, probe.thorough, probe.count)
 
     @cached_property
     def results(self) -> dict[str, Tensor]:
@@ -265,7 +284,7 @@ class Promise(NamedTuple):
 def _batches(whole: Whole) -> list[int]:
     most = _MOST_SCORES["cuda" if whole.probe.device.type == "cuda" else "cpu"]
     scores = whole.workload.heads * whole.q_len * whole.kv_len
-    return [size for size in _BATCHES if size * scores <= most] or [2]
+    return [size for size in _BATCHES if size * scores <= most * (2 if size <= _FEW else 1)] or [2]
 
 
 def _in_batch(whole: Whole, size: int) -> str:
@@ -274,7 +293,8 @@ def _in_batch(whole: Whole, size: int) -> str:
     alone = {id(itself): whole.alone}
     among = [[itself] * size]
     if w.kv_lens:
-        longer = {name: t.repeat(1, 2, 1) if name in "kv" else t for name, t in itself.items()}
+        times = 1 + -(-max(w.kv_lens) // whole.kv_len)  # longer than any of the workload's
+        longer = {name: t.repeat(1, times, 1) if name in "kv" else t for name, t in itself.items()}
         shortest = whole.cut(1)  # as of the places of a CUDA graph that no request has
         beside = list(islice(cycle((longer, whole.shorter, shortest)), size - 1))
         among += [[itself, *beside], [*beside, itself]]
@@ -314,7 +334,8 @@ def _decoded(whole: Whole, length: int) -> str:
 def _prefixes(whole: Whole) -> list[int]:
     if whole.probe.compiles_options and whole.q_len > 1:  # for the last piece it is compiled anyway
         return [whole.before + range(0, whole.q_len, _pieces(whole)[-1])[-1]]
-    return [length for length in _lengths(whole) if length < whole.kv_len]
+    half = whole.before + (whole.q_len + 1) // 2
+    return sorted({half, *(length for length in _lengths(whole) if length < whole.kv_len)})
 
 
 def _behind_prefix(whole: Whole, cached: int) -> str:
@@ -324,29 +345,35 @@ def _behind_prefix(whole: Whole, cached: int) -> str:
 
 def _again(whole: Whole, number: int) -> str:
     """Call again on the same tensors, later ones beside other work; in between, what tunes itself tunes itself anew."""
-    batch = whole.batch
-    batch.base  # noqa: B018 - called before any other
+    own = whole.own
+    own.base  # noqa: B018 - called before any other
     if number == _RERUNS // 2:
         forget_configurations()
-    is_busy = batch.device.type == "cuda" and number > _RERUNS // 2
-    found = beside_other_work(batch, batch.handed()) if is_busy else batch.run(batch.inputs)
-    return changed(batch, found, batch.base, batch.inputs)
+    is_busy = own.device.type == "cuda" and number > _RERUNS // 2
+    found = beside_other_work(own, own.handed()) if is_busy else own.run(own.inputs)
+    return changed(own, found, own.base, own.inputs)
+
+
+def _processes(whole: Whole) -> list[int]:
+    """Return one new process of what compiles, and of a new process itself, which asks no further one."""
+    return [*(_PROCESSES[:1] if whole.probe.compiles_options or _KEPT in os.environ else _PROCESSES)]
 
 
 def _in_new_process(whole: Whole, number: int) -> str:
     """Ask the test once more in a new process, whose compilers find nothing; there, compare with the bits of the first."""
+    own = whole.own
     if kept := os.environ.get(_KEPT):
-        return unlike(whole.alone, whole.results, torch.load(kept, whole.probe.device, weights_only=True))
+        return changed(own, own.base, torch.load(kept, own.device, weights_only=True), own.inputs)
     if whole.probe.elsewhere is None:
         raise NotApplicable("needs a test of pytest, which is repeated")
     with TemporaryDirectory() as folder:
         kept = str(Path(folder, "bits"))
-        torch.save(whole.results, kept)
+        torch.save(own.base, kept)
         environment = {_KEPT: kept, **{name: str(Path(folder, name)) for name in _CACHES}}
         finding = whole.probe.elsewhere(f"{ASKED}process", environment)
     if finding.outcome == "not applicable":
         raise NotApplicable(finding.evidence)
-    return finding.evidence.partition(f"not at process {number}: ")[2] if finding.outcome == "broken" else ""
+    return finding.evidence.partition(f"not at process {_PROCESSES[0]}: ")[2] if finding.outcome == "broken" else ""
 
 
 def _is_causal(probe: Probe) -> bool:
@@ -356,7 +383,22 @@ def _is_causal(probe: Probe) -> bool:
     return band is not None and band.right == 0 and (not band.top_left or (square and probe.is_backend))
 
 
+def _is_divisible(probe: Probe) -> bool:
+    w = probe.workload
+    tied = w.bias or w.score_mod is not None or w.alibi == "batch" or w.is_quantized or w.dropout or w.cached
+    return not tied and w.band is not None and w.pad == "right" and not (w.kv_pages and w.kv_pages.shared)
+
+
+_IN_OTHER_CALLS = (
+    UNQUANTIZED,
+    Need(_is_divisible, "an option belongs to the sequences of this very batch"),
+    Need(
+        lambda probe: probe.is_backend or probe.subject.named is not None or probe.workload.kv_lens is None,
+        'the callable closes over lengths; hand over a backend, or the function by its name, "module:function"',
+    ),
+)
 _CAUSAL = (
+    *_IN_OTHER_CALLS,
     Need(lambda probe: max(probe.workload.q_lens or (probe.workload.q_len,)) > 1, "one row"),
     Need(lambda probe: all(rows <= keys for rows, keys in sequence_lengths(probe.workload)), "rows before the first key"),
     Need(
@@ -365,36 +407,20 @@ _CAUSAL = (
     ),
 )
 _PROMISES = {
-    "batch": Promise("alone and at every place of any batch", "batch", _batches, _in_batch),
+    "batch": Promise("alone and at every place of any batch", "batch", _batches, _in_batch, _IN_OTHER_CALLS),
     "chunks": Promise("a prefill in pieces as in one", "chunk", _pieces, _in_pieces, _CAUSAL),
     "decode": Promise("token by token as in a prefill", "kv_len", _lengths, _decoded, _CAUSAL),
     "prefix": Promise("behind cached keys as computed anew", "prefix", _prefixes, _behind_prefix, _CAUSAL),
     "rerun": Promise("again, gradients too", "rerun", lambda whole: list(range(1, _RERUNS + 1)), _again),
-    "process": Promise("in a new process", "process", lambda whole: [2], _in_new_process),
+    "process": Promise("in a new process", "process", _processes, _in_new_process),
 }
-
-
-def _is_divisible(probe: Probe) -> bool:
-    w = probe.workload
-    tied = w.bias or w.score_mod is not None or w.alibi == "batch" or w.is_quantized or w.dropout or w.cached
-    return not tied and w.band is not None and w.pad == "right" and not (w.kv_pages and w.kv_pages.shared)
-
-
-_NEEDS = (
-    UNQUANTIZED,
-    Need(_is_divisible, "an option belongs to the sequences of this very batch"),
-    Need(
-        lambda probe: probe.is_backend or probe.subject.named is not None or probe.workload.kv_lens is None,
-        'the callable closes over lengths; hand over a backend, or the function by its name, "module:function"',
-    ),
-)
 
 
 def invariant_named(name: str) -> Invariant:
     """Return the invariant that asks for a promise, or that looks at what was not promised."""
     promise = _PROMISES[name.partition("-")[2]]
     run = partial(_held if name.startswith(ASKED) else _seen, promise)
-    return Invariant(name, f"equal bits {promise.summary}", _MOST_CALLS, run, (*_NEEDS, *promise.needs))
+    return Invariant(name, f"equal bits {promise.summary}", _MOST_CALLS, run, promise.needs)
 
 
 def _held(promise: Promise, probe: Probe) -> str:

@@ -1,5 +1,6 @@
 """Kernels that break one promise each are found by it, with the size at which they do; kernels that keep it are not."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -19,6 +20,8 @@ CAUSAL = Workload(66, heads=2, head_dim=32, mask="causal", dtype="float16")
 PADDED = Workload(1, heads=2, head_dim=32, kv_lens=(90, 40))
 LATENT = Workload(1, heads=2, kv_heads=1, head_dim=48, v_head_dim=32, v_in_k=True, kv_lens=(60, 20))
 LATENT_PACKED = Workload(q_lens=(70, 20), heads=2, kv_heads=1, head_dim=48, v_head_dim=32, v_in_k=True, mask="causal")
+#: the second sequence has fewer scores, and more keys than twice the first's
+LONG_SECOND = Workload(q_lens=(45, 1), heads=2, head_dim=32, mask="causal-bottom-right", kv_lens=(45, 110))
 NARROW = Workload(1, heads=2, head_dim=32, kv_lens=(100, 50), dtype="float16")
 
 
@@ -110,6 +113,8 @@ def finding(kernel, promise, workload, backward=False):
         (TiledByLongest, "batch", LATENT.replace(kv_len=70, kv_lens=(70, 20)), "at place 2, beside longer and shorter ones"),
         (TiledByLongest, "batch", LATENT.replace(kv_len=55, kv_lens=(55, 20)), "not at batch 2: at place 0, beside longer"),
         (TiledByLongest, "decode", LATENT_PACKED, "not at kv_len"),
+        (SplitByLongest, "batch", LONG_SECOND, "not at batch 2: at place 0, beside longer"),
+        (TiledByRows, "prefix", CAUSAL.replace(q_len=60, kv_len=60), "equal up to prefix 9, not at prefix 10"),
         (OrderedByPlace, "batch", CAUSAL, "not at batch 2: at place 1"),
         (OtherDecoding, "decode", CAUSAL, "equal up to kv_len 48, not at kv_len 49"),
         (AddedInAnyOrder, "rerun", CAUSAL, "not at rerun"),
@@ -150,8 +155,24 @@ def test_rows_before_the_first_key_are_not_asked_in_pieces():
 
 
 def test_a_cpu_is_asked_for_batches_of_some_size():
-    whole = SimpleNamespace(probe=SimpleNamespace(device=CPU), workload=CAUSAL, q_len=300, kv_len=300)
+    whole = SimpleNamespace(probe=SimpleNamespace(device=CPU), workload=CAUSAL, q_len=400, kv_len=400)
     assert equal_bits._batches(whole) == list(BATCHES)
+
+
+@pytest.mark.parametrize("tiles", [(8, 8), (8, 16)])
+def test_a_callable_that_closes_over_lengths_is_asked_again(tiles):
+    w = Workload(q_lens=(40, 30), heads=2, head_dim=32)
+    tiles = itertools.cycle(tiles)
+
+    def kernel(q, k, v):
+        tile, sequences = next(tiles), zip(*(t.transpose(0, 1).float().split(w.q_lens, 1) for t in (q, k, v)), strict=True)
+        weights = [((one @ keys.mT * q.shape[-1] ** -0.5).softmax(-1), values) for one, keys, values in sequences]
+        parts = (zip(p.split(tile, -1), values.split(tile, -2), strict=True) for p, values in weights)
+        return torch.cat([sum(p @ values for p, values in one) for one in parts], 1).transpose(0, 1).to(q.dtype)
+
+    (found,) = asked(kernel, CheckSpec(w, CPU), only="bits-rerun").findings
+    print(found)
+    assert found.outcome == ("passed" if next(tiles) == next(tiles) else "broken")
 
 
 def test_what_compiles_for_each_shape_is_asked_few(monkeypatch):
