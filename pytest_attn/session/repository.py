@@ -12,7 +12,7 @@ from pathlib import Path
 #: folders of a repository in which its packages lie
 _HOMES = ("", "src", "python")
 #: endings of files that kernels are built of: they are read, and not imported
-_BUILT = (".cu", ".cuh", ".hip", ".metal", ".c", ".cc", ".cpp", ".h", ".hpp", ".ptx")
+BUILT = (".cu", ".cuh", ".hip", ".metal", ".c", ".cc", ".cpp", ".h", ".hpp", ".ptx")
 #: seconds that git may take
 _SECONDS = 20
 
@@ -73,7 +73,7 @@ def sources_of(top: Path, imported: Mapping[str, str]) -> dict[str, str]:
     Not of files that git ignores, as those that a build writes.
     """
     kept, new = (_listed(top, *words) for words in (("--cached",), ("--others", "--exclude-standard")))
-    files = {place: str(top / place) for place in new if place.endswith(_BUILT)}
+    files = {place: str(top / place) for place in new if place.endswith(BUILT)}
     files |= {place: imported[place] for place in (kept | new) & imported.keys()}
     places = [place for place in sorted(files) if os.path.isfile(files[place])]
     ids = git(top, "hash-object", "--stdin-paths", text=os.fsencode("".join(f"{files[one]}\n" for one in places)))

@@ -176,6 +176,15 @@ def test_a_file_that_cannot_be_imported_there_is_not_one_that_lacks_the_test(bot
     broken.stdout.re_match_lines([r"against HEAD .*: nothing was compared: it cannot run these tests: .*gone.*"])
 
 
+def test_what_is_built_of_other_sources_elsewhere_is_named(both, pytester):
+    (pytester.path / "csrc").mkdir()
+    (pytester.path / "csrc" / "fast.cu").write_text("old")
+    revision(pytester.path, KERNEL)
+    (pytester.path / "csrc" / "fast.cu").write_text("new")
+    said = "the same on both sides, unless a test builds it: what is built of csrc/fast.cu; name the interpreter *"
+    both("--attn-against=HEAD").stdout.fnmatch_lines([said])
+
+
 def test_a_file_that_cannot_be_imported_there_keeps_no_other_from_being_compared(both, pytester):
     pytester.makepyfile(test_other="import gone")
     revision(pytester.path, KERNEL)

@@ -40,7 +40,7 @@ from pytest_attn.reports.lines import count, duration, labeled, some
 from pytest_attn.reports.records import Record, gathered, is_wrong, latency_of, read_records
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import typed_name
-from pytest_attn.session.repository import commit_of, git
+from pytest_attn.session.repository import BUILT, commit_of, git
 from pytest_attn.session.session import AttentionSession
 from pytest_attn.session.worker_pool import Runs, WorkerPool, are_forked, fresh_runs, is_lacking, undisturbed, worker_command
 from pytest_attn.workloads.functions import shell_word
@@ -156,11 +156,22 @@ class BothSides(TimedAtEnd):
                 " the tree imported (pythonpath), or name the interpreter of an environment that has the other version:"
                 " --attn-against=PYTHON"
             )
+        elif not any(one.get("has_built") for one in done.messages) and (built := self._built_otherwise(here)):
+            self.say(
+                f"the same on both sides, unless a test builds it: what is built of {some(built, 3)}; name the interpreter of"
+                " an environment that has the other build: --attn-against=PYTHON",
+                yellow=True,
+            )
         broken, records = dict(_BROKEN.findall(done.output)), read_records(path) if path.exists() else []
         if done.returncode not in _JUDGED or not done.is_finished or (broken and not records):
             raised = _RAISED.findall(done.output)
             raise OtherSideError(f"it cannot run these tests: {raised[0] if raised else last_words(done.output)}")
         return records, broken
+
+    def _built_otherwise(self, top: Path) -> list[str]:
+        """Return the files to build a kernel of that differ from those of the other revision."""
+        names = git(top, "diff", "--name-only", self._other.commit, "--", *(f"*{end}" for end in BUILT))
+        return os.fsdecode(names).splitlines()
 
     def _ran(self, command: Command) -> Ended:
         """Run a command of the other side; of the tests that it names, those that are there."""

@@ -198,4 +198,5 @@ def pytest_sessionfinish() -> None:
     with suppress(OSError):  # on other systems; libraries that no module stands for, as those of torch.ops
         files.update(re.findall(r"/.*\.so$", Path("/proc/self/maps").read_text(), re.MULTILINE))
     strays = [one for one in files if is_within(one, here) and not (there and is_within(one, there))]
-    worker.channel.send(strays=sorted(strays) + (installed_instead(there, there) if there else []))
+    has_built = there is not None and any(is_within(one, there.parent) for one in files if one.endswith(".so"))
+    worker.channel.send(strays=sorted(strays) + (installed_instead(there, there) if there else []), has_built=has_built)

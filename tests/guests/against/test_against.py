@@ -140,9 +140,12 @@ def test_a_command_is_moved_with_what_it_imports(monkeypatch, tmp_path):
 
 def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    sent, files = [], {"a": f"{tmp_path}/src/a.py", "b": "/tmp/t/b.py", "c": f"{sys.prefix}/c.py", "d": "_ops.py"}
+    sent, files = (
+        [],
+        {"a": f"{tmp_path}/src/a.py", "b": f"{tmp_path.parent}/t/b.py", "c": f"{sys.prefix}/c.py", "d": "_ops.py"},
+    )
     channel = SimpleNamespace(send=lambda **message: sent.append(message))
-    worker = SimpleNamespace(told={"here": str(tmp_path), "there": "/tmp/t"}, channel=channel)
+    worker = SimpleNamespace(told={"here": str(tmp_path), "there": f"{tmp_path.parent}/t"}, channel=channel)
     monkeypatch.setattr(other_side.Worker, "of_this_process", lambda: worker)
     for name, file in files.items():
         monkeypatch.setitem(sys.modules, f"stray_{name}", SimpleNamespace(__file__=file))
@@ -151,7 +154,8 @@ def test_what_a_process_of_the_other_side_imports_from_this_tree_is_named(monkey
         other_side.pytest_sessionfinish()
         worker.told["there"] = None
         other_side.pytest_sessionfinish()
-    assert sent == [{"strays": [str(tmp_path / "kernel.so"), files["a"]]}] * 2
+    strays = [str(tmp_path / "kernel.so"), files["a"]]
+    assert sent == [{"strays": strays, "has_built": has_built} for has_built in (True, False)]
 
 
 def test_an_installed_copy_is_no_side_unless_it_is_of_the_same_text(monkeypatch, tmp_path):
