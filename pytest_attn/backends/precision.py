@@ -214,10 +214,6 @@ class Precision:
         block = 256 if q_len >= 768 else 64 if q_len >= 192 else 32
         return -(-q_len // block) * group
 
-    def query_roundings(self, kv_len: int) -> int:
-        """Return how many times dq is rounded while it is summed over blocks of keys."""
-        return -(-kv_len // 512) if self.sums_query_blocks else 1
-
 
 PRECISIONS = {
     # FlashAttention 3 and 4, Triton: float32 scores, P and dS rounded to the dtype for the tensor cores

@@ -201,7 +201,8 @@ class Gradients:
             lost = _sum_of_products(rows.row_sum.square().expand_as(p), p_rounding_var)
             lost += self.rounding.of_result(ds, all_keys).sum(-1, keepdim=True)
             of_maximum = row_sum_var + lost.mul_(share)
-            variance = _plus(variance, of_maximum * _may_be_largest(p, rows.p_noise_var))
+            lifted = p if rows.p_noise_var is None else rows.p_noise_var.sqrt().mul_(_LIFT).add_(p)
+            variance = _plus(variance, of_maximum * (lifted >= row_tops(p)))  # of each P that noise may make the largest
         ds, weight, variance = self._through_slope(ds, variance, rows)
         variance = self._plus_rounding(variance, ds, rows)
         if rows.are_lost is not None:
@@ -264,7 +265,7 @@ class Gradients:
         variance = over_keys(scores.variance, k.square()).add_(drift).mul_(self.scale**2)
         if scores.denominator_var is not None:
             variance += dq.square().mul_(scores.denominator_var)
-        times = self.precision.query_roundings(self.kv_len)
+        times = -(-self.kv_len // 512) if self.precision.sums_query_blocks else 1
         if times > 1:  # partial sums: of random terms half of all, and more where these stray; where they agree, a third
             variance = variance * (1 + times / 6) + self.rounding.of_result(dq, self.kv_len) * (times / 3)
         variance = self.rounding.with_parts(variance, dq, self.kv_len) + self.rounding.of_sum(dq, self.kv_len)
@@ -334,11 +335,6 @@ class KeyGradients:
 
 #: standard deviations by which noise may lift a score to its row's largest
 _LIFT = 8.0
-
-
-def _may_be_largest(p: torch.Tensor, noise_var: torch.Tensor | None) -> torch.Tensor:
-    """Return whether noise may make each P (n, heads, rows, keys) the largest of its row."""
-    return (p if noise_var is None else noise_var.sqrt().mul_(_LIFT).add_(p)) >= row_tops(p)
 
 
 def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

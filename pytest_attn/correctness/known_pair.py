@@ -74,7 +74,8 @@ def tells_apart(device: torch.device) -> bool:
     row, column = draw.randrange(w.q_len), draw.randrange(4)
     wrong[row][column] += _WRONG_BY * _attention(q, k, [[*map(abs, one)] for one in v])[row][column]
     try:
-        query, key, value, *outs = (_tensor(rows, device) for rows in (q, k, v, right, wrong))
+        tensor = functools.partial(torch.tensor, dtype=torch.float32, device=device)
+        query, key, value, *outs = (tensor([[rows]]) for rows in (q, k, v, right, wrong))
         given = Inputs(w, device, query, key, value, dout=torch.zeros_like(query))
         reference = compute_reference(given, PRECISIONS[DEFAULT])
         passed = [judge_output(out, spec, reference).passed for out in outs]
@@ -101,7 +102,3 @@ def _attention(q: Rows, k: Rows, v: Rows) -> Rows:
         total = sum(weights)
         out.append([sum(map(float.__mul__, weights, column)) / total for column in zip(*v, strict=True)])
     return out
-
-
-def _tensor(rows: Rows, device: torch.device) -> torch.Tensor:
-    return torch.tensor([[rows]], dtype=torch.float32, device=device)

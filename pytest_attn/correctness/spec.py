@@ -20,7 +20,7 @@ from pytest_attn.backends.subject import AttentionFn, CallableSubject, Dequantiz
 from pytest_attn.correctness.contract import AdaptedCallable, ContractError
 from pytest_attn.correctness.limits import limits_named
 from pytest_attn.correctness.reference import EXTRA, Reference, compute_reference, with_drawn_rows
-from pytest_attn.workloads.distributions import distribution_names
+from pytest_attn.workloads.distributions import DEFAULT_DISTRIBUTIONS, distribution_names
 from pytest_attn.workloads.inputs import Inputs, draw_inputs
 from pytest_attn.workloads.kv_layout import handed_over
 from pytest_attn.workloads.positions import has_long_sequences
@@ -50,7 +50,8 @@ class CheckSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "declared", self.declared.on(self.device.type))
         limits_named(self.limits)
-        distribution_names(self.inputs)
+        if distribution_names(self.inputs) == DEFAULT_DISTRIBUTIONS and self.declared.skips is not None:
+            object.__setattr__(self, "inputs", (*DEFAULT_DISTRIBUTIONS, "stepped"))
         if not isinstance(self.workload, Workload):
             raise ValueError(f"workload must be a name or a Workload, got {self.workload!r}")
         if not isinstance(self.seed, int) or self.seed < 0:

@@ -178,8 +178,7 @@ def _switches(kind: str) -> dict[str, Switch]:
     }
     if hasattr(torch._C, "_set_mkldnn_enabled"):
         switches["oneDNN"] = Switch(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled)
-    named = {f"torch's {name}": one for name, one in switches.items()}
-    return named | _LATER | _of_process()
+    return {f"torch's {name}": one for name, one in switches.items()} | _LATER | _of_process()
 
 
 #: reads it where it is given none
@@ -267,27 +266,17 @@ _UNDER_WAY = 0.01
 #: without an enumeration of what it returns, which takes longer
 _getsignal: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _SIGNALS = tuple(sorted(map(int, signal.valid_signals())))
-_TIMERS = {
-    f"the {kind} timer": getattr(signal, name)
-    for kind, name in (("interval", "ITIMER_REAL"), ("virtual", "ITIMER_VIRTUAL"), ("profiling", "ITIMER_PROF"))
-    if hasattr(signal, name)
-}
 
 
-def _is_armed(which: int) -> bool:
-    return any(signal.getitimer(which))
-
-
-def _disarm(which: int, before: bool) -> None:
-    signal.setitimer(which, 0)
+def _timer(which: int) -> Switch:
+    return Switch(lambda: any(signal.getitimer(which)), lambda before: signal.setitimer(which, 0), operator.gt)
 
 
 def _wakeup_descriptor() -> int:
     """Return the descriptor that signals write to, -1 for none."""
     with suppress(ValueError):  # from another thread than the first
-        if (descriptor := signal.set_wakeup_fd(-1)) < 0:
-            return -1
-        signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)  # as asyncio sets it
+        if (descriptor := signal.set_wakeup_fd(-1)) >= 0:
+            signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)  # as asyncio sets it
         return descriptor
     return -1
 
@@ -353,8 +342,7 @@ _STACKS: tuple[tuple[Any, Any], ...] = (
 
 def _modes() -> tuple[str, ...]:
     """Return the types of these modes, but for that of the default device, which is a switch of its own."""
-    (functions, _), (dispatched, _) = _STACKS
-    modes = *functions(), *dispatched()
+    modes = (mode for stack, _ in _STACKS for mode in stack())
     return tuple(type(mode).__name__ for mode in modes if type(mode) is not DeviceContext)
 
 
@@ -420,7 +408,9 @@ def _free_monitoring_tools(before: tuple[Any, ...]) -> None:
 
 #: a timer that was armed before may have come to its end, or have been disarmed
 _LATER = {
-    **{name: Switch(partial(_is_armed, one), partial(_disarm, one), operator.gt) for name, one in _TIMERS.items()},
+    "the interval timer": _timer(signal.ITIMER_REAL),
+    "the virtual timer": _timer(signal.ITIMER_VIRTUAL),
+    "the profiling timer": _timer(signal.ITIMER_PROF),
     _HANDLERS: Switch(_handlers, _set_handlers, _is_handler_left, _handler_at),
     "the descriptor that signals write to": Switch(
         _wakeup_descriptor, lambda before: signal.set_wakeup_fd(before, warn_on_full_buffer=False)
@@ -428,9 +418,8 @@ _LATER = {
     "Python's profile function": Switch(sys.getprofile, _set_profile),
     "Python's trace function": Switch(sys.gettrace, sys.settrace, _is_trace_left),
 }
-#: of these what Python tells of each line or function
-_WATCHERS = [name for name in _LATER if name.startswith("Python's ")]
 if hasattr(sys, "monitoring"):
     _LATER["Python's monitoring tools"] = Switch(_monitoring_tools, _free_monitoring_tools)
-    _WATCHERS.append("Python's monitoring tools")
+#: of these what Python tells of each line or function
+_WATCHERS = [name for name in _LATER if name.startswith("Python's ")]
 _LATER[_CALLBACKS] = Switch(lambda: tuple(gc.callbacks), lambda before: gc.callbacks.__setitem__(slice(None), before))

@@ -32,6 +32,7 @@ DISTRIBUTIONS = {
     "outlier": "one channel with keys near 30 and queries so that logits, and lse, lie near +120 or -120",
     "onehot": "randn q and k; each value row is a unit vector, so that out shows the probabilities",
     "large": "200 randn q and k: logits up to about 50,000",
+    "stepped": "blocks of keys with weights from 0.1 to 1e-7; a default of kernels that skip",
 }
 DEFAULT_DISTRIBUTIONS = ("structured", "flat")
 
@@ -87,6 +88,23 @@ def _structured(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
     q, k, v = _scaled(1.0, 1.0, draw, w, *shapes)
     v += draw.whole("v-mean", (v.shape[0], v.shape[1], 1, 1), -4, 4) / 2
     _plant_needles(w, q, k)
+    return q, k, v
+
+
+def _stepped(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
+    """Have what leaves out tiles decide on each: their weights lie everywhere around a threshold."""
+    import torch
+
+    q, k, v = _scaled(0.1, 1.0, draw, w, *shapes)
+    for number, (own_q, own_k) in enumerate(_sequences(w, q, k)):
+        kv_len, way = own_k.shape[1], draw.normal(f"way-{number}", (w.kv_heads, 1, w.head_dim))
+        way /= way.norm(dim=-1, keepdim=True)
+        depth = draw.normal(f"depth-{number}", (w.kv_heads, -(-kv_len // 48), 1), 3).abs() + 2.5
+        own_k -= depth.repeat_interleave(48, 1)[:, :kv_len] * way
+        own_k[:, kv_len // 3] = 0
+        row, head = torch.arange(own_q.shape[1]), torch.arange(w.heads)[:, None]
+        steepness = 1 + (row // 16 * _OF_ROWS + head * _OF_HEADS) % 1
+        own_q += steepness[..., None].to(q) * way[key_heads(w)] / w.softmax_scale
     return q, k, v
 
 
@@ -283,6 +301,7 @@ _DRAWN_BY: dict[str, Callable[..., QKV]] = {
     "outlier": _outlier,
     "onehot": _onehot,
     "large": partial(_scaled, 200.0, 1.0),
+    "stepped": _stepped,
 }
 
 

@@ -113,6 +113,8 @@ MUTANTS = {
     "masked-rows": Skipping(hidden_agree=False),
     "not-in-backward": Skipping(in_backward=False),
     "ten-times": Skipping(weight=10 * DECLARED.weight),
+    "twice": Skipping(weight=2 * DECLARED.weight),
+    "lower-tiles": Skipping(tile=(16, 64)),
 }
 
 
