@@ -25,6 +25,8 @@ from pytest_attn.version import __version__
 
 #: digits of a commit or a digest, and names of files or tests, that are shown
 _DIGITS, _SHOWN = 10, 3
+#: what a folder has in which pytest is run as a rule: else its tests had other names, or were fewer
+_ROOTS = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg", "setup.py", ".git")
 
 
 class CannotSayError(Exception):
@@ -159,12 +161,16 @@ def _but_the_seed(facts: RunFacts) -> str:
 
 def _collected(arguments: Sequence[str]) -> RunFacts:
     """Return what pytest says of the tests of this tree that it would run. Raises CannotSayError."""
+    here = Path.cwd()
+    root = here if arguments else next(one for one in (here, *here.parents) if any((one / name).exists() for name in _ROOTS))
     with ProcessFolder("verify-") as folder:
         path = Path(folder) / "collected.jsonl"
         words = ["pytest", *arguments, "--collect-only", "-q", f"--attn-output={path}"]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", *words]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=environment, cwd=root, check=False
+        )
         facts = read_runs(str(path))[-1].facts if path.exists() else None
     if facts is None or facts["uncollected"] or not facts["selected"]:
         said = last_words(done.stderr + done.stdout)

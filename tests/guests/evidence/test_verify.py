@@ -204,6 +204,21 @@ def test_an_honest_run_is_accepted_with_what_it_has_imported(repository, pyteste
     assert (told["selected"], told["judged"], told["skipped"]) == (4, 2, 1)
 
 
+@pytest.mark.parametrize(("ini", "names"), [("notes.txt", ()), ("tox.ini", ("test_it.py::test_it", "sub/test_here.py"))])
+def test_where_it_is_typed_changes_neither_names_of_tests_nor_how_many_are_wanted(
+    repository, pytester, monkeypatch, verify, ini, names
+):
+    (pytester.path / "sub").mkdir()
+    (pytester.path / "sub" / "test_here.py").write_text("def test_here():\n    pass\n")
+    (pytester.path / ini).write_text("[pytest]\n")
+    committed(pytester.path)
+    pytester.runpytest_inprocess("--attn-output=sub/run.jsonl", *names)
+    monkeypatch.chdir("sub")
+    code, said = verify()
+    assert code == (1 if names else 0), said
+    assert " has 3 of 5 tests " in said[0] or not names
+
+
 @pytest.mark.slow("starts pytest five times")
 def test_fewer_tests_and_other_options_than_asked_for_are_refused(repository, pytester, verify):
     pytester.runpytest_inprocess("--attn-output=run.jsonl", "-kfull", "--attn-limits=strict", "--attn-seed=3")
