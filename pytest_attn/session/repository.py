@@ -70,11 +70,12 @@ def _places(name: str, file: Path, top: Path) -> Iterator[str]:
 def sources_of(top: Path, imported: Mapping[str, str]) -> dict[str, str]:
     """Return git's ids of what files hold, by their places: of those that were imported, and those to build that it lacks.
 
-    Not of files that git ignores, as those that a build writes.
+    Not of files that git ignores, as those that a build writes; an import is none that only this machine has git ignore.
     """
-    kept, new = (_listed(top, *words) for words in (("--cached",), ("--others", "--exclude-standard")))
+    new = _listed(top, "--others", "--exclude-standard")
+    known = _listed(top, "--cached") | _listed(top, "--others", "--exclude-per-directory=.gitignore")
     files = {place: str(top / place) for place in new if place.endswith(BUILT)}
-    files |= {place: imported[place] for place in (kept | new) & imported.keys()}
+    files |= {place: imported[place] for place in known & imported.keys()}
     places = [place for place in sorted(files) if os.path.isfile(files[place])]
     ids = git(top, "hash-object", "--stdin-paths", text=os.fsencode("".join(f"{files[one]}\n" for one in places)))
     return dict(zip(places, ids.decode().split(), strict=False))

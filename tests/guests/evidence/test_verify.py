@@ -243,9 +243,12 @@ def test_a_merged_file_is_accepted_and_a_part_of_it_is_not(repository, pytester,
 
 def test_what_git_lacks_is_told_if_a_kernel_may_be_built_of_it(repository):
     folder, _ = repository
-    for name in ("mine.cu", "notes.txt", "other.py"):
+    (folder / ".git" / "info" / "exclude").write_text("hidden*\n")
+    for name in ("mine.cu", "notes.txt", "other.py", "hidden.py", "hidden.h", "__pycache__/built.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
-    assert sources_of(folder, {"mine.py": str(folder / "mine.py")}).keys() == {"mine.cu", "mine.py"}
+    imported = {name: str(folder / name) for name in ("mine.py", "hidden.py", "__pycache__/built.py")}
+    assert sources_of(folder, imported).keys() == {"mine.cu", "mine.py", "hidden.py"}
 
 
 def test_an_installed_package_is_held_against_the_files_of_the_tree(repository, monkeypatch, tmp_path_factory):
