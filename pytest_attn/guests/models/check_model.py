@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -190,12 +191,14 @@ class _ModelJudge:
         self._calls = tuple(with_strangers(sorted(self._judged.calls, key=lambda call: call.order), self._tracker))
 
     def repeat_unexplained(self, again: Callable[[], None]) -> None:
-        """Say of wrong calls of the model's own that no cause explains whether two equal ones differ."""
-        if self.subject is not None or not any(map(_is_unexplained, self._calls)):
+        """Say of wrong calls that no cause explains whether two equal ones differ."""
+        if not any(map(_is_unexplained, self._calls)):
             return
         repeated = RepeatedCalls()
+        if self.subject is not None:
+            repeated = RepeatedCalls(Replacer(self.subject, self._judged.machine, lambda call: None, backward=False))
         again()
-        with suppress(Exception), intercept_attention(repeated, self._model, self._functions):
+        with suppress(Exception), intercept_attention(repeated, self._model, self._functions, self._replaces):
             run_step(self._step, self._model, backward=False)
         self._calls = tuple(
             _as_differing(call) if _is_unexplained(call) and call.label in repeated.differing else call for call in self._calls
@@ -343,19 +346,26 @@ _DIFFERENCE = 1e-2
 
 
 class RepeatedCalls(Handler):
-    """Makes each call twice on copies of its tensors. differing: labels of those that give something else then."""
+    """Makes each call again on copies of its tensors. differing: labels of those that give something else each time.
 
-    def __init__(self) -> None:
+    replacer: what computes them, where that is not the model. It may count its calls, so that each has to differ from two.
+    """
+
+    def __init__(self, replacer: Replacer | None = None) -> None:
         self.differing: set[str] = set()
+        self._compute: Callable[[InterceptedCall], Any] = replacer.handle if replacer else InterceptedCall.compute
+        self._times = 3 if replacer else 2
 
     def handle(self, intercepted: InterceptedCall) -> Any:
-        """Compare two results of a call, and let it be computed."""
-        one, other = (
-            bare(first_of(intercepted.with_tensors(*(t.clone() for t in intercepted.tensors)).compute())) for _ in range(2)
-        )
-        if float((one - other).abs().max()) > _DIFFERENCE * float(one.abs().max()):
+        """Compare results of a call, and let it be computed."""
+        found = [
+            bare(first_of(self._compute(intercepted.with_tensors(*(t.clone() for t in intercepted.tensors)))))
+            for _ in range(self._times)
+        ]
+        far = _DIFFERENCE * float(found[0].abs().max())
+        if all(float((one - other).abs().max()) > far for one, other in combinations(found, 2)):
             self.differing.add(label_of(intercepted.module, intercepted.number))
-        return intercepted.compute()
+        return self._compute(intercepted)
 
 
 class MaskRecorder(Handler):

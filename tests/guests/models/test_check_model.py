@@ -292,15 +292,19 @@ def cubed(q, k, v):
     return full(q, k[:, :, ::2], v[:, :, ::2]) ** 3
 
 
+@pytest.mark.parametrize("is_given", [False, True], ids=["its-own", "given"])
 @pytest.mark.parametrize("name", ["dropping_always", "cubed"])
-def test_two_equal_calls_that_differ_are_told_as_that(name):
+def test_two_equal_calls_that_differ_are_told_as_that(name, is_given):
     plain, differs = stack(full), name == "dropping_always"
-    plain.blocks[1].attn.attend = lambda *qkv: globals()[name](*qkv)
     before = torch.get_rng_state()
-    found = judge_model(*case_of(plain), functions=f"{__name__}.{name}", scatter=0)
+    if is_given:
+        found = judge_model(*case_of(plain), FunctionBackend(name, lambda *qkv, workload: globals()[name](*qkv)), scatter=0)
+    else:
+        plain.blocks[1].attn.attend = lambda *qkv: globals()[name](*qkv)
+        found = judge_model(*case_of(plain), functions=f"{__name__}.{name}", scatter=0)
 
     said = found.calls[1].comparison.mismatch.hints
-    assert [call.passed for call in found.calls] == [True, False]
+    assert [call.passed for call in found.calls] == [not is_given, False]
     assert (said == (RERUN,)) == differs
     assert torch.equal(before, torch.get_rng_state())
 
