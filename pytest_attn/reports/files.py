@@ -39,7 +39,11 @@ def written_atomically(path: str | Path) -> Iterator[IO[str]]:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "is not a plain file", str(path))
-    with ProcessFolder(base=target.parent) as folder:
+    try:
+        own = ProcessFolder(base=target.parent)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from None  # not the name of the folder
+    with own as folder:
         unfinished = Path(folder, target.name)
         with open(unfinished, "x", encoding="utf-8", errors=ESCAPED, newline="\n") as file:
             yield file

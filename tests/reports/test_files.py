@@ -153,3 +153,10 @@ def test_two_that_write_into_a_folder_wait_for_each_other(tmp_path, monkeypatch,
     with files.written_alone(tmp_path / "baselines"):
         pass
     assert [*(tmp_path / "baselines").iterdir(), *(tmp_path / "temporary").iterdir()] == []
+
+
+def test_what_cannot_be_written_is_named_as_it_was_typed(tmp_path):
+    path = tmp_path / "none" / "page.html"
+    with pytest.raises(FileNotFoundError) as refused:
+        write_atomically(path, "")
+    assert refused.value.filename == str(path)
