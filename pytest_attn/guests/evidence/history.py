@@ -84,16 +84,22 @@ def _night(path: str) -> Night:
 
 
 def series_of(nights: Sequence[Night]) -> Series:
-    """Compare each case with the last night that has it."""
+    """Compare each case with the last night that has it, on the same machine where there is one."""
     series = Series({}, {}, {})
     for number, night in enumerate(nights):
-        before = [of_case[max(of_case)] for of_case in series.cases.values()]
+        machines = {key: record["machine"].get("name") for key, (record,) in judged(night.records).items()}
+        before = [_last(of_case.values(), machines.get(key)) for key, of_case in series.cases.items()]
         for now, *said in changes(before, night.records):
             series.differences.setdefault(id(now), []).append(tuple(said))  # type: ignore[arg-type]
         series.least.update((id(now), least) for now, least in told_apart(before, night.records))
         for key, (record,) in judged(night.records).items():
             series.cases.setdefault(key, {})[number] = record
     return series
+
+
+def _last(records: Iterable[Record], machine: str | None) -> Record:
+    *_, last = sorted(records, key=lambda record: record["machine"].get("name") == machine)
+    return last
 
 
 # -- the page ------------------------------------------------------------------------------------------------------------
@@ -109,7 +115,8 @@ def history_page(nights: Sequence[Night], series: Series) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <title>{_text(title)}</title><style>{asset("style.css")}</style></head><body>
 <h1>{_text(title)}</h1>
-<p>A case is compared with the last run before that has it, by the gate's rule, and what differs is marked.
+<p>A case is compared with the last run before that has it, of the same machine if there is one, by the gate's rule.
+What differs is marked.
 No change point is looked for.</p>
 <h2>Runs</h2>{_table(("run", "cases", "failed", "what else changed"), _runs(nights))}
 <h2>What differs</h2>{_table(("run", "what", "kernel", "workload", "before", "then"), _differences(labels, series))}

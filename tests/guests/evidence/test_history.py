@@ -64,6 +64,12 @@ def test_a_slower_and_a_faster_night_are_marked_where_they_begin(page):
     assert "2 differences" in said
 
 
+def test_machines_by_turns_hide_no_difference(page):
+    other = {**GPU, "name": "NVIDIA B200"}
+    text, _ = page([timed(1e-3, 1)], [timed(5e-4, 2, machine=other)], [timed(1.1e-3, 3)], [timed(5e-4, 4, machine=other)])
+    assert marks(text) == ["plain", "plain", "bad", "plain"]
+
+
 def test_a_night_without_the_case_hides_no_difference(page):
     text, _ = page([timed(1e-3, 1)], [checked(2)], [timed(1.1e-3, 3)])
     assert marks(text) == ["plain", "bad"]
