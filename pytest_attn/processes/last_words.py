@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 #: a line of pytest, or of a traceback's end, that says what went wrong
-_ERROR = re.compile(r"E  |\w*Error|ERROR|Fatal Python error|INTERNALERROR> \w*Error")
+_ERROR = re.compile(r"E  |\w*Error|ERROR|Fatal Python error|fatal: |INTERNALERROR> \w*Error")
 _LONGEST = 300
 
 

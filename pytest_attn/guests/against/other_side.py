@@ -142,9 +142,9 @@ def _interpreter(text: str) -> OtherSide:
         asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASKING_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"{text} does not start: {error}") from None
-    if asked.returncode:
+    if asked.returncode or not (found := asked.stdout.strip()):
         raise ValueError(f"{text} has no pytest-attn that can be imported: {last_words(asked.stderr)}; install it there")
-    if (found := asked.stdout.strip()) != __version__:
+    if found != __version__:
         raise ValueError(f"{text} has pytest-attn {found}, this is {__version__}; install the same in both")
     return OtherSide(text, text, python)
 

@@ -122,7 +122,9 @@ def tree_of(revision: str) -> tuple[str, dict[str, str]]:
 def not_of_commit(facts: RunFacts, commit: str, sources: Mapping[str, str]) -> Iterator[str]:
     """Yield in which way a run is not of a commit, whose files have these ids. Raises CannotSayError."""
     if not facts["commit"]:
-        raise CannotSayError("its tests lay in no git repository, so it knows no commit")
+        raise CannotSayError(
+            "git told it no commit: its tests lay in no repository, or in another user's (git config safe.directory)"
+        )
     name, plus, _ = facts["commit"].partition("+")
     others = [place for place, told in facts["sources"].items() if sources.get(place) != told]
     if name != commit:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -92,11 +93,12 @@ OTHER_VERSION = "echo 0.0.1"
         ("--all", r"^'--all' is neither a revision"),
         ("here", r"^'here' is neither a revision"),
         ("../python", r"^\.\./python has no pytest-attn that can be imported: No module named pytest_attn; install it there$"),
+        ("../silent", r"^\.\./silent has no pytest-attn that can be imported: it said nothing; install it there$"),
         ("../other", r"^\.\./other has pytest-attn 0\.0\.1, this is \S+; install the same in both$"),
     ],
 )
 def test_what_is_no_other_version_is_refused_in_a_line(repository, text, said):
-    for name, script in (("python", NOBODY), ("other", OTHER_VERSION), ("sub/here", NOBODY)):
+    for name, script in (("python", NOBODY), ("silent", "true"), ("other", OTHER_VERSION), ("sub/here", NOBODY)):
         (repository / name).write_text(f"#!/bin/sh\n{script}\n")
         (repository / name).chmod(0o755)
     with pytest.raises(ValueError, match=said) as refused:
@@ -114,7 +116,15 @@ def test_without_a_repository_and_with_the_plugin_in_it_there_is_no_revision(rep
         ValueError, match=r"^'HEAD' is not the path of an interpreter, and \S+ is in no git repository \(git rev-parse: .*"
     ):
         other_side.other_side("HEAD")
+    said = "fatal: detected dubious ownership in repository at '/mine'"
+    (tmp_path / "git").write_text(
+        f"#!/bin/sh\nprintf '%s\\n' \"{said}\" 'To add an exception, call:' 'git config' >&2; exit 128\n"
+    )
+    (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=re.escape(f"(git rev-parse: {said})")):
+        other_side.other_side("HEAD")
+    (tmp_path / "git").unlink()
     with pytest.raises(ValueError, match=r"\(git: No such file or directory\)"):
         other_side.other_side("HEAD")
 
