@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -150,13 +151,17 @@ def _mirrored(tensor: Tensor, size: int, sign: int) -> Tensor:
     return tensor[:, torch.minimum(at, mirror)] * factor.unsqueeze(-1)
 
 
+def _largest(w: Workload) -> int:
+    return max(range(w.batch), key=lambda entry: math.prod(sequence_lengths(w)[entry]))
+
+
 class Whole:
     """The sequence of a workload that has most scores, asked alone: what all others are compared with."""
 
     def __init__(self, probe: Probe) -> None:
         self.probe, self.workload = probe, probe.workload
         self._lengths = sequence_lengths(self.workload)
-        self._largest = max(range(len(self._lengths)), key=lambda entry: self._lengths[entry][0] * self._lengths[entry][1])
+        self._largest = _largest(self.workload)
         self.q_len, self.kv_len = self._lengths[self._largest]
         self.before = self.kv_len - self.q_len  # keys that the first row follows
         self._pieces: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -399,7 +404,7 @@ _IN_OTHER_CALLS = (
 )
 _CAUSAL = (
     *_IN_OTHER_CALLS,
-    Need(lambda probe: max(probe.workload.q_lens or (probe.workload.q_len,)) > 1, "one row"),
+    Need(lambda probe: sequence_lengths(probe.workload)[_largest(probe.workload)][0] > 1, "one row"),
     Need(lambda probe: all(rows <= keys for rows, keys in sequence_lengths(probe.workload)), "rows before the first key"),
     Need(
         _is_causal,

@@ -25,7 +25,10 @@ LOOKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 #: bytes, microseconds, or calls of functions, that are the least growth of a round; and that since the last look, as a part of
 #: that before, which is 2 where each call adds as much, a little less for a list, and less where a bound was reached
 _LEAST, _FASTER = 8, 1.25
+#: rounds from which on time is compared: the least of many rounds is hardly disturbed, and what warms up is warm
+TIMED_FROM = 16
 #: what few calls show as well, as no bound is so large
+_TIME = "microseconds of the host in a round"
 _LARGE = ("bytes of tensors", "bytes allocated", "bytes reserved")
 #: folders whose own objects are none of a kernel's; of Python's standard library, but not of what is installed within
 _NOT_ITS_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
@@ -42,17 +45,25 @@ class Growth:
         self._series: dict[str, list[int]] = {}
         self._looks = 0
         self._calls = 0
-        self._microseconds = 0
+        self._microseconds: list[int] = []  # of each round since the last look
         self._made_before: list[weakref.ref[Tensor]] = []
 
     def begin(self) -> None:
         """Begin to look: tensors that are there now may grow in place, too."""
         self._made_before = [weakref.ref(one) for one in _tensors_of(gc.get_objects())]
+        self._microseconds.clear()
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Take the time that the calling thread computes in the round within."""
+        began = time.thread_time_ns()
+        yield
+        self._microseconds.append((time.thread_time_ns() - began) // 1000)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the functions of Python that are called in the round within, and the time that its thread computes."""
-        self._calls, began = 0, time.thread_time_ns()
+        """Count the functions of Python that are called in the round within."""
+        self._calls = 0
 
         def count(frame: Any, event: str, arg: Any) -> None:
             self._calls += event == "call"
@@ -65,7 +76,6 @@ class Growth:
         finally:
             if is_free:
                 sys.setprofile(None)
-            self._microseconds = (time.thread_time_ns() - began) // 1000
 
     def look(self) -> None:
         """Take how much there is now. What was there in all looks before and did not grow is forgotten."""
@@ -82,12 +92,18 @@ class Growth:
             least = _LEAST * (LOOKS[self._looks] - LOOKS[self._looks - 1])
             kept = {name: [*was, now.get(name, 0)] for name, was in self._series.items()}
             self._series = {name: of for name, of in kept.items() if of[-1] - of[-2] >= least and _goes_on(of)}
+        if LOOKS[self._looks] == TIMED_FROM:
+            self._series[_TIME] = [min(self._microseconds)]
+        self._microseconds.clear()
         self._looks += 1
 
     @property
     def grown(self) -> bool:
         """True where something has grown from each look to the next."""
-        return self._looks > 1 and bool(self._series)
+        return bool(self._grown())
+
+    def _grown(self) -> dict[str, list[int]]:
+        return {name: series for name, series in self._series.items() if len(series) > 1}
 
     def keep_large(self) -> None:
         """Forget what many calls alone could show."""
@@ -96,11 +112,12 @@ class Growth:
     def words(self, calls: int) -> list[str]:
         """Say what has grown, most first. calls: of a round."""
         last = LOOKS[self._looks - 1]
-        ranked = sorted(self._series.items(), key=lambda one: one[1][0] - one[1][-1])
-        rates = [(of[-1] - of[0]) / calls / (last - LOOKS[0]) for _, of in ranked]
+        ranked = sorted(self._grown().items(), key=lambda one: one[1][0] - one[1][-1])
+        firsts = [LOOKS[self._looks - len(of)] for _, of in ranked]
         return [
-            f"{name}, {of[0]:,} after round {LOOKS[0]} and {of[-1]:,} after round {last}, {rate:,.4g} a call"
-            for (name, of), rate in zip(ranked, rates, strict=True)
+            f"{name}, {of[0]:,} after round {first} and {of[-1]:,} after round {last},"
+            f" {(of[-1] - of[0]) / calls / (last - first):,.4g} a call"
+            for (name, of), first in zip(ranked, firsts, strict=True)
         ]
 
     def _now(self) -> dict[str, int]:
@@ -108,8 +125,9 @@ class Growth:
         found = {
             _LARGE[0]: sum(dict(filter(None, map(_storage_of, tensors))).values()),
             "functions called in a round": self._calls,
-            "microseconds of the host in a round": self._microseconds,
         }
+        if LOOKS[self._looks] > TIMED_FROM:
+            found[_TIME] = min(self._microseconds)
         if self._device.type == "cuda":
             found[_LARGE[1]] = torch.cuda.memory_allocated(self._device)
             found[_LARGE[2]] = torch.cuda.memory_reserved(self._device)

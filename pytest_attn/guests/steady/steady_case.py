@@ -32,7 +32,7 @@ from pytest_attn.correctness.reference import Reference
 from pytest_attn.correctness.spec import CheckSpec
 from pytest_attn.correctness.switches import KeptSwitches
 from pytest_attn.guests.steady.compilations import Watch, watching
-from pytest_attn.guests.steady.growth import LOOKS, Growth, tracing
+from pytest_attn.guests.steady.growth import LOOKS, TIMED_FROM, Growth, tracing
 from pytest_attn.invariants.invariant import Probe, Tensors
 from pytest_attn.latency.work import PeakMemory, first_of
 from pytest_attn.reports.lines import count, labeled
@@ -49,8 +49,9 @@ _LENGTHS = (17, 16)
 _BATCHES = (1, 2, 3, 5)
 #: calls of a shape in one round: what is captured in a graph is captured at the second
 _CALLS = 2
-#: calls in all of which something grows that does grow; seconds after which fewer are enough for tensors, and their rounds
-_ENOUGH_CALLS, _ENOUGH, _FEWER_ROUNDS = 4096, 30.0, 32
+#: calls in all of which something grows that does grow; seconds after which fewer are enough for tensors, and their rounds;
+#: seconds after which nobody waits for the rounds that are timed, unless something else grows
+_ENOUGH_CALLS, _ENOUGH, _FEWER_ROUNDS, _SOON = 4096, 30.0, 32, 1.0
 _SHOWN = 6
 #: copies of a workload's tensors that a device must have room for
 _COPIES = 32
@@ -287,7 +288,7 @@ class SteadyEvaluator(Evaluator[Steadiness]):
 
     def _rounds(self, visits: list[Visit]) -> tuple[int, str]:
         """Call all in rounds, as many as it takes to tell; return how many, and what could not be told."""
-        growth, end = Growth(self._spec.device), time.monotonic() + _ENOUGH
+        growth, began = Growth(self._spec.device), time.monotonic()
         with tracing() as begin:
             for number in range(1, LOOKS[-1] + 1):
                 if number == LOOKS[0]:
@@ -295,12 +296,14 @@ class SteadyEvaluator(Evaluator[Steadiness]):
                     begin()
                 is_profiled = number == LOOKS[0] + 1 and self._spec.device.type == "cuda"
                 watched = waiting_for_nothing() if is_profiled else growth.counting() if number in LOOKS else nullcontext()
-                with watched:
+                with watched, growth.timing():
                     self._round(number, visits, is_profiled)
                 if number in LOOKS:
                     growth.look()
-                calls, is_late = number * len(visits) * _CALLS, time.monotonic() > end and number >= LOOKS[1]
-                if is_late or (number in LOOKS[1:] and (calls >= _ENOUGH_CALLS or not growth.grown)):
+                calls, seconds = number * len(visits) * _CALLS, time.monotonic() - began
+                is_seen = number > TIMED_FROM or seconds > _SOON
+                is_told = calls >= _ENOUGH_CALLS or (is_seen and not growth.grown)
+                if (seconds > _ENOUGH and number >= LOOKS[1]) or (number in LOOKS[1:] and is_told):
                     break
         was_growing = growth.grown
         if calls < _ENOUGH_CALLS:

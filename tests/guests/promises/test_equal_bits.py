@@ -135,6 +135,7 @@ HONEST = [
     PADDED,
     LATENT,
     PADDED.replace(kv_lens=(1, 1)),
+    Workload(heads=2, head_dim=32, q_lens=(5, 1), mask="causal-bottom-right", kv_lens=(5, 40)),
     Workload(heads=2, kv_heads=1, head_dim=32, q_lens=(30, 20), mask="causal-bottom-right", kv_lens=(70, 20)),
     Workload(17, heads=2, head_dim=32, kv_pages=Pages(16), kv_lens=(70, 40), mask="causal-bottom-right"),
 ]

@@ -35,6 +35,7 @@ on_w = pytest.mark.attention(W, device="cpu")
 def few_rounds(monkeypatch):
     for module in (growth, steady_case):
         monkeypatch.setattr(module, "LOOKS", (2, 4, 8))
+        monkeypatch.setattr(module, "TIMED_FROM", 2)
     monkeypatch.setattr(steady_case, "_ENOUGH_CALLS", 100)
 
 
@@ -222,10 +223,32 @@ def work_that_grows():
 
     def kernel(q, k, v):
         calls[:] = [sum(calls) + 1]
-        sum(range(20 * calls[0] ** 2))
+        sum(range(8 * calls[0] ** 2))
         return plain(q, k, v)
 
     return kernel
+
+
+def work_that_grows_once_warm():
+    """Work for longer in the first fifty calls than any growth shows by then."""
+    calls = []
+
+    def kernel(q, k, v):
+        calls[:] = [sum(calls) + 1]
+        sum(range(5_000 if calls[0] < 50 else calls[0] ** 2 // 10))
+        return plain(q, k, v)
+
+    return kernel
+
+
+@on_w
+def test_time_that_grows_after_a_warm_up_is_found(attn, monkeypatch):
+    for module in (growth, steady_case):
+        monkeypatch.setattr(module, "LOOKS", (2, 4, 8, 16, 32))
+        monkeypatch.setattr(module, "TIMED_FROM", 8)
+    monkeypatch.setattr(steady_case, "_ENOUGH_CALLS", 400)
+    with pytest.raises(AssertionError, match=r"grows +microseconds of the host in a round, [\d,]+ after round 8 and"):
+        attn.check_steady(work_that_grows_once_warm())
 
 
 FIRST = "q_len 7, batch 1, round 1"
