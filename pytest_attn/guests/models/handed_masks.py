@@ -82,7 +82,7 @@ def handed_to(
     parameters = _parameters(type(module).forward)
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-    may_hide = {n: t for n, t in tensors.items() if not t.is_nested and 2 <= t.dim() <= 4}
+    may_hide = {n: t for n, t in tensors.items() if not t.is_nested and 1 <= t.dim() <= 4}
     takes = tuple(filter(_NAMES_MASK, dict.fromkeys((*parameters, *given))))
     masks = {n: t for n, t in may_hide.items() if n in takes}
     second = [t for key, t in tensors.items() if key not in takes and _NAMES_OTHER(key)]
@@ -266,7 +266,7 @@ def _aligned(name: str, hidden: torch.Tensor, shape: tuple[int, ...]) -> Iterato
     batch, heads, _, keys = shape
     if hidden.dim() > 2:
         hidden = hidden[..., :keys]  # of a cache that has room for more
-    views = [hidden]
+    views = [hidden if hidden.dim() > 1 else hidden[None, None, None]]
     if hidden.dim() == 3:
         folded = [hidden.reshape(batch, heads, -1, keys)] if hidden.shape[::2] == (batch * heads, keys) else []
         views = [hidden[:, None], *folded]

@@ -181,6 +181,14 @@ def test_a_padding_mask_is_known_by_what_it_does_whatever_its_name(mask):
     assert said in judged(Layers(forgets), key_ok=mask).message
 
 
+def test_a_mask_of_keys_may_have_one_dimension():
+    def shows(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])
+
+    assert judged(Layers(shows, shows), key_ok=REAL[1]).passed
+    assert "key_ok (24,) of layers.0 hides key 0" in judged(Layers(forgets), key_ok=REAL[1]).message
+
+
 class Modal(nn.Module):
     """Has parameters of its own for the tokens that a mask names, and hands it on to what is handed all."""
 
