@@ -737,7 +737,11 @@ class ProductsInHalfBeforeTheScale(Attention):
         return (self.load_q(t) @ self.load_k(t).mT).half().float() * self.scale(t.call)
 
 
-@taking(only("boolean", _GROUPED, where=lambda w: w.dtype == "float16"), "ikawrakow/ik_llama.cpp#1196")
+@taking(
+    only("boolean", _GROUPED, where=lambda w: w.dtype == "float16"),
+    "ikawrakow/ik_llama.cpp#1196",
+    "sums-in-few-bits",
+)
 class OutSummedInHalf(Attention):
     """The sum of P v was kept in half precision."""
 
