@@ -171,9 +171,10 @@ def test_of_tests_that_are_named_those_that_both_sides_have_are_compared(both, p
 def test_a_file_that_cannot_be_imported_there_is_not_one_that_lacks_the_test(both, pytester):
     revision(pytester.path, "import gone")
     pytester.makepyfile(test_mine=KERNEL)
-    broken = both("--attn-against=HEAD", "test_mine.py::test_mine", "--tb=no", "--no-summary")
-    assert broken.ret == pytest.ExitCode.TESTS_FAILED
-    broken.stdout.re_match_lines([r"against HEAD .*: nothing was compared: it cannot run these tests: .*gone.*"])
+    for names in ((), ("test_mine.py::test_mine",)):
+        broken = both("--attn-against=HEAD", *names, "--tb=no", "--no-summary")
+        assert broken.ret == pytest.ExitCode.TESTS_FAILED
+        broken.stdout.re_match_lines([r"against HEAD .*: nothing was compared: it cannot run these tests: .*gone.*"])
 
 
 def test_what_is_built_of_other_sources_elsewhere_is_named(both, pytester):
@@ -186,10 +187,13 @@ def test_what_is_built_of_other_sources_elsewhere_is_named(both, pytester):
 
 
 def test_a_file_that_cannot_be_imported_there_keeps_no_other_from_being_compared(both, pytester):
-    pytester.makepyfile(test_other="import gone")
+    pytester.makepyfile(test_other="import gone", test_third=KERNEL.replace("attention(", "attention('unheard-of', "))
     revision(pytester.path, KERNEL)
-    pytester.makepyfile(test_other=KERNEL)
+    pytester.makepyfile(test_other=KERNEL, test_third=KERNEL)
     result = both("--attn-against=HEAD")
     assert result.ret == pytest.ExitCode.OK
     said = r"cannot run test_other.py: ModuleNotFoundError: No module named 'gone'"
-    result.stdout.re_match_lines([rf"HEAD \S+ {said}", rf"inconclusive .* {said}", r"latency: 1 without .*, 1 inconclusive"])
+    result.stdout.re_match_lines(
+        [rf"HEAD \S+ {said}", r"HEAD \S+ cannot run test_third.py: .* unknown workload 'unheard-of'; "]
+    )
+    result.stdout.re_match_lines([rf"inconclusive .* {said}", r"latency: 1 without .*, 2 inconclusive"])

@@ -37,7 +37,7 @@ from pytest_attn.processes.last_words import last_words
 from pytest_attn.processes.launcher import Ended
 from pytest_attn.reports.files import ProcessFolder
 from pytest_attn.reports.lines import count, duration, labeled, some
-from pytest_attn.reports.records import Record, gathered, is_wrong, latency_of, read_records
+from pytest_attn.reports.records import Record, gathered, is_judged, is_wrong, latency_of, read_records
 from pytest_attn.reports.verdict import Verdict
 from pytest_attn.session.kinds import typed_name
 from pytest_attn.session.repository import BUILT, commit_of, git
@@ -55,8 +55,8 @@ _DIFFERENT = (Verdict.SLOWER, Verdict.FASTER)
 _JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 #: what a test or a file has raised, as pytest shows it; lines of a wrong file stand further to the right
 _RAISED = re.compile(r"^E {3}(\w.*)", re.MULTILINE)
-#: a file of which it has collected nothing, and why
-_BROKEN = re.compile(r"^_+ ERROR collecting (.+?) _+$.*?^E {3}(\w.*?)$", re.MULTILINE | re.DOTALL)
+#: a file of which it has collected nothing, and what it says of that
+_BROKEN = re.compile(r"^_+ ERROR collecting (.+?) _+\n(.*?)^(?=[_=]{3})", re.MULTILINE | re.DOTALL)
 #: modules of tests, which are of this tree on both sides of an interpreter
 _OF_TESTS = re.compile(r"/(test_[^/]*|[^/]*_test|conftest|__init__)\.py$")
 
@@ -162,9 +162,10 @@ class BothSides(TimedAtEnd):
                 " an environment that has the other build: --attn-against=PYTHON",
                 yellow=True,
             )
-        broken, records = dict(_BROKEN.findall(done.output)), read_records(path) if path.exists() else []
-        if done.returncode not in _JUDGED or not done.is_finished or (broken and not records):
-            raised = _RAISED.findall(done.output)
+        broken = {file: (_RAISED.findall(said) or [last_words(said)])[0] for file, said in _BROKEN.findall(done.output)}
+        records = read_records(path) if path.exists() else []
+        if done.returncode not in _JUDGED or not done.is_finished or (broken and not any(map(is_judged, records))):
+            raised = [*broken.values(), *_RAISED.findall(done.output)]
             raise OtherSideError(f"it cannot run these tests: {raised[0] if raised else last_words(done.output)}")
         return records, broken
 
