@@ -341,14 +341,12 @@ class HooksOfTests:
             refuse_unjudged(item)
         return result
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """End the run where a test has changed its judge, once its fixtures have put back what they replace."""
-        result = yield
         conclude = sys.modules.get("pytest_attn.cases.conclude")
         if conclude and is_marked(item):
             conclude.require_judge(item)
-        return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

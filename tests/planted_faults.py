@@ -14,7 +14,7 @@ from judging import CROSS, FULL, explicit, positions, with_gradients, with_lse
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pytest_attn import Pages, Window, Workload, draw_inputs
-from pytest_attn.diagnosis.faults import TAIL_MISSING
+from pytest_attn.diagnosis.faults import EMPTY_ROWS, TAIL_MISSING
 from pytest_attn.guests.mutants.kernel import Kernel, KernelBackend
 
 PARTLY = Workload(160, heads=2)
@@ -381,12 +381,12 @@ OF_GRADIENTS = tuple(
     )
 )
 PLANTED = (*OF_OUT, *OF_LSE, *OF_GRADIENTS)
+#: what is only observed, and is so with any fault
+OBSERVATIONS = ("not-finite", "all-zeros", "zeros-there", "calls-differ", *EMPTY_ROWS)
 
 
 def judgment_of(hints, faults):
     """Say whether the first of some hints that asserts a fault is right: "named", "none", or "wrong" if any is not."""
-    from pytest_attn.diagnosis.faults import OBSERVATIONS
-
     asserted = [hint.fault for hint in hints if hint.fault and (hint.fault in faults or hint.fault not in OBSERVATIONS)]
     if any(fault not in faults for fault in asserted):
         return "wrong"

@@ -28,8 +28,6 @@ FITTED = (
     "sinks-rounded",
     "smaller-dtype",
 )
-#: what is only observed, and is so with any fault
-OBSERVATIONS = ("not-finite", "all-zeros", "zeros-there", "calls-differ", *EMPTY_ROWS)
 
 #: identity -> what is wrong
 FAULTS = {

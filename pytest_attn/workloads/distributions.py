@@ -93,8 +93,6 @@ def _structured(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
 
 def _stepped(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
     """Have what leaves out tiles decide on each: their weights lie everywhere around a threshold."""
-    import torch
-
     q, k, v = _scaled(0.1, 1.0, draw, w, *shapes)
     for number, (own_q, own_k) in enumerate(_sequences(w, q, k)):
         kv_len, way = own_k.shape[1], draw.normal(f"way-{number}", (w.kv_heads, 1, w.head_dim))
@@ -102,9 +100,9 @@ def _stepped(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
         depth = draw.normal(f"depth-{number}", (w.kv_heads, -(-kv_len // 48), 1), 3).abs() + 2.5
         own_k -= depth.repeat_interleave(48, 1)[:, :kv_len] * way
         own_k[:, kv_len // 3] = 0
-        row, head = torch.arange(own_q.shape[1]), torch.arange(w.heads)[:, None]
+        row, head = q.new_tensor(range(own_q.shape[1])), q.new_tensor(range(w.heads))[:, None]
         steepness = 1 + (row // 16 * _OF_ROWS + head * _OF_HEADS) % 1
-        own_q += steepness[..., None].to(q) * way[key_heads(w)] / w.softmax_scale
+        own_q += steepness[..., None] * way[key_heads(w)] / w.softmax_scale
     return q, k, v
 
 
