@@ -96,6 +96,7 @@ def _stepped(draw: Draw, w: Workload, *shapes: Shape) -> QKV:
     q, k, v = _scaled(0.1, 1.0, draw, w, *shapes)
     for number, (own_q, own_k) in enumerate(_sequences(w, q, k)):
         kv_len, way = own_k.shape[1], draw.normal(f"way-{number}", (w.kv_heads, 1, w.head_dim))
+        way[..., : w.v_in_k * min(w.v_head_dim, w.head_dim - 1)] = 0  # v must not lie in one direction: rows would err as one
         way /= way.norm(dim=-1, keepdim=True)
         depth = draw.normal(f"depth-{number}", (w.kv_heads, -(-kv_len // 48), 1), 3).abs() + 2.5
         own_k -= depth.repeat_interleave(48, 1)[:, :kv_len] * way

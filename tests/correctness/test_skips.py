@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pytest_attn import Threshold, Workload
+from pytest_attn import Threshold, Workload, check
 from pytest_attn.backends.declaration import Declaration
 from pytest_attn.backends.registry import Registry
 from pytest_attn.correctness.judge import judge
@@ -145,3 +145,8 @@ def test_anything_else_is_found(name, dtype):
 def test_what_is_no_threshold_is_refused_in_words(given, said):
     with pytest.raises(ValueError, match=said):
         Threshold(**given)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_values_that_are_a_part_of_the_keys_do_not_err_as_one(seed):
+    check("math", "features-boolean-quantized-interleaved-vink", inputs=("stepped",), seed=seed)
