@@ -406,11 +406,10 @@ def _free_monitoring_tools(before: tuple[Any, ...]) -> None:
             monitoring.free_tool_id(tool)
 
 
+_TIMERS = {"interval": "ITIMER_REAL", "virtual": "ITIMER_VIRTUAL", "profiling": "ITIMER_PROF"}  # which Windows lacks
 #: a timer that was armed before may have come to its end, or have been disarmed
 _LATER = {
-    "the interval timer": _timer(signal.ITIMER_REAL),
-    "the virtual timer": _timer(signal.ITIMER_VIRTUAL),
-    "the profiling timer": _timer(signal.ITIMER_PROF),
+    **{f"the {name} timer": _timer(getattr(signal, which)) for name, which in _TIMERS.items() if hasattr(signal, which)},
     _HANDLERS: Switch(_handlers, _set_handlers, _is_handler_left, _handler_at),
     "the descriptor that signals write to": Switch(
         _wakeup_descriptor, lambda before: signal.set_wakeup_fd(before, warn_on_full_buffer=False)
